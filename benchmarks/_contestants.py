@@ -1,6 +1,7 @@
 """One contestant of benchmarks/training.py: `_contestants.py NAME CORPUS THREADS FD`.
 
-Reads a number of steps from standard input, makes them, writes the seconds to FD; again until its input ends.
+Reads a number of steps from standard input, makes them, writes the seconds to FD; again until its
+input ends.
 """
 
 from __future__ import annotations
@@ -50,19 +51,39 @@ def farspan(corpus: Path, precision: str, out: int) -> None:
     from farspan.runtime.worker import build
 
     spec = ModelSpec(
-        family="gpt2", layers=L, d_model=D, heads=H, kv_heads=H, d_ff=4 * D, vocab_size=V, context=T,
-        norm="layernorm", activation="gelu_tanh", positions="learned", bias=True, tied=True,
-    )  # fmt: skip
+        family="gpt2",
+        layers=L,
+        d_model=D,
+        heads=H,
+        kv_heads=H,
+        d_ff=4 * D,
+        vocab_size=V,
+        context=T,
+        norm="layernorm",
+        activation="gelu_tanh",
+        positions="learned",
+        bias=True,
+        tied=True,
+    )
     mesh = Mesh(ranks=(0,), shape=(1,), axes=("data",))
     stage = Stage(units=(0, L + 2), mesh=mesh, rows=(B,), grad_sync=GradSync(bucket_bytes=2**20))
     manifest = load(corpus / "corpus.json", CorpusManifest)
     plan = Plan(
-        technique="data", model=spec, train=TrainSpec(
-            steps=10**6, batch=B, seq_len=T, precision=precision, optimizer=Optimizer(lr=6e-4)  # type: ignore[arg-type]
+        technique="data",
+        model=spec,
+        train=TrainSpec(
+            steps=10**6,
+            batch=B,
+            seq_len=T,
+            precision=precision,
+            optimizer=Optimizer(lr=6e-4),  # type: ignore[arg-type]
         ),
-        replicas=(Replica(stages=(stage,)),), inputs=Inputs(cluster="", corpus=manifest.hash),
-        devices=(PlannedDevice(host="here", backend="cpu", index=0, threads=torch.get_num_threads()),),
-    )  # fmt: skip
+        replicas=(Replica(stages=(stage,)),),
+        inputs=Inputs(cluster="", corpus=manifest.hash),
+        devices=(
+            PlannedDevice(host="here", backend="cpu", index=0, threads=torch.get_num_threads()),
+        ),
+    )
     run = RunFolder(Path(tempfile.mkdtemp()))
     run.corpus.write_bytes((corpus / "corpus.json").read_bytes())
     save(RunRecord(corpus=str(corpus), command=(), created=""), run.record)
@@ -119,7 +140,8 @@ class GPT(nn.Module):
 
 
 def nanogpt(corpus: Path, precision: str, out: int) -> None:
-    """nanoGPT's loop: autocast, clip, fused AdamW with decay on matrices only, gradients set to None."""
+    """nanoGPT's loop: autocast, clip, fused AdamW with decay on matrices only, gradients set to
+    None."""
     torch.manual_seed(0)
     model, data = GPT(), batches(corpus)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -144,12 +166,25 @@ def trainer(corpus: Path, precision: str, out: int) -> None:
     """Hugging Face Trainer on its own GPT-2; a callback holds it between turns."""
     import tempfile
 
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     config = GPT2Config(
-        vocab_size=V, n_positions=T, n_embd=D, n_layer=L, n_head=H, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        vocab_size=V,
+        n_positions=T,
+        n_embd=D,
+        n_layer=L,
+        n_head=H,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
         use_cache=False,
-    )  # fmt: skip
+    )
 
     class Rows(torch.utils.data.Dataset):
         tokens = np.memmap(corpus / "train.bin", "<u2", "r")
@@ -174,16 +209,29 @@ def trainer(corpus: Path, precision: str, out: int) -> None:
                 os.write(out, f"{time.perf_counter() - self.began}\n".encode())
 
     arguments = TrainingArguments(
-        tempfile.mkdtemp(), per_device_train_batch_size=B, max_steps=10**6, report_to=[], save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, use_cpu=True, bf16=precision == "bf16",
-    )  # fmt: skip
-    Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=Rows(), callbacks=[Turns()]).train()
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=B,
+        max_steps=10**6,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=precision == "bf16",
+    )
+    Trainer(
+        model=GPT2LMHeadModel(config), args=arguments, train_dataset=Rows(), callbacks=[Turns()]
+    ).train()
 
 
 def gemm(corpus: Path, precision: str, out: int) -> None:
-    """Only the matrix products of one step, in bf16: what a step would take if all else were free."""
+    """Only the matrix products of one step, in bf16: what a step would take if all else were
+    free."""
     x = {n: torch.randn(B * T, n).bfloat16() for n in (D, 3 * D, 4 * D, V)}
-    weights = {(n, k): torch.randn(n, k).bfloat16() for n, k in ((3 * D, D), (D, D), (4 * D, D), (D, 4 * D), (V, D))}
+    weights = {
+        (n, k): torch.randn(n, k).bfloat16()
+        for n, k in ((3 * D, D), (D, D), (4 * D, D), (D, 4 * D), (V, D))
+    }
     outs = {n: torch.empty(B * T, n).bfloat16() for n in (D, 3 * D, 4 * D, V)}
     heads = torch.randn(B * H, T, D // H).bfloat16()
     scores = torch.randn(B * H, T, T).bfloat16()
@@ -210,7 +258,9 @@ def main() -> None:
     name, corpus, threads, out = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(threads)
     kind, precision = name.split("-")[0], ([*name.split("-"), ""])[1]
-    {"farspan": farspan, "nanogpt": nanogpt, "trainer": trainer, "gemm": gemm}[kind](corpus, precision, out)
+    {"farspan": farspan, "nanogpt": nanogpt, "trainer": trainer, "gemm": gemm}[kind](
+        corpus, precision, out
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What `benchmarks/two_sites.py` compares and writes down, one event a line; and the table that it makes of it."""
+"""What `benchmarks/two_sites.py` compares and writes down, one event a line; and the table that it
+makes of it."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ RTT_MS, VOCAB = 103.0, 4096
 #: At most this share of one site's time, in the median of so many seeds.
 PROMISE, SEEDS = 0.7, 3
 ONE, TUNING, SAME, DILOCO = "one site", "tuning", "synchronous", "diloco"
-#: Two sites that take the same steps send their sums in so many bits, and have a schedule so much longer: with as many
-#: steps they end where one site does but for rounding, which training amplifies to some thousandths of a nat, above or
-#: below.
+#: Two sites that take the same steps send their sums in so many bits, and have a schedule so much
+#: longer: with as many steps they end where one site does but for rounding, which training
+#: amplifies to some thousandths of a nat, above or below.
 BITS, MORE = 16, 1.04
 
 
@@ -44,16 +45,30 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def spec(self) -> ModelSpec:
         family = models.family("gpt2")
-        return family.shape(d_model=self.width, layers=self.layers, vocab_size=VOCAB, context=self.context, tied=True)
+        return family.shape(
+            d_model=self.width,
+            layers=self.layers,
+            vocab_size=VOCAB,
+            context=self.context,
+            tied=True,
+        )
 
     def train(self, steps: int, lr: float, seed: int, arm: str) -> TrainSpec:
         steps = round(MORE * steps) if arm == SAME else steps
         return TrainSpec(
-            steps=steps, batch=self.batch, seq_len=self.context, precision="fp32", seed=seed,
+            steps=steps,
+            batch=self.batch,
+            seq_len=self.context,
+            precision="fp32",
+            seed=seed,
             wan_bits=BITS if arm == SAME else 32,
-            optimizer=Optimizer(lr=lr), schedule=Schedule(kind="cosine", warmup_steps=max(1, steps // 20)),
-            validate_every=self.validate_every, validate_tokens=self.validate_tokens, checkpoint_every_s=1e6, keep=1,
-        )  # fmt: skip
+            optimizer=Optimizer(lr=lr),
+            schedule=Schedule(kind="cosine", warmup_steps=max(1, steps // 20)),
+            validate_every=self.validate_every,
+            validate_tokens=self.validate_tokens,
+            checkpoint_every_s=1e6,
+            keep=1,
+        )
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
@@ -68,8 +83,8 @@ class Probed(_Record, frozen=True, kw_only=True, tag="probed"):
 
 
 class Planned(_Record, frozen=True, kw_only=True, tag="planned"):
-    """The planner's choice, before any run, with one worker a site or two: the faster of these, `tried` for seconds a
-    step by workers a site."""
+    """The planner's choice, before any run, with one worker a site or two: the faster of these,
+    `tried` for seconds a step by workers a site."""
 
     arm: str
     tried: dict[int, float] = {}
@@ -97,7 +112,8 @@ Record = Session | Probed | Planned | Run
 
 
 class Point(NamedTuple):
-    """One validation: seconds since the end of the first step in all, and those that steps and meetings took."""
+    """One validation: seconds since the end of the first step in all, and those that steps and
+    meetings took."""
 
     step: int
     at_s: float
@@ -106,7 +122,8 @@ class Point(NamedTuple):
 
 
 def course(run: Run) -> list[Point]:
-    """The validations of a run. What lies between one and the next step (the best weights are kept) is no step."""
+    """The validations of a run. What lies between one and the next step (the best weights are kept)
+    is no step."""
     points: list[Point] = []
     first, last, pure, fresh = 0.0, 0.0, 0.0, False
     for event in run.raw:
@@ -115,7 +132,9 @@ def course(run: Run) -> list[Point]:
             pure += 0.0 if event.at == first else event.step_s if fresh else event.at - last
             last, fresh = event.at, False
         elif isinstance(event, Validated):
-            pure += event.at - event.seconds - last  # Replicas meet after a step, before they validate.
+            pure += (
+                event.at - event.seconds - last
+            )  # Replicas meet after a step, before they validate.
             points.append(Point(event.step, event.at - first, pure, event.loss))
             fresh = True
     return points
@@ -134,7 +153,9 @@ def read(path: Path) -> list[Record]:
 def known(records: Sequence[Record], kind: type[Any], work: Work, **values: object) -> list[Any]:
     """The records of a kind and a work that have these values."""
     found = (one for one in records if isinstance(one, kind) and one.work == work)
-    return [one for one in found if all(getattr(one, key) == value for key, value in values.items())]
+    return [
+        one for one in found if all(getattr(one, key) == value for key, value in values.items())
+    ]
 
 
 def tuned(records: Sequence[Record], work: Work) -> dict[float, float]:
@@ -143,7 +164,8 @@ def tuned(records: Sequence[Record], work: Work) -> dict[float, float]:
     return dict(sorted(((one.lr, course(one)[-1].loss) for one in found), key=lambda pair: pair[1]))
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the table
+#   ------------------------------------------------------------------------------------------------
 
 
 def table(records: Sequence[Record], work: Work) -> str:
@@ -156,49 +178,103 @@ def table(records: Sequence[Record], work: Work) -> str:
     plans = known(records, Planned, work)
     pairs = {
         arm: [
-            (runs[ONE, seed], run) for (name, seed), run in sorted(runs.items()) if name == arm and (ONE, seed) in runs
+            (runs[ONE, seed], run)
+            for (name, seed), run in sorted(runs.items())
+            if name == arm and (ONE, seed) in runs
         ]
         for arm in (one.arm for one in plans if one.arm != ONE)
     }
     free = min((one for one in plans if one.arm != DILOCO), key=lambda one: one.step_s)
     failed = [
         f"- {one.arm}, lr {one.lr:g}, seed {one.seed} failed: {one.failed}"
-        for one in known(records, Run, work) if one.failed
-    ]  # fmt: skip
-    return "\n\n".join([
-        f"## {work.layers} layers x {work.width}, {parameters(work.spec) / 1e6:.1f} M parameters, {work.steps} steps "
-        f"of {work.batch} x {work.context} tokens, fp32, corpus {work.corpus}",
-        *_sessions(records, work), _tuning(losses, work),
-        f"Seconds a step: predicted before, and measured (mean, without validations). Predicted fastest of "
-        f"what computes the same: {free.arm}.",
-        _grid(("", "plan", "predicted", "measured", "predicted / measured", "a core's share for the relay"),
-              [_plan_row(one, [run for (arm, _), run in runs.items() if arm == one.arm]) for one in plans]),
-        f"Seconds from the end of the first step to the validation that reaches one site's last loss. Validations, and "
-        f"keeping the best weights, are included for all; `steps only`: left out for all. `between`: the loss "
-        f"interpolated between two validations. Synchronous: sums in {BITS} bits, a schedule {MORE - 1:.0%} longer.",
-        _grid(("", "seed", "one site", "two sites", "ratio", "ratio, steps only", "two sites, between", "at step",
-               "last loss, one site", "two sites"), [_row(*pair) for found in pairs.values() for pair in found]),
-        "\n".join(
-            [*(f"- {arm}: {_verdict([_ratio(*pair) for pair in found])}" for arm, found in pairs.items()), *failed]
-        ),
-    ]) + "\n"  # fmt: skip
+        for one in known(records, Run, work)
+        if one.failed
+    ]
+    return (
+        "\n\n".join(
+            [
+                f"## {work.layers} layers x {work.width}, {parameters(work.spec) / 1e6:.1f} M "
+                f"parameters, {work.steps} steps "
+                f"of {work.batch} x {work.context} tokens, fp32, corpus {work.corpus}",
+                *_sessions(records, work),
+                _tuning(losses, work),
+                "Seconds a step: predicted before, and measured (mean, without validations). "
+                "Predicted fastest of "
+                f"what computes the same: {free.arm}.",
+                _grid(
+                    (
+                        "",
+                        "plan",
+                        "predicted",
+                        "measured",
+                        "predicted / measured",
+                        "a core's share for the relay",
+                    ),
+                    [
+                        _plan_row(one, [run for (arm, _), run in runs.items() if arm == one.arm])
+                        for one in plans
+                    ],
+                ),
+                "Seconds from the end of the first step to the validation that reaches one site's "
+                "last loss. Validations, and "
+                "keeping the best weights, are included for all; `steps only`: left out for all. "
+                "`between`: the loss "
+                f"interpolated between two validations. Synchronous: sums in {BITS} bits, a "
+                f"schedule {MORE - 1:.0%} longer.",
+                _grid(
+                    (
+                        "",
+                        "seed",
+                        "one site",
+                        "two sites",
+                        "ratio",
+                        "ratio, steps only",
+                        "two sites, between",
+                        "at step",
+                        "last loss, one site",
+                        "two sites",
+                    ),
+                    [_row(*pair) for found in pairs.values() for pair in found],
+                ),
+                "\n".join(
+                    [
+                        *(
+                            f"- {arm}: {_verdict([_ratio(*pair) for pair in found])}"
+                            for arm, found in pairs.items()
+                        ),
+                        *failed,
+                    ]
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _sessions(records: Sequence[Record], work: Work) -> list[str]:
     """A line for each session that runs are of."""
     used = {one.session for one in known(records, Run, work)}
     return [
-        f"{one.session}: commit {one.commit}{' with changes' if one.changed else ''}, torch {one.versions['torch']}, "
+        f"{one.session}: commit {one.commit}{' with changes' if one.changed else ''}, torch "
+        f"{one.versions['torch']}, "
         f"{one.cpu}, Linux {one.kernel}, {RTT_MS:g} ms, {one.bandwidth}, TCP {one.congestion}."
-        for one in records if isinstance(one, Session) and one.session in used
-    ]  # fmt: skip
+        for one in records
+        if isinstance(one, Session) and one.session in used
+    ]
 
 
 def _tuning(losses: dict[float, float], work: Work) -> str:
     best, *_ = losses
-    edge = ", at the edge of what was tried: try more with --lr" if best in (min(losses), max(losses)) else ""
+    edge = (
+        ", at the edge of what was tried: try more with --lr"
+        if best in (min(losses), max(losses))
+        else ""
+    )
     tried = ", ".join(f"{lr:g}: {losses[lr]:.4f}" for lr in sorted(losses))
-    return f"One site's learning rate, validation loss after {work.tune_steps} steps: {tried}. Taken: {best:g}{edge}."
+    return (
+        f"One site's learning rate, validation loss after {work.tune_steps} steps: {tried}. "
+        f"Taken: {best:g}{edge}."
+    )
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -221,10 +297,18 @@ def described(planned: Planned) -> str:
     plan = msgspec.convert(planned.plan, Plan)
     parts = []
     for stage in (stage for replica in plan.replicas for stage in replica.stages):
-        places = "+".join(f"{plan.devices[r].site}{plan.devices[r].index}" for r in stage.mesh.ranks)
+        places = "+".join(
+            f"{plan.devices[r].site}{plan.devices[r].index}" for r in stage.mesh.ranks
+        )
         parts.append(f"units {stage.units[0]} to {stage.units[1]} on {places}")
-    meet = f", meeting every {plan.sync.every} steps{', overlapped' if plan.sync.overlap else ''}" if plan.sync else ""
-    return f"{plan.technique}, {'; '.join(parts)}, {plan.replicas[0].microbatches} microbatches{meet}"
+    meet = (
+        f", meeting every {plan.sync.every} steps{', overlapped' if plan.sync.overlap else ''}"
+        if plan.sync
+        else ""
+    )
+    return (
+        f"{plan.technique}, {'; '.join(parts)}, {plan.replicas[0].microbatches} microbatches{meet}"
+    )
 
 
 def _reaching(one: Run, run: Run) -> tuple[Point, Point | None]:
@@ -242,11 +326,18 @@ def _ratio(one: Run, run: Run) -> float | None:
 def _row(one: Run, run: Run) -> list[str]:
     goal, there = _reaching(one, run)
     loss, points = course(one)[-1].loss, course(run)
-    ends, row = [f"{loss:.4f}", f"{points[-1].loss:.4f}"], [run.arm, str(run.seed), f"{goal.at_s:.1f}"]
+    ends, row = (
+        [f"{loss:.4f}", f"{points[-1].loss:.4f}"],
+        [run.arm, str(run.seed), f"{goal.at_s:.1f}"],
+    )
     if there is None:
         return [*row, "not reached", "", "", "", "", *ends]
     before = points[max(0, points.index(there) - 1)]
-    part = (before.loss - loss) / (before.loss - there.loss) if before.loss > loss >= there.loss else 1.0
+    part = (
+        (before.loss - loss) / (before.loss - there.loss)
+        if before.loss > loss >= there.loss
+        else 1.0
+    )
     between = before.at_s + part * (there.at_s - before.at_s)
     ratios = [f"{there.at_s / goal.at_s:.3f}", f"{there.steps_s / goal.steps_s:.3f}"]
     return [*row, f"{there.at_s:.1f}", *ratios, f"{between:.1f}", str(there.step), *ends]
@@ -261,4 +352,7 @@ def _verdict(ratios: Sequence[float | None]) -> str:
         return f"{said}, {missing} never reach one site's loss: MISSED"
     middle = statistics.median(there)
     kept = "kept" if middle <= PROMISE else "MISSED"
-    return f"median ratio {middle:.3f}, {said}: {kept if len(there) >= SEEDS else 'too few seeds to say'}"
+    return (
+        f"median ratio {middle:.3f}, {said}: "
+        f"{kept if len(there) >= SEEDS else 'too few seeds to say'}"
+    )

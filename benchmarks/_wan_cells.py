@@ -1,4 +1,5 @@
-"""One cell of `benchmarks/wan.py`: fresh processes in the lab's sites, watched, and never longer than its deadline."""
+"""One cell of `benchmarks/wan.py`: fresh processes in the lab's sites, watched, and never longer
+than its deadline."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def status(lab: str) -> Status:
-    """A lab as it is; asked again where it had no patience with a process that waited for a core."""
+    """A lab as it is; asked again where it had no patience with a process that waited for a
+    core."""
     for _ in range(TRIES):
         with contextlib.suppress(Refusal):
             return state.status(lab)
@@ -82,7 +84,9 @@ class Relay:
         while not last:
             last = self._ended.wait(SAMPLE_S)
             seen, at = status(self._lab), time.time()
-            carried, dropped = (sum(getattr(link, key) for link in seen.traffic) for key in ("bytes", "dropped"))
+            carried, dropped = (
+                sum(getattr(link, key) for link in seen.traffic) for key in ("bytes", "dropped")
+            )
             self._seen.append((at, seen.relay_cpu_s, carried, dropped))
 
     def between(self, began: float, ended: float) -> tuple[float, ...]:
@@ -91,18 +95,34 @@ class Relay:
         return tuple(float(np.diff(np.interp([began, ended], at, column))[0]) for column in columns)
 
 
-# -- stock PyTorch -----------------------------------------------------------------------------------------------------
+# -- stock PyTorch
+#   ------------------------------------------------------------------------------------------------
 
 
-def stock(options: Sequence[str], work: Work, cluster: Cluster, warmup: int, steps: int, deadline_s: float) -> Measured:
-    """A rank a device, in the environment that farspan's launcher gives its workers. Raises Failed."""
+def stock(
+    options: Sequence[str], work: Work, cluster: Cluster, warmup: int, steps: int, deadline_s: float
+) -> Measured:
+    """A rank a device, in the environment that farspan's launcher gives its workers. Raises
+    Failed."""
     size, meeting = work.size, arrange(cluster.hosts)
     numbers = {
-        "layers": size.layers, "width": size.width, "vocab": size.vocab, "context": size.context,
-        "sequences": work.sequences, "seq-len": work.seq_len, "seed": work.seed, "warmup": warmup, "steps": steps,
+        "layers": size.layers,
+        "width": size.width,
+        "vocab": size.vocab,
+        "context": size.context,
+        "sequences": work.sequences,
+        "seq-len": work.seq_len,
+        "seed": work.seed,
+        "warmup": warmup,
+        "steps": steps,
         "timeout": deadline_s,
-    }  # fmt: skip
-    words = [sys.executable, str(CHILD), *options, *(f"--{name}={value}" for name, value in numbers.items())]
+    }
+    words = [
+        sys.executable,
+        str(CHILD),
+        *options,
+        *(f"--{name}={value}" for name, value in numbers.items()),
+    ]
     words += [] if work.tied else ["--untied"]
     words += ["--bf16"] if work.precision == "bf16" else []
     places = [(host, device) for host in cluster.hosts for device in range(len(host.devices))]
@@ -110,20 +130,34 @@ def stock(options: Sequence[str], work: Work, cluster: Cluster, warmup: int, ste
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stack.callback(_kill, processes)
         for rank, (host, device) in enumerate(places):
-            out, errors = (stack.enter_context(open(Path(folder, f"{rank}.{kind}"), "wb")) for kind in ("out", "err"))
+            out, errors = (
+                stack.enter_context(open(Path(folder, f"{rank}.{kind}"), "wb"))
+                for kind in ("out", "err")
+            )
             values = {
-                **worker_environment(1), **place(host, meeting), "RANK": str(rank), "WORLD_SIZE": str(len(places))
-            }  # fmt: skip
-            processes.append(subprocess.Popen(
-                command(host, with_environment(values, words), device=device), stdin=subprocess.DEVNULL, stdout=out,
-                stderr=errors, start_new_session=True,
-            ))  # fmt: skip
+                **worker_environment(1),
+                **place(host, meeting),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+            }
+            processes.append(
+                subprocess.Popen(
+                    command(host, with_environment(values, words), device=device),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            )
         _wait(processes, Path(folder), deadline_s)
         # What libraries print comes before.
         raw = tuple(
-            json.loads(Path(folder, f"{rank}.out").read_bytes().splitlines()[-1]) for rank in range(len(places))
+            json.loads(Path(folder, f"{rank}.out").read_bytes().splitlines()[-1])
+            for rank in range(len(places))
         )
-    return Measured(step_s=tuple(raw[0]["step_s"]), began=raw[0]["began"], ended=raw[0]["ended"], raw=raw)
+    return Measured(
+        step_s=tuple(raw[0]["step_s"]), began=raw[0]["began"], ended=raw[0]["ended"], raw=raw
+    )
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline_s: float) -> None:
@@ -135,7 +169,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline_s
         time.sleep(POLL_S)
     bad = next((rank for rank, code in enumerate(codes) if code), None)
     if bad is not None:
-        raise Failed(f"rank {bad} ended with exit code {codes[bad]}: {_last_line(folder / f'{bad}.err')}")
+        raise Failed(
+            f"rank {bad} ended with exit code {codes[bad]}: {_last_line(folder / f'{bad}.err')}"
+        )
     if None in codes:
         raise Failed(f"not done after {deadline_s:g} s")
 
@@ -152,15 +188,19 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         one.wait()
 
 
-# -- farspan -----------------------------------------------------------------------------------------------------------
+# -- farspan
+#   ------------------------------------------------------------------------------------------------
 
 
 def ours(plan: Plan, work: Work, cluster: Cluster, warmup: int, deadline_s: float) -> Measured:
-    """A plan run by the product's own workers. Raises Failed, or the Refusal of the worker that made one."""
+    """A plan run by the product's own workers. Raises Failed, or the Refusal of the worker that
+    made one."""
     with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
         corpus = Path(folder, "corpus")
         write_corpus(corpus, work)
-        events = [event for event in run(plan, corpus, cluster, deadline_s) if isinstance(event, Step)]
+        events = [
+            event for event in run(plan, corpus, cluster, deadline_s) if isinstance(event, Step)
+        ]
     # Events are written at the end of each step: from the end of the last warm-up step on.
     ends = [event.at for event in events][warmup - 1 :]
     raw = tuple(msgspec.to_builtins(event) for event in events)
@@ -182,7 +222,9 @@ def run(plan: Plan, corpus: Path, cluster: Cluster, deadline_s: float) -> list[E
                 raise
             said = {path.stem: _last_line(path) for path in sorted(folder.logs.glob("rank-*.log"))}
             steps = _steps(events)
-            raise Failed(f"not done after {deadline_s:g} s, {steps} steps made; last words: {said}") from None
+            raise Failed(
+                f"not done after {deadline_s:g} s, {steps} steps made; last words: {said}"
+            ) from None
     if _steps(events) < plan.train.steps:
         raise Failed(f"{_steps(events)} of {plan.train.steps} steps made")
     return events
@@ -194,12 +236,18 @@ def _steps(events: Sequence[Event]) -> int:
 
 @contextlib.contextmanager
 def run_folder(plan: Plan, corpus: Path, cluster: Cluster) -> Iterator[RunFolder]:
-    """A run directory as `farspan train` makes it; it goes with what the workers left on far hosts."""
+    """A run directory as `farspan train` makes it; it goes with what the workers left on far
+    hosts."""
     with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
         run = RunFolder(Path(folder, "run"))
         run.logs.mkdir(parents=True)
         save(plan, run.plan)
-        save(RunRecord(corpus=str(corpus), command=("farspan", "train"), created=time.strftime("%Y-%m-%d")), run.record)
+        save(
+            RunRecord(
+                corpus=str(corpus), command=("farspan", "train"), created=time.strftime("%Y-%m-%d")
+            ),
+            run.record,
+        )
         for name in ("corpus.json", "tokenizer.json"):
             (run.path / name).write_bytes((corpus / name).read_bytes())
         try:

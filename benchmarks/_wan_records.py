@@ -1,4 +1,5 @@
-"""What `benchmarks/wan.py` writes down, one event a line so that it goes on where it was stopped; and the table."""
+"""What `benchmarks/wan.py` writes down, one event a line so that it goes on where it was stopped;
+and the table."""
 
 from __future__ import annotations
 
@@ -72,10 +73,11 @@ class Cell(_Record, frozen=True, kw_only=True, tag="cell"):
     failed: str | None = None
     #: Seconds from the start of each timed step to that of the next, on rank 0.
     step_s: tuple[float, ...] = ()
-    #: Steps between meetings, where the replicas meet only then: the figure is a mean over whole periods.
+    #: Steps between meetings, where the replicas meet only then: the figure is a mean over whole
+    #: periods.
     every: int | None = None
-    #: A core's share that the lab's relay took; bytes that went through it a step, both ways, and packets that it
-    #: dropped because a queue was full.
+    #: A core's share that the lab's relay took; bytes that went through it a step, both ways, and
+    #: packets that it dropped because a queue was full.
     relay_share: float | None = None
     wan_bytes: float | None = None
     dropped: float | None = None
@@ -97,7 +99,9 @@ Record = Session | Probed | Predicted | Cell
 
 def read(path: Path) -> list[Record]:
     decoder = msgspec.json.Decoder(Record)
-    return [decoder.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return (
+        [decoder.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    )
 
 
 def append(file: IO[bytes], record: msgspec.Struct) -> None:
@@ -109,23 +113,43 @@ def table(records: Sequence[Record], work: Work, names: Sequence[str]) -> str:
     """Markdown of one work: steps, predictions beside them, what the link carried, what failed."""
     cells = [one for one in records if isinstance(one, Cell) and one.work == work]
     rtts = sorted({one.rtt_ms for one in cells})
-    by = {(n, r): [c for c in cells if (c.contestant, c.rtt_ms) == (n, r)] for n in names for r in rtts}
+    by = {
+        (n, r): [c for c in cells if (c.contestant, c.rtt_ms) == (n, r)]
+        for n in names
+        for r in rtts
+    }
     there = [name for name in names if any(by[name, rtt] for rtt in rtts)]
 
     def grid(cell: Callable[[Sequence[Cell]], str], of: Sequence[str]) -> str:
-        return _grid([f"{rtt:g} ms" for rtt in rtts], {name: [cell(by[name, rtt]) for rtt in rtts] for name in of})
+        return _grid(
+            [f"{rtt:g} ms" for rtt in rtts],
+            {name: [cell(by[name, rtt]) for rtt in rtts] for name in of},
+        )
 
-    picks = [_pick(one) for one in records if isinstance(one, Predicted) and one.work == work and _is_pick(one)]
-    failed = [f"- {one.contestant}, {one.rtt_ms:g} ms: {one.failed}" for one in _latest(cells) if one.failed]
+    picks = [
+        _pick(one)
+        for one in records
+        if isinstance(one, Predicted) and one.work == work and _is_pick(one)
+    ]
+    failed = [
+        f"- {one.contestant}, {one.rtt_ms:g} ms: {one.failed}"
+        for one in _latest(cells)
+        if one.failed
+    ]
     parts = [
-        _title(work), *_sessions(records, cells),
-        f"Seconds a step, median (spread of the repeats' medians); * fewer than {ENOUGH} steps; DiLoCo: mean.",
-        grid(_step, there), "Predicted before / measured, seconds a step.",
-        grid(_prediction, [name for name in there if name.startswith("farspan/")]), _errors(by.values()),
-        "A core's share that the relay took; MB a step through it; packets a step dropped from full queues.",
+        _title(work),
+        *_sessions(records, cells),
+        f"Seconds a step, median (spread of the repeats' medians); * fewer than {ENOUGH} steps; "
+        "DiLoCo: mean.",
+        grid(_step, there),
+        "Predicted before / measured, seconds a step.",
+        grid(_prediction, [name for name in there if name.startswith("farspan/")]),
+        _errors(by.values()),
+        "A core's share that the relay took; MB a step through it; packets a step dropped from "
+        "full queues.",
         grid(_relay, there),
         "\n".join([*picks, *dict.fromkeys(failed)]),
-    ]  # fmt: skip
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -133,7 +157,8 @@ def _title(work: Work) -> str:
     kind = "tied" if work.tied else "untied"
     slow = "" if work.slow == 1.0 else f", {work.slow:g} of a core for each worker of site b"
     return (
-        f"## {work.model}: {work.sequences} sequences of {work.seq_len} tokens a step, {kind} table, "
+        f"## {work.model}: {work.sequences} sequences of {work.seq_len} tokens a step, {kind} "
+        "table, "
         f"{work.precision}, seed {work.seed}{slow}"
     )
 
@@ -142,16 +167,20 @@ def _sessions(records: Sequence[Record], cells: Sequence[Cell]) -> list[str]:
     """A line for each session that cells are of."""
     used = {one.session for one in cells}
     return [
-        f"{one.session}: commit {one.commit}{' with changes' if one.changed else ''}, torch {one.versions['torch']}, "
+        f"{one.session}: commit {one.commit}{' with changes' if one.changed else ''}, torch "
+        f"{one.versions['torch']}, "
         f"{one.cpu}, Linux {one.kernel}, {one.bandwidth}, TCP {one.congestion}, windows of "
         f"{', '.join(f'{window / 1e6:.1f} MB ({rtt})' for rtt, window in one.windows.items())}."
-        for one in records if isinstance(one, Session) and one.session in used
-    ]  # fmt: skip
+        for one in records
+        if isinstance(one, Session) and one.session in used
+    ]
 
 
 def _grid(columns: Sequence[str], rows: dict[str, list[str]]) -> str:
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())])
+    return "\n".join(
+        [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+    )
 
 
 def _latest(cells: Sequence[Cell]) -> list[Cell]:
@@ -189,8 +218,17 @@ def _prediction(cells: Sequence[Cell]) -> str:
 def _errors(by: Iterable[Sequence[Cell]]) -> str:
     """How far predictions were off, over all cells that have one."""
     said = [(cells[0].predicted_s, _measured(cells)) for cells in by if cells]
-    off = [abs(p / statistics.median(one.typical_s for one in found) - 1) for p, found in said if p and found]
-    return f"Of {len(off)} predictions: median error {statistics.median(off):.1%}, worst {max(off):.1%}." if off else ""
+    off = [
+        abs(p / statistics.median(one.typical_s for one in found) - 1)
+        for p, found in said
+        if p and found
+    ]
+    return (
+        f"Of {len(off)} predictions: median error {statistics.median(off):.1%}, worst "
+        f"{max(off):.1%}."
+        if off
+        else ""
+    )
 
 
 def _relay(cells: Sequence[Cell]) -> str:
@@ -198,7 +236,8 @@ def _relay(cells: Sequence[Cell]) -> str:
     if not found:
         return ""
     share, size, dropped = (
-        statistics.median(getattr(one, key) or 0.0 for one in found) for key in ("relay_share", "wan_bytes", "dropped")
+        statistics.median(getattr(one, key) or 0.0 for one in found)
+        for key in ("relay_share", "wan_bytes", "dropped")
     )
     return f"{share:.0%}, {size / 1e6:.1f}, {dropped:.0f}"
 
@@ -210,6 +249,8 @@ def _is_pick(one: Predicted) -> bool:
 def _pick(one: Predicted) -> str:
     assert one.plan is not None
     replica = one.plan["replicas"][0]
-    stages = ", ".join(f"units {s['units']} on ranks {s['mesh']['ranks']}" for s in replica["stages"])
+    stages = ", ".join(
+        f"units {s['units']} on ranks {s['mesh']['ranks']}" for s in replica["stages"]
+    )
     picked = f"{one.plan['technique']}, {replica['microbatches']} microbatches, {stages}"
     return f"- The planner at {one.rtt_ms:g} ms: {picked}"

@@ -1,11 +1,13 @@
-"""Runs that are disturbed: every technique on two and three sites, with kills, stops and cut links at any moment.
+"""Runs that are disturbed: every technique on two and three sites, with kills, stops and cut links
+at any moment.
 
     python benchmarks/chaos.py [--only NAME] [--steps 100]
 
-Each technique is trained undisturbed once in each lab, and then with seeded faults: as many in each run as its row
-says. Where links are cut for good the run has to go on by another plan; where a worker is killed again and again at the
-same step it has to end within 30 s with that as its cause. Results are appended to results/chaos.jsonl, a line a run;
-what is there is not run again. The table is printed and written to results/chaos.md.
+Each technique is trained undisturbed once in each lab, and then with seeded faults: as many in each
+run as its row says. Where links are cut for good the run has to go on by another plan; where a
+worker is killed again and again at the same step it has to end within 30 s with that as its cause.
+Results are appended to results/chaos.jsonl, a line a run; what is there is not run again. The table
+is printed and written to results/chaos.md.
 """
 
 from __future__ import annotations
@@ -45,10 +47,13 @@ from farspan_lab.faults import Injection, drawn, parse
 RESULTS = Path(__file__).parent / "results" / "chaos.jsonl"
 #: 57 ms is the round trip of the slice UTAH-MASS (arXiv 2602.02632, Table I).
 LABS = {
-    "two": "sites: {utah: {devices: 2}, mass: {devices: 2}}\nlinks: [{between: [utah, mass], rtt: 57ms}]\n",
+    "two": (
+        "sites: {utah: {devices: 2}, mass: {devices: 2}}\nlinks: [{between: [utah, mass], rtt: "
+        "57ms}]\n"
+    ),
     "three": "sites: {utah: {}, star: {}, mass: {}}\nlinks:\n- {between: [utah, star], rtt: 20ms}\n"
-             "- {between: [star, mass], rtt: 40ms}\n- {between: [utah, mass], rtt: 57ms}\n",
-}  # fmt: skip
+    "- {between: [star, mass], rtt: 40ms}\n- {between: [utah, mass], rtt: 57ms}\n",
+}
 #: An end that was declared beforehand comes within this.
 END_S = 30.0
 
@@ -77,10 +82,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cases() -> Iterator[Case]:
-    """60 faults in exact techniques, and beside them replicas, larger models, cuts for good and an end."""
+    """60 faults in exact techniques, and beside them replicas, larger models, cuts for good and an
+    end."""
     for lab in LABS:
         for number, technique in enumerate(("data", "zero2", "fsdp", "shard", "pipeshard")):
-            # Where one site is quicker than two a cut link makes another plan: every other run has to wait.
+            # Where one site is quicker than two a cut link makes another plan: every other run has
+            # to wait.
             patience: OnFault = ("wait", "recover")[(number + (lab == "three")) % 2]
             yield Case(f"{lab}/{technique}", lab, technique, "1m", 6, number, on_fault=patience)
         yield Case(f"{lab}/diloco", lab, "diloco", "1m", 3, 90, on_fault="wait")
@@ -96,12 +103,18 @@ def made(case: Case, lab: str, steps: int, folder: Path) -> RunFolder:
     run = RunFolder(folder / f"{case.lab}-{case.technique}-{case.size}")
     if not run.plan.exists():
         config = RunConfig(
-            data="pydocs", size=case.size, model=ModelConfig(context=128),
-            train=TrainConfig(steps=steps, batch=BatchConfig(global_=12), precision="fp32", validate_every=steps),
+            data="pydocs",
+            size=case.size,
+            model=ModelConfig(context=128),
+            train=TrainConfig(
+                steps=steps, batch=BatchConfig(global_=12), precision="fp32", validate_every=steps
+            ),
             parallel=ParallelConfig(cluster=f"lab:{lab}", technique=case.technique),
             checkpoint=CheckpointConfig(every="3s" if case.size == "1m" else "20s"),
-        )  # fmt: skip
-        training.make(run.path, config, best_plan(resolve(config, silent, trial=False), config.parallel))
+        )
+        training.make(
+            run.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
+        )
         training.train(run)
     return run
 
@@ -112,16 +125,22 @@ def disturbed(case: Case, lab: str, steps: int, folder: Path) -> Row:
     plan = calm.load_plan()
     injections: Sequence[Injection]
     if isinstance(case.faults, int):
-        injections = drawn(case.seed, case.faults, len(plan.devices), links_of(calm), plan.train.steps)
+        injections = drawn(
+            case.seed, case.faults, len(plan.devices), links_of(calm), plan.train.steps
+        )
     else:
         injections = [parse(text) for text in case.faults]
     result = disturb(calm, path, injections, seed=case.seed, on_fault=case.on_fault)
     if result.problem is not None and result.problem.code == "interrupted":
         raise Refusal.of(result.problem)  # By who wants all of this to end.
     return Row(
-        case=case.name, commit=commit(), parameters=parameters(plan.model), exact=plan.sync is None, ends=case.ends,
+        case=case.name,
+        commit=commit(),
+        parameters=parameters(plan.model),
+        exact=plan.sync is None,
+        ends=case.ends,
         disturbed=result,
-    )  # fmt: skip
+    )
 
 
 def wrong(row: Row) -> str | None:
@@ -133,22 +152,30 @@ def wrong(row: Row) -> str | None:
     if result.problem is not None or result.comparison is None:
         return f"it ended: {result.problem.what if result.problem else result.reason}"
     replanned = any(made.replanned for made in result.injected)
-    if row.exact and not (result.comparison.equal or (replanned and result.comparison.worst <= 1e-5)):
+    if row.exact and not (
+        result.comparison.equal or (replanned and result.comparison.worst <= 1e-5)
+    ):
         return f"losses differ by {result.comparison.worst:.1e}"
     return None
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    lines = ["| run | faults | restarts | seen after, s | next step after, s | steps again | end | wrong |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| run | faults | restarts | seen after, s | next step after, s | steps again | end | "
+        "wrong |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         result = row.disturbed
         seen = [made for made in result.injected if made.seen_s is not None]
         comparison = result.comparison
         end = (
-            f"ended after {result.ended_s:.0f} s" if comparison is None
-            else "equal, bit by bit" if comparison.equal else f"within {comparison.worst:.1e}"
-        )  # fmt: skip
+            f"ended after {result.ended_s:.0f} s"
+            if comparison is None
+            else "equal, bit by bit"
+            if comparison.equal
+            else f"within {comparison.worst:.1e}"
+        )
         lines.append(
             f"| {row.case} | {', '.join(made.fault for made in result.injected)} | {len(seen)} | "
             f"{', '.join(f'{made.seen_s:.1f}' for made in seen)} | "
@@ -167,31 +194,42 @@ def summary(rows: Sequence[Row]) -> list[str]:
         return []
     deciles = [back[min(len(back) - 1, int(share * len(back)))] for share in (0.1, 0.5, 0.9)]
     return [
-        f"{len(made)} faults in {len(rows)} runs, {len(seen)} of which led to a restart. Seen after "
-        f"{statistics.median(seen):.1f} s in the median and {seen[-1]:.1f} s at most; the next training step after "
-        f"{deciles[0]:.1f}, {deciles[1]:.1f} and {deciles[2]:.1f} s (10 %, 50 %, 90 %), {back[-1]:.1f} s at most.",
+        f"{len(made)} faults in {len(rows)} runs, {len(seen)} of which led to a restart. Seen "
+        "after "
+        f"{statistics.median(seen):.1f} s in the median and {seen[-1]:.1f} s at most; the next "
+        "training step after "
+        f"{deciles[0]:.1f}, {deciles[1]:.1f} and {deciles[2]:.1f} s (10 %, 50 %, 90 %), "
+        f"{back[-1]:.1f} s at most.",
         f"Runs that were not as they have to be: {', '.join(bad) or 'none'}. "
         f"Commits {', '.join(dict.fromkeys(str(row.commit) for row in rows))}.",
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--steps", type=int, default=100)
     given = parser.parse_args()
     rows = (
-        [msgspec.json.decode(line, type=Row) for line in RESULTS.read_bytes().splitlines()] if RESULTS.exists() else []
+        [msgspec.json.decode(line, type=Row) for line in RESULTS.read_bytes().splitlines()]
+        if RESULTS.exists()
+        else []
     )
     with tempfile.TemporaryDirectory() as folder:
         for lab, text in LABS.items():
             name = f"chaos-{lab}"
-            wanted = [case for case in cases() if case.lab == lab and case.name.startswith(given.only)]
+            wanted = [
+                case for case in cases() if case.lab == lab and case.name.startswith(given.only)
+            ]
             wanted = [case for case in wanted if case.name not in {row.case for row in rows}]
             if not wanted:
                 continue
             content = f"name: {name}\n{text}"
-            state.up(spec.read(convert(parse_yaml(content, name), spec.LabFile, name, content), name))
+            state.up(
+                spec.read(convert(parse_yaml(content, name), spec.LabFile, name, content), name)
+            )
             try:
                 for case in wanted:
                     rows.append(disturbed(case, name, given.steps, Path(folder)))

@@ -1,9 +1,11 @@
-"""Fit the constants of the engines `alpa2022` and `torch2024` again, and record their errors, left-out slices included.
+"""Fit the constants of the engines `alpa2022` and `torch2024` again, and record their errors,
+left-out slices included.
 
     python benchmarks/fit_engines.py [--quick]
 
-Deterministic: the same files give the same constants. Results go to benchmarks/results/fabric_study.json; the constants
-there are those of farspan/catalog/engines/*.yaml, rounded. About a minute on one core; `--quick` leaves the fits out,
+Deterministic: the same files give the same constants. Results go to
+benchmarks/results/fabric_study.json; the constants there are those of
+farspan/catalog/engines/*.yaml, rounded. About a minute on one core; `--quick` leaves the fits out,
 and writes nothing.
 """
 
@@ -29,15 +31,21 @@ def fabric(refit: bool) -> dict[str, Any]:
     known = fabric_study.one_cell_known(used)
     found: dict[str, Any] = {
         "mape": fabric_study.mape(cells),
-        "largest": max(abs(cell.error) for cell in cells if cell.counted and cell.error is not None),
+        "largest": max(
+            abs(cell.error) for cell in cells if cell.counted and cell.error is not None
+        ),
         "leave_one_out": fabric_study.leave_one_out(used),
-        "one_cell_known_median": statistics.median(abs(error) for by in known.values() for error in by.values()),
+        "one_cell_known_median": statistics.median(
+            abs(error) for by in known.values() for error in by.values()
+        ),
         "verdicts_right": fabric_study.score(cells).right,
         "inside": sum(bool(cell.inside) for cell in fabric_study.open_cells(cells)),
     }
     if refit:
         again = fabric_study.fit_verdicts(fabric_study.fit_times(used))
-        found["fitted"] = {name: constant(again, name) for name in (*fabric_study.TIMES, *fabric_study.VERDICTS)}
+        found["fitted"] = {
+            name: constant(again, name) for name in (*fabric_study.TIMES, *fabric_study.VERDICTS)
+        }
     return found
 
 
@@ -55,7 +63,9 @@ def slm_cost(refit: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="errors only, no fits")
     refit = not parser.parse_args().quick
     found = {"fabric": fabric(refit), "slm_cost": slm_cost(refit)}

@@ -1,12 +1,14 @@
-"""Fit the expected loss (farspan/estimate/forecast.py) on runs of the recipe, and judge it by texts that no fit saw.
+"""Fit the expected loss (farspan/estimate/forecast.py) on runs of the recipe, and judge it by texts
+that no fit saw.
 
     python -m benchmarks.fit_forecast [--count WORK] [--pack CORPUS.npz ...]
 
-The runs are those of benchmarks/results/learning.jsonl whose name begins with "recipe", and those of many_epochs.jsonl
-whose decay is near the recipe's. `--count` counts the texts of learning.py's folder of runs first, `--pack` those of
-many_epochs.py. Prints the constants, and what is left of each run where its whole text was left out of the fit: before
-training, and from a validation after a fifth of it and later. Then the same of the texts that are in no fit, under the
-constants that stand in the code.
+The runs are those of benchmarks/results/learning.jsonl whose name begins with "recipe", and those
+of many_epochs.jsonl whose decay is near the recipe's. `--count` counts the texts of learning.py's
+folder of runs first, `--pack` those of many_epochs.py. Prints the constants, and what is left of
+each run where its whole text was left out of the fit: before training, and from a validation after
+a fifth of it and later. Then the same of the texts that are in no fit, under the constants that
+stand in the code.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ from farspan.planning.size import FRESH_EPOCHS
 
 #: What counts say of each text, by text and tokens that are read.
 COUNTS = RESULTS.with_name("forecast_counts.json")
-#: h: 5.8 M parameters came 0.02 and 0.04 nats below 2.9 M after the same 150 steps on two texts (learning.jsonl). The
-#: rest of the fit is of one size.
+#: h: 5.8 M parameters came 0.02 and 0.04 nats below 2.9 M after the same 150 steps on two texts
+#: (learning.jsonl). The rest of the fit is of one size.
 SIZE = -0.04
-#: What the factors are near where runs say little, each kind of count a third of the difficulty; and how near.
+#: What the factors are near where runs say little, each kind of count a third of the difficulty;
+#: and how near.
 NEAR, RIDGE = np.array([0.0, 0.0, 0.0, 0.0, 1 / 3, 1 / 3, 1 / 3, SIZE]), 0.03
 #: Texts that were chosen after the formula, which no fit has seen.
 UNSEEN = ("java", "javascript", "manual", "modules", "cloud", "man")
@@ -55,10 +58,15 @@ def text_of(row: Row) -> str:
 
 def told(row: Row) -> Forecast:
     return Forecast(
-        loss=0.0, interval=(0.0, 0.0), parameters=row["parameters"], unique_tokens=row["unique_tokens"],
-        tokens=row["tokens"], steps=row["steps"], counted=msgspec.convert(row["counted"], tuple[Counted, ...]),
+        loss=0.0,
+        interval=(0.0, 0.0),
+        parameters=row["parameters"],
+        unique_tokens=row["unique_tokens"],
+        tokens=row["tokens"],
+        steps=row["steps"],
+        counted=msgspec.convert(row["counted"], tuple[Counted, ...]),
         bigram_nats=row["bigram_nats"],
-    )  # fmt: skip
+    )
 
 
 def fitted(rows: Sequence[Row]) -> Floats:
@@ -81,8 +89,9 @@ def expected(row: Row, factors: Floats, share: float = 1.0) -> float:
 
 
 def later(row: Row, factors: Floats) -> list[tuple[float, float, float]]:
-    """Of validations from a fifth on: the share of the run, that of the peak rate, and that of what the loss is above a
-    run's that ends there, less what this run will be above the law at its end."""
+    """Of validations from a fifth on: the share of the run, that of the peak rate, and that of what
+    the loss is above a run's that ends there, less what this run will be above the law at its
+    end."""
     schedule, found = msgspec.convert(row["schedule"], Schedule), []
     end = row["final_loss"] - expected(row, factors)
     for step, loss, bigram, *_ in row["validated"]:
@@ -97,8 +106,15 @@ def from_learning() -> list[Row]:
     """Runs of learning.jsonl whose text was counted, with what that says."""
     counts = json.loads(COUNTS.read_text())
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    rows = [row for row in rows if row["name"].startswith("recipe") and row["forecast"] and place_of(row) in counts]
-    return [{**row, "bigram_nats": row["forecast"]["bigram_nats"], "counted": counts[place_of(row)]} for row in rows]
+    rows = [
+        row
+        for row in rows
+        if row["name"].startswith("recipe") and row["forecast"] and place_of(row) in counts
+    ]
+    return [
+        {**row, "bigram_nats": row["forecast"]["bigram_nats"], "counted": counts[place_of(row)]}
+        for row in rows
+    ]
 
 
 def place_of(row: Row) -> str:
@@ -112,15 +128,26 @@ def from_many_epochs() -> list[Row]:
     for row in many_epochs.rows():
         near = studied(row["epochs"], row["steps"])
         plain = row["muon"] and not row["dropout"] and not row["mask"] and row["reshuffle"]
-        if not plain or row["lr"] != many_epochs.Setting().lr or not 0.6 <= row["decay"] / near.weight_decay <= 1.6:
+        if (
+            not plain
+            or row["lr"] != many_epochs.Setting().lr
+            or not 0.6 <= row["decay"] / near.weight_decay <= 1.6
+        ):
             continue
         averaged = row["epochs"] > FRESH_EPOCHS
         curve = [[step, smooth if averaged else loss, 0.0] for step, loss, smooth in row["curve"]]
-        found.append({
-            **row, "name": f"gpu x{row['epochs']:.2g} decay {row['decay']}", "text": row["corpus"], "bigram_nats": 0.0,
-            "counted": counts[f"{row['corpus']} unique {row['unique']}"], "validated": curve,
-            "final_loss": min(loss for _, loss, _ in curve), "schedule": {"kind": "linear", "floor": 0.0},
-        })  # fmt: skip
+        found.append(
+            {
+                **row,
+                "name": f"gpu x{row['epochs']:.2g} decay {row['decay']}",
+                "text": row["corpus"],
+                "bigram_nats": 0.0,
+                "counted": counts[f"{row['corpus']} unique {row['unique']}"],
+                "validated": curve,
+                "final_loss": min(loss for _, loss, _ in curve),
+                "schedule": {"kind": "linear", "floor": 0.0},
+            }
+        )
     return found
 
 
@@ -129,12 +156,19 @@ def count(work: Path | None, packed: Iterable[Path]) -> None:
     for path in packed:
         for unique in {row["unique"] for row in many_epochs.rows() if row["corpus"] == path.stem}:
             text = many_epochs.Text(path, unique)
-            found[f"{path.stem} unique {unique}"] = counted(text.tokens, text.val, text.vocabulary, len(text.tokens))
+            found[f"{path.stem} unique {unique}"] = counted(
+                text.tokens, text.val, text.vocabulary, len(text.tokens)
+            )
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if work else []
     texts: dict[str, tuple[TokenFile, TokenFile, int]] = {}
     for run in work.glob("recipe*-0-*/corpus.json") if work else ():
         corpus = load(RunFolder(run.parent).corpus, CorpusManifest)
-        name = run.parent.name.removeprefix("recipe").removeprefix("-6m").removeprefix("-15m").removeprefix("-")
+        name = (
+            run.parent.name.removeprefix("recipe")
+            .removeprefix("-6m")
+            .removeprefix("-15m")
+            .removeprefix("-")
+        )
         few, text = name.startswith("few-"), name.removeprefix("few-").split("-")[0]
         folder = Path(json.loads(RunFolder(run.parent).record.read_text())["corpus"])
         opened = (TokenFile.open(folder, split, corpus) for split in ("train", "val"))
@@ -157,14 +191,19 @@ def show(rows: Sequence[Row], factors: Sequence[Floats], gap: float) -> None:
         first.append(abs(errors[0]))
         every.append(statistics.median(map(abs, errors)))
         name = f"{row['name']} {row['text']} {row['steps']} steps"
-        print(f"{name:36} {row['final_loss']:.3f} {left:+.3f}, at a fifth {errors[0]:+.3f}, later {every[-1]:.3f}")
+        print(
+            f"{name:36} {row['final_loss']:.3f} {left:+.3f}, at a fifth {errors[0]:+.3f}, later "
+            f"{every[-1]:.3f}"
+        )
     for what, values in (("before", before), ("at a fifth", first), ("from there on", every)):
         root = math.sqrt(statistics.fmean(value * value for value in values))
         print(f"{what}: median {statistics.median(values):.3f}, rms {root:.3f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--count", type=Path)
     parser.add_argument("--pack", nargs="+", type=Path, default=[])
     given = parser.parse_args()

@@ -1,9 +1,10 @@
-"""What keeping keys and values saves while text is written: 200 tokens with and without, in turn, in one process.
+"""What keeping keys and values saves while text is written: 200 tokens with and without, in turn,
+in one process.
 
     python benchmarks/generate.py [--threads 2]
 
-Models are untrained Llamas; the likeliest token is taken, so that both ways must write the same. Medians of five pairs
-are printed and written to results/generate.json.
+Models are untrained Llamas; the likeliest token is taken, so that both ways must write the same.
+Medians of five pairs are printed and written to results/generate.json.
 """
 
 from __future__ import annotations
@@ -63,33 +64,59 @@ def timed(write: Callable[[], list[int]]) -> tuple[float, list[int]]:
 
 
 def measure(model: Decoder, prompt_tokens: int) -> Row:
-    prompt = torch.randint(2, 4000, (prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    pairs = [(timed(lambda: whole(model, prompt)), timed(lambda: kept(model, prompt))) for _ in range(PAIRS)]
+    prompt = torch.randint(
+        2, 4000, (prompt_tokens,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    pairs = [
+        (timed(lambda: whole(model, prompt)), timed(lambda: kept(model, prompt)))
+        for _ in range(PAIRS)
+    ]
     return Row(
-        parameters=parameters(model.spec), prompt_tokens=prompt_tokens,
-        whole_s=statistics.median(a for (a, _), _ in pairs), kept_s=statistics.median(b for _, (b, _) in pairs),
-        ratio=statistics.median(a / b for (a, _), (b, _) in pairs), equal=all(x == y for (_, x), (_, y) in pairs),
-    )  # fmt: skip
+        parameters=parameters(model.spec),
+        prompt_tokens=prompt_tokens,
+        whole_s=statistics.median(a for (a, _), _ in pairs),
+        kept_s=statistics.median(b for _, (b, _) in pairs),
+        ratio=statistics.median(a / b for (a, _), (b, _) in pairs),
+        equal=all(x == y for (_, x), (_, y) in pairs),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     threads = parser.parse_args().threads
     torch.set_num_threads(threads)
     rows = []
     for layers, width, heads, mlp, vocabulary in SHAPES:
-        model = Decoder(ModelSpec(
-            family="llama", layers=layers, d_model=width, heads=heads, kv_heads=heads, d_ff=mlp,
-            vocab_size=vocabulary, context=512, norm="rmsnorm", activation="swiglu", positions="rope", bias=False,
-            tied=True,
-        )).eval()  # fmt: skip
+        model = Decoder(
+            ModelSpec(
+                family="llama",
+                layers=layers,
+                d_model=width,
+                heads=heads,
+                kv_heads=heads,
+                d_ff=mlp,
+                vocab_size=vocabulary,
+                context=512,
+                norm="rmsnorm",
+                activation="swiglu",
+                positions="rope",
+                bias=False,
+                tied=True,
+            )
+        ).eval()
         initialise(model, 0)
         for prompt_tokens in PROMPTS:
             row = measure(model, prompt_tokens)
             rows.append(row)
-            print(f"{row.parameters / 1e6:5.1f} M, {prompt_tokens:3} tokens before: {row.whole_s:6.2f} s without, "
-                  f"{row.kept_s:5.2f} s with, {row.ratio:5.2f} times; equal: {row.equal}", flush=True)  # fmt: skip
+            print(
+                f"{row.parameters / 1e6:5.1f} M, {prompt_tokens:3} tokens before: "
+                f"{row.whole_s:6.2f} s without, "
+                f"{row.kept_s:5.2f} s with, {row.ratio:5.2f} times; equal: {row.equal}",
+                flush=True,
+            )
     save({"commit": commit(), "threads": threads, "tokens": TOKENS, "rows": rows}, RESULTS)
 
 

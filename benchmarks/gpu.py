@@ -1,12 +1,15 @@
-"""One NVIDIA GPU: our own step beside a plain compiled PyTorch loop, and beside what the planner says blind.
+"""One NVIDIA GPU: our own step beside a plain compiled PyTorch loop, and beside what the planner
+says blind.
 
-    python benchmarks/gpu.py [--rows 16] [--rounds 8] [--steps 10] [--only contest|predicted]  # writes results/gpu.json
+    python benchmarks/gpu.py [--rows 16] [--rounds 8] [--steps 10] [--only contest|predicted]  #
+    writes results/gpu.json
 
-The contest is of gpt2-medium at context 1024: both train in bf16 with torch.compile, flash attention and AdamW on
-random tokens, in turns. tokens/s are medians over rounds; MFU is model FLOPs (`domain.model.train_flops_per_token`) by
-the peak that the catalogue states. After it come steps of many shapes as farspan makes them by default, each beside the
-seconds and bytes that the estimator predicts from the catalogue's data sheet alone, written down before the step is
-made. Without an NVIDIA GPU it says so and writes nothing.
+The contest is of gpt2-medium at context 1024: both train in bf16 with torch.compile, flash
+attention and AdamW on random tokens, in turns. tokens/s are medians over rounds; MFU is model FLOPs
+(`domain.model.train_flops_per_token`) by the peak that the catalogue states. After it come steps of
+many shapes as farspan makes them by default, each beside the seconds and bytes that the estimator
+predicts from the catalogue's data sheet alone, written down before the step is made. Without an
+NVIDIA GPU it says so and writes nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +62,11 @@ def main() -> None:
         print("skipped: this waits for a machine with an NVIDIA GPU")
         return
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found |= {"device": torch.cuda.get_device_name(), "at": datetime.now(UTC).isoformat(timespec="seconds"),
-              **said_of_here()}  # fmt: skip
+    found |= {
+        "device": torch.cuda.get_device_name(),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **said_of_here(),
+    }
     if given.only != "predicted":
         found |= contest(given)
         RESULTS.write_text(json.dumps(found, indent=1))
@@ -71,7 +77,9 @@ def main() -> None:
 
 def contest(given: argparse.Namespace) -> dict[str, Any]:
     spec = models.presets()[given.preset].spec
-    train = TrainSpec(steps=1, batch=given.rows, seq_len=spec.context, precision="bf16", compile=True)
+    train = TrainSpec(
+        steps=1, batch=given.rows, seq_len=spec.context, precision="bf16", compile=True
+    )
     contestants = {"farspan": ours(spec, train)[0], "pytorch": plain(spec, given.rows)}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for step in contestants.values():
@@ -91,7 +99,9 @@ def timed(step: Step, count: int) -> float:
     return time.perf_counter() - began
 
 
-def report(given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def report(
+    given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[float]]
+) -> dict[str, Any]:
     tokens, name = given.rows * spec.context, torch.cuda.get_device_name()
     peak = catalog.peak_flops(name, "bf16", 1)
     rows = {}
@@ -100,37 +110,71 @@ def report(given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[f
         mfu = rate * train_flops_per_token(spec, spec.context) / peak if peak else None
         rows[contestant] = {"tokens_per_s": rate, "mfu": mfu, "step_s": found}
         print(f"{contestant}: {rate:,.0f} tokens/s, MFU {f'{mfu:.1%}' if mfu else 'n/a'}")
-    ratio = statistics.median(b / a for a, b in zip(seconds["farspan"], seconds["pytorch"], strict=True))
-    print(f"farspan / pytorch: {ratio:.2f} (asked {TARGETS['ratio']}; MFU asked {TARGETS['mfu']:.0%})")
+    ratio = statistics.median(
+        b / a for a, b in zip(seconds["farspan"], seconds["pytorch"], strict=True)
+    )
+    print(
+        f"farspan / pytorch: {ratio:.2f} (asked {TARGETS['ratio']}; MFU asked {TARGETS['mfu']:.0%})"
+    )
     return {
-        "peak_flops": peak, "preset": given.preset, "rows": given.rows, "context": spec.context, "ratio": ratio,
-        "contestants": rows, "memory_bytes": torch.cuda.max_memory_allocated(),
-    }  # fmt: skip
+        "peak_flops": peak,
+        "preset": given.preset,
+        "rows": given.rows,
+        "context": spec.context,
+        "ratio": ratio,
+        "contestants": rows,
+        "memory_bytes": torch.cuda.max_memory_allocated(),
+    }
 
 
 def cases() -> list[tuple[str, ModelSpec, TrainSpec]]:
-    """Shapes that are priced blind and then made: small models of `farspan train`, and the presets."""
-    small = {name: shape_for("llama", size, vocab_size=8192, context=256, knobs={})
-             for name, size in (("3m", 3_000_000), ("15m", 15_000_000), ("60m", 60_000_000))}  # fmt: skip
-    specs = small | {name: models.presets()[name].spec for name in ("gpt2", "gpt2-medium", "gpt2-large")}
+    """Shapes that are priced blind and then made: small models of `farspan train`, and the
+    presets."""
+    small = {
+        name: shape_for("llama", size, vocab_size=8192, context=256, knobs={})
+        for name, size in (("3m", 3_000_000), ("15m", 15_000_000), ("60m", 60_000_000))
+    }
+    specs = small | {
+        name: models.presets()[name].spec for name in ("gpt2", "gpt2-medium", "gpt2-large")
+    }
     muon = Optimizer(muon=Muon())
     asked = [
-        ("3m", 8, {}), ("3m", 8, {"optimizer": muon}), ("3m", 64, {}), ("15m", 32, {}),
-        ("15m", 32, {"optimizer": muon}), ("60m", 64, {}), ("60m", 64, {"precision": "fp32"}),
-        ("gpt2", 4, {}), ("gpt2", 16, {}), ("gpt2", 32, {}),
-        ("gpt2", 16, {"precision": "tf32"}), ("gpt2", 16, {"precision": "fp32"}), ("gpt2", 16, {"optimizer": muon}),
-        ("gpt2", 16, {"attention": "vanilla"}), ("gpt2-medium", 16, {}), ("gpt2-medium", 16, {"recompute": True}),
+        ("3m", 8, {}),
+        ("3m", 8, {"optimizer": muon}),
+        ("3m", 64, {}),
+        ("15m", 32, {}),
+        ("15m", 32, {"optimizer": muon}),
+        ("60m", 64, {}),
+        ("60m", 64, {"precision": "fp32"}),
+        ("gpt2", 4, {}),
+        ("gpt2", 16, {}),
+        ("gpt2", 32, {}),
+        ("gpt2", 16, {"precision": "tf32"}),
+        ("gpt2", 16, {"precision": "fp32"}),
+        ("gpt2", 16, {"optimizer": muon}),
+        ("gpt2", 16, {"attention": "vanilla"}),
+        ("gpt2-medium", 16, {}),
+        ("gpt2-medium", 16, {"recompute": True}),
         ("gpt2-large", 8, {}),
-    ]  # fmt: skip
+    ]
     return [
-        (name, specs[name],
-         TrainSpec(**({"steps": 1, "batch": rows, "seq_len": specs[name].context, "precision": "bf16"} | knobs)))
+        (
+            name,
+            specs[name],
+            TrainSpec(
+                **(
+                    {"steps": 1, "batch": rows, "seq_len": specs[name].context, "precision": "bf16"}
+                    | knobs
+                )
+            ),
+        )
         for name, rows, knobs in asked
-    ]  # fmt: skip
+    ]
 
 
 def predicted() -> list[dict[str, Any]]:
-    """Of each case the seconds of a step and the peak of allocated bytes: from the data sheet, and as they are."""
+    """Of each case the seconds of a step and the peak of allocated bytes: from the data sheet, and
+    as they are."""
     name = torch.cuda.get_device_name()
     kind = catalog.kind_of(name)
     device = catalog.devices()[kind].device(name) if kind else None
@@ -138,7 +182,10 @@ def predicted() -> list[dict[str, Any]]:
         print(f"skipped: the catalogue has no {name}")
         return []
     cluster = Cluster(sites=(Site(name="here", hosts=(Host(name="here", devices=(device,)),)),))
-    print(f"\n{'':44} {'predicted':>10} {'measured':>10} {'ratio':>6} {'predicted':>10} {'measured':>10}")
+    print(
+        f"\n{'':44} {'predicted':>10} {'measured':>10} {'ratio':>6} {'predicted':>10} "
+        f"{'measured':>10}"
+    )
     rows = []
     for model, spec, train in cases():
         said = estimate(plan_of(spec, train), models.graph(spec), cluster, engine("farspan"))
@@ -151,16 +198,35 @@ def predicted() -> list[dict[str, Any]]:
         peak = torch.cuda.max_memory_allocated() - held
         end()
         del step, end
-        knobs = [train.precision, *("muon",) * bool(train.optimizer.muon), *("recompute",) * train.recompute,
-                 *(train.attention,) * (train.attention != "sdpa")]  # fmt: skip
-        rows.append({
-            "model": model, "rows": train.batch, "seq_len": train.seq_len, "knobs": knobs, "predicted_s": said.step_s,
-            "interval": said.interval, "measured_s": step_s, "predicted_bytes": said.memory_bytes, "bytes": peak,
-            "memory": {name: getattr(said.memory[0], name) for name in said.memory[0].__struct_fields__},
-        })  # fmt: skip
+        knobs = [
+            train.precision,
+            *("muon",) * bool(train.optimizer.muon),
+            *("recompute",) * train.recompute,
+            *(train.attention,) * (train.attention != "sdpa"),
+        ]
+        rows.append(
+            {
+                "model": model,
+                "rows": train.batch,
+                "seq_len": train.seq_len,
+                "knobs": knobs,
+                "predicted_s": said.step_s,
+                "interval": said.interval,
+                "measured_s": step_s,
+                "predicted_bytes": said.memory_bytes,
+                "bytes": peak,
+                "memory": {
+                    name: getattr(said.memory[0], name) for name in said.memory[0].__struct_fields__
+                },
+            }
+        )
         words = f"{model}, {train.batch} x {train.seq_len}, {' '.join(knobs)}"
-        print(f"{words:44} {said.step_s * 1e3:7.2f} ms {step_s * 1e3:7.2f} ms {said.step_s / step_s:6.2f} "
-              f"{said.memory_bytes / 1e9:7.2f} GB {peak / 1e9:7.2f} GB", flush=True)  # fmt: skip
+        print(
+            f"{words:44} {said.step_s * 1e3:7.2f} ms {step_s * 1e3:7.2f} ms "
+            f"{said.step_s / step_s:6.2f} "
+            f"{said.memory_bytes / 1e9:7.2f} GB {peak / 1e9:7.2f} GB",
+            flush=True,
+        )
     return rows
 
 
@@ -171,24 +237,35 @@ def batch(spec: ModelSpec, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def plan_of(spec: ModelSpec, train: TrainSpec) -> Plan:
     stage = Stage(
-        units=(0, spec.layers + 2), mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)), rows=(train.batch,),
-        grad_sync=GradSync(bucket_bytes=25 * 2**20), recompute=train.recompute,
-    )  # fmt: skip
+        units=(0, spec.layers + 2),
+        mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)),
+        rows=(train.batch,),
+        grad_sync=GradSync(bucket_bytes=25 * 2**20),
+        recompute=train.recompute,
+    )
     return Plan(
-        technique="data", model=spec, train=train, replicas=(Replica(stages=(stage,)),),
+        technique="data",
+        model=spec,
+        train=train,
+        replicas=(Replica(stages=(stage,)),),
         inputs=Inputs(cluster="", corpus=""),
         devices=(PlannedDevice(host="here", backend="cuda", index=0, threads=1),),
-    )  # fmt: skip
+    )
 
 
 def ours(spec: ModelSpec, train: TrainSpec) -> tuple[Step, Step]:
-    """The worker's own step: passes, gradient norm, clipping, update; and what lets go of its memory."""
+    """The worker's own step: passes, gradient norm, clipping, update; and what lets go of its
+    memory."""
     torch.backends.cuda.matmul.allow_tf32 = train.precision == "tf32"
     executor = Executor(Topology(plan_of(spec, train), 0), torch.device("cuda", 0))
     executor.load(drawn(spec, 0))
     if train.compile:
         compile_blocks(executor.model, torch.device("cuda", 0))
-    data, scale, count = Batch(*batch(spec, train.batch)), 1 / (train.batch * spec.context), iter(range(1, 10**9))
+    data, scale, count = (
+        Batch(*batch(spec, train.batch)),
+        1 / (train.batch * spec.context),
+        iter(range(1, 10**9)),
+    )
     tokens = data.inputs.cpu().numpy()
 
     def step() -> None:
@@ -220,7 +297,10 @@ class Plain(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.tok, self.pos = nn.Embedding(spec.vocab_size, spec.d_model), nn.Embedding(spec.context, spec.d_model)
+        self.tok, self.pos = (
+            nn.Embedding(spec.vocab_size, spec.d_model),
+            nn.Embedding(spec.context, spec.d_model),
+        )
         self.blocks = nn.ModuleList(PlainBlock(spec) for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.d_model)
         for parameter in self.parameters():
@@ -239,7 +319,9 @@ def plain(spec: ModelSpec, rows: int) -> Step:
     """A plain loop: autocast, the whole model compiled, clipping, fused AdamW."""
     model = Plain(spec).cuda()
     compiled = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     tokens, targets = batch(spec, rows)
 
     def step() -> None:

@@ -1,8 +1,10 @@
-"""How true the lab is: round trips, throughput, what the relay costs, speed shares, and how long up and down take.
+"""How true the lab is: round trips, throughput, what the relay costs, speed shares, and how long up
+and down take.
 
-`python benchmarks/lab.py` takes two minutes and writes results/lab.json. Round trips are UDP echoes, throughput is
-one TCP stream from Python to Python through `farspan lab exec`; the first seconds of a stream, until its window is
-full, are left out. It needs a Linux machine that allows labs, and root for the speed shares.
+`python benchmarks/lab.py` takes two minutes and writes results/lab.json. Round trips are UDP
+echoes, throughput is one TCP stream from Python to Python through `farspan lab exec`; the first
+seconds of a stream, until its window is full, are left out. It needs a Linux machine that allows
+labs, and root for the speed shares.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ SHARES = (0.05, 0.161, 0.25, 0.45, 0.9)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--repeat", type=int, default=3, help="times that each stream and each up is measured")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="times that each stream and each up is measured"
+    )
     options = parser.parse_args()
     if options.part:
         print(json.dumps(PARTS[options.part]()), flush=True)
@@ -60,7 +64,19 @@ def up(text: str) -> dict[str, Any]:
 
 def begin(site: str, part: str, *words: str) -> subprocess.Popen[str]:
     """Start a part of this file in a site; it has said `ready` when this returns, if it listens."""
-    command = [*FARSPAN, "exec", "--lab", NAME, site, *words, "--", sys.executable, __file__, "--part", part]
+    command = [
+        *FARSPAN,
+        "exec",
+        "--lab",
+        NAME,
+        site,
+        *words,
+        "--",
+        sys.executable,
+        __file__,
+        "--part",
+        part,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     if part in ("echo", "sink"):
         assert process.stdout is not None
@@ -74,9 +90,12 @@ def result(process: subprocess.Popen[str]) -> Any:
 
 
 def link(rtt_ms: float, cap: str | None, repeat: int) -> dict[str, Any]:
-    """Round trip and throughput of one link between two sites, and what the relay took meanwhile."""
+    """Round trip and throughput of one link between two sites, and what the relay took
+    meanwhile."""
     rate = f", bandwidth: {cap}" if cap else ""
-    status = up(f"sites: {{a: {{}}, b: {{}}}}\nlinks: [{{between: [a, b], rtt: {rtt_ms}ms{rate}}}]\n")
+    status = up(
+        f"sites: {{a: {{}}, b: {{}}}}\nlinks: [{{between: [a, b], rtt: {rtt_ms}ms{rate}}}]\n"
+    )
     try:
         echo = begin("b", "echo")
         trips = result(begin("a", "ping"))
@@ -85,14 +104,20 @@ def link(rtt_ms: float, cap: str | None, repeat: int) -> dict[str, Any]:
     finally:
         lab("down", "--lab", NAME)
     return {
-        "figure": "link", "rtt_ms": rtt_ms, "bandwidth": cap, "congestion": status["lab"]["congestion"],
-        "window": status["lab"]["window"], "realtime": status["realtime"], "streams": streams,
+        "figure": "link",
+        "rtt_ms": rtt_ms,
+        "bandwidth": cap,
+        "congestion": status["lab"]["congestion"],
+        "window": status["lab"]["window"],
+        "realtime": status["realtime"],
+        "streams": streams,
         "measured_rtt_ms": [round(1e3 * trip, 3) for trip in trips],
-    }  # fmt: skip
+    }
 
 
 def stream() -> dict[str, Any]:
-    """One TCP stream from a to b: bit/s when its window is full, and the relay's share of a core all along."""
+    """One TCP stream from a to b: bit/s when its window is full, and the relay's share of a core
+    all along."""
     sink, before = begin("b", "sink"), lab("status", "--lab", NAME)
     source = begin("a", "pour")
     arrived = result(sink)
@@ -102,16 +127,21 @@ def stream() -> dict[str, Any]:
     return {
         "bits_per_s": 8 * (full[-1][1] - full[0][1]) / (full[-1][0] - full[0][0]),
         "relay_share": (after["relay_cpu_s"] - before["relay_cpu_s"]) / arrived[-1][0],
-        "dropped": sum(one["dropped"] for one in after["traffic"]) - sum(one["dropped"] for one in before["traffic"]),
+        "dropped": sum(one["dropped"] for one in after["traffic"])
+        - sum(one["dropped"] for one in before["traffic"]),
     }
 
 
 def lifetime(sites: int, repeat: int) -> dict[str, Any]:
-    """Seconds from the command to a lab of so many sites, each joined to each, and back to nothing."""
+    """Seconds from the command to a lab of so many sites, each joined to each, and back to
+    nothing."""
     times = []
     for _ in range(repeat):
         began = time.perf_counter()
-        up(f"sites: {{{', '.join(f'site{number}: {{}}' for number in range(sites))}}}\ndefault_link: {{rtt: 20ms}}\n")
+        up(
+            f"sites: {{{', '.join(f'site{number}: {{}}' for number in range(sites))}}}\n"
+            f"default_link: {{rtt: 20ms}}\n"
+        )
         made = time.perf_counter()
         lab("down", "--lab", NAME)
         times.append({"up_s": made - began, "down_s": time.perf_counter() - made})
@@ -119,13 +149,17 @@ def lifetime(sites: int, repeat: int) -> dict[str, Any]:
 
 
 def shares() -> list[dict[str, Any]]:
-    """Processor time over time of a process that only computes, for devices of some speeds, one after the other."""
+    """Processor time over time of a process that only computes, for devices of some speeds, one
+    after the other."""
     up(f"sites: {{a: {{devices: [{', '.join(f'{{speed: {share:.1%}}}' for share in SHARES)}]}}}}\n")
     try:
         got = [result(begin("a", "busy", "--device", str(number))) for number in range(len(SHARES))]
     finally:
         lab("down", "--lab", NAME)
-    return [{"figure": "share", "asked": share, "got": one} for share, one in zip(SHARES, got, strict=True)]
+    return [
+        {"figure": "share", "asked": share, "got": one}
+        for share, one in zip(SHARES, got, strict=True)
+    ]
 
 
 def echo() -> None:
@@ -182,23 +216,45 @@ def report(rows: list[dict[str, Any]], load: float) -> None:
     for row in rows:
         print(words(row))
     environment = {
-        "date": time.strftime("%Y-%m-%d"), "kernel": platform.release(), "cores": os.cpu_count(), "load_before": load,
-        "nice": os.nice(0), "python": platform.python_version(),
-        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%d"),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "load_before": load,
+        "nice": os.nice(0),
+        "python": platform.python_version(),
+        "commit": subprocess.check_output(
+            ["git", "rev-parse", "--short", "HEAD"], text=True
+        ).strip(),
+    }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "lab.json").write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    (RESULTS / "lab.json").write_text(
+        json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n"
+    )
 
 
 def words(row: dict[str, Any]) -> str:
     if row["figure"] == "link":
-        rates = [f"{stream['bits_per_s'] / 1e6:.0f} ({stream['relay_share']:.0%})" for stream in row["streams"]]
+        rates = [
+            f"{stream['bits_per_s'] / 1e6:.0f} ({stream['relay_share']:.0%})"
+            for stream in row["streams"]
+        ]
         trip = statistics.median(row["measured_rtt_ms"])
-        return f"{row['rtt_ms']} ms, {row['bandwidth'] or 'no cap'}: {trip:.2f} ms; Mbit/s (relay) {', '.join(rates)}"
+        return (
+            f"{row['rtt_ms']} ms, {row['bandwidth'] or 'no cap'}: {trip:.2f} ms; Mbit/s (relay) "
+            f"{', '.join(rates)}"
+        )
     if row["figure"] == "lifetime":
-        medians = {key: statistics.median(one[key] for one in row["times"]) for key in ("up_s", "down_s")}
-        return f"{row['sites']} sites: up in {medians['up_s']:.2f} s, down in {medians['down_s']:.2f} s"
-    return f"speed {row['asked']:.1%}: {row['got']:.2%}, off by {abs(row['got'] / row['asked'] - 1):.1%}"
+        medians = {
+            key: statistics.median(one[key] for one in row["times"]) for key in ("up_s", "down_s")
+        }
+        return (
+            f"{row['sites']} sites: up in {medians['up_s']:.2f} s, down in "
+            f"{medians['down_s']:.2f} s"
+        )
+    return (
+        f"speed {row['asked']:.1%}: {row['got']:.2%}, off by "
+        f"{abs(row['got'] / row['asked'] - 1):.1%}"
+    )
 
 
 if __name__ == "__main__":

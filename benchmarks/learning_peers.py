@@ -1,19 +1,24 @@
-"""farspan's recipe beside those of others, written plainly: the loss of each after the same time on a small text.
+"""farspan's recipe beside those of others, written plainly: the loss of each after the same time on
+a small text.
 
     python -m benchmarks.learning_peers [--time 600] [--seeds 0] [--only NAME ...] [--work FOLDER]
 
-About 120 k tokens of source code (those of benchmarks/learning.py), read again and again for so many seconds of one
-core; as many contestants at a time as there are cores. Models of 2.9 M parameters, context 256, 2,048 tokens a step,
-fp32, the same tokens and the same validation split, which takes none of the time. Each is scored at the end and at its
-best of ten validations. Writes rows to benchmarks/results/learning_peers.jsonl.
+About 120 k tokens of source code (those of benchmarks/learning.py), read again and again for so
+many seconds of one core; as many contestants at a time as there are cores. Models of 2.9 M
+parameters, context 256, 2,048 tokens a step, fp32, the same tokens and the same validation split,
+which takes none of the time. Each is scored at the end and at its best of ten validations. Writes
+rows to benchmarks/results/learning_peers.jsonl.
 
-- `recipe` and `before`: `farspan train --set budget.time=`, which also starts, saves and validates within the time.
-- `nanogpt`: nanoGPT's model and optimizer with its configuration for a small text (config/train_shakespeare_char.py):
-  AdamW at 1e-3, betas 0.9 and 0.99, dropout 0.2, decay 0.1, a cosine to a tenth.
-- `nanochat`: nanochat's first release (nanochat/gpt.py, scripts/base_train.py): Muon at 0.02, AdamW at 0.2 and 0.004
-  times (d / 768)^-0.5 for embedding and head, betas 0.8 and 0.95, its zeros and norms, the last fifth falling to 0.
-- `course`: transformers' GPT-2 with what the course of Hugging Face trains from scratch with (chapter 7.6): AdamW at
-  5e-4, decay 0.1, dropout 0.1, a cosine to 0.
+- `recipe` and `before`: `farspan train --set budget.time=`, which also starts, saves and validates
+  within the time.
+- `nanogpt`: nanoGPT's model and optimizer with its configuration for a small text
+  (config/train_shakespeare_char.py): AdamW at 1e-3, betas 0.9 and 0.99, dropout 0.2, decay 0.1, a
+  cosine to a tenth.
+- `nanochat`: nanochat's first release (nanochat/gpt.py, scripts/base_train.py): Muon at 0.02, AdamW
+  at 0.2 and 0.004 times (d / 768)^-0.5 for embedding and head, betas 0.8 and 0.95, its zeros and
+  norms, the last fifth falling to 0.
+- `course`: transformers' GPT-2 with what the course of Hugging Face trains from scratch with
+  (chapter 7.6): AdamW at 5e-4, decay 0.1, dropout 0.1, a cosine to 0.
 
 Warm-up is 5 % of steps where the original has a number of steps for runs of another length.
 """
@@ -75,23 +80,39 @@ class NanoGPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.drop(self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1])))
         rows, length, d = x.shape
-        for i, (qkv, out, up, down) in enumerate(zip(self.qkv, self.out, self.up, self.down, strict=True)):
-            parts = qkv(self.norms[2 * i](x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            y = F.scaled_dot_product_attention(*parts, is_causal=True, dropout_p=self.dropout * self.training)
+        for i, (qkv, out, up, down) in enumerate(
+            zip(self.qkv, self.out, self.up, self.down, strict=True)
+        ):
+            parts = (
+                qkv(self.norms[2 * i](x))
+                .view(rows, length, 3, self.heads, -1)
+                .permute(2, 0, 3, 1, 4)
+            )
+            y = F.scaled_dot_product_attention(
+                *parts, is_causal=True, dropout_p=self.dropout * self.training
+            )
             x = x + self.drop(out(y.transpose(1, 2).reshape(rows, length, d)))
             x = x + self.drop(down(F.gelu(up(self.norms[2 * i + 1](x)))))
         return F.linear(self.norms[-1](x), self.wte.weight)
 
 
 class NanoChat(nn.Module):
-    """nanochat's gpt.py: rotary positions, norms of q and k, relu squared, head and embedding apart. As those take
-    twice the parameters, d 128 and 4 blocks have as many parameters as the others."""
+    """nanochat's gpt.py: rotary positions, norms of q and k, relu squared, head and embedding
+    apart. As those take twice the parameters, d 128 and 4 blocks have as many parameters as the
+    others."""
 
     def __init__(self, d: int = 128, heads: int = 4, blocks: int = 4) -> None:
         super().__init__()
         self.heads = heads
         self.wte, self.head = nn.Embedding(V, d), nn.Linear(d, V, bias=False)
-        shapes = {"q": (d, d), "k": (d, d), "v": (d, d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
+        shapes = {
+            "q": (d, d),
+            "k": (d, d),
+            "v": (d, d),
+            "out": (d, d),
+            "up": (d, 4 * d),
+            "down": (4 * d, d),
+        }
         self.blocks = nn.ModuleList(
             nn.ModuleDict({name: nn.Linear(*shape, bias=False) for name, shape in shapes.items()})
             for _ in range(blocks)
@@ -101,7 +122,11 @@ class NanoChat(nn.Module):
         for block in self.blocks:
             for name, matrix in block.items():
                 rows, columns = matrix.weight.shape
-                std = 0.0 if name in ("out", "down") else min(1.0, math.sqrt(rows / columns)) / math.sqrt(columns)
+                std = (
+                    0.0
+                    if name in ("out", "down")
+                    else min(1.0, math.sqrt(rows / columns)) / math.sqrt(columns)
+                )
                 nn.init.normal_(matrix.weight, std=std)
         frequencies = 10_000 ** (-torch.arange(0, d // heads, 2).float() / (d // heads))
         angles = torch.outer(torch.arange(T).float(), frequencies)[:, None]
@@ -138,7 +163,9 @@ class Course(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         self.model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=V, n_positions=T, n_embd=192, n_layer=3, n_head=6, use_cache=False)
+            GPT2Config(
+                vocab_size=V, n_positions=T, n_embd=192, n_layer=3, n_head=6, use_cache=False
+            )
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -208,7 +235,9 @@ def warmdown(done: float) -> float:
 
 
 #: Of each peer: its model, its optimizers, and the share of their rates after a share of the run.
-PEERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], list[Any]], Callable[[float], float]]] = {
+PEERS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[nn.Module], list[Any]], Callable[[float], float]]
+] = {
     "nanogpt": (NanoGPT, lambda model: adamw(model, 1e-3, 0.99), cosine(0.1)),
     "nanochat": (NanoChat, nanochat_optimizers, warmdown),
     "course": (Course, lambda model: adamw(model, 5e-4, 0.999), cosine(0.0)),
@@ -231,7 +260,9 @@ def validated(model: nn.Module, tokens: np.ndarray) -> float:
     model.eval()
     total, count = 0.0, (len(tokens) - 1) // T
     for first in range(0, count, B):
-        rows = np.stack([tokens[w * T : w * T + T + 1] for w in range(first, min(first + B, count))]).astype(np.int64)
+        rows = np.stack(
+            [tokens[w * T : w * T + T + 1] for w in range(first, min(first + B, count))]
+        ).astype(np.int64)
         x, y = torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
         total += float(F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum"))
     model.train()
@@ -264,37 +295,77 @@ def trained(name: str, corpus: Path, seconds: float, seed: int) -> dict[str, Any
         spent, steps = spent + time.perf_counter() - began, steps + 1
         if spent >= (len(curve) + 1) * seconds / VALIDATIONS:
             curve.append([steps, validated(model, val)])
-    return {"steps": steps, "parameters": sum(p.numel() for p in model.parameters()), "validated": curve}
+    return {
+        "steps": steps,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "validated": curve,
+    }
 
 
-def farspan_run(name: str, text: Path, run: Path, seconds: float, seed: int, core: int) -> dict[str, Any]:
+def farspan_run(
+    name: str, text: Path, run: Path, seconds: float, seed: int, core: int
+) -> dict[str, Any]:
     """`farspan train` with a recipe on one core."""
     keys = (
-        f"data={{source: {text}, val: 25%}}", "size=tiny", "tokenizer.vocab=8192", f"budget.time={seconds:g}s",
-        "train.batch.global=8 sequences", f"train.recipe={FARSPAN[name]}", f"train.seed={seed}",
+        f"data={{source: {text}, val: 25%}}",
+        "size=tiny",
+        "tokenizer.vocab=8192",
+        f"budget.time={seconds:g}s",
+        "train.batch.global=8 sequences",
+        f"train.recipe={FARSPAN[name]}",
+        f"train.seed={seed}",
         "checkpoint.keep=1",
-    )  # fmt: skip
+    )
     run.with_suffix(".yaml").write_text("{}\n")
-    words = ["train", str(run.with_suffix(".yaml")), "--run", str(run), *(w for key in keys for w in ("--set", key))]
+    words = [
+        "train",
+        str(run.with_suffix(".yaml")),
+        "--run",
+        str(run),
+        *(w for key in keys for w in ("--set", key)),
+    ]
     with open(run.with_suffix(".log"), "ab") as log:
         subprocess.run(
-            [sys.executable, "-m", "farspan", *words], stdout=log, stderr=log, check=True,
+            [sys.executable, "-m", "farspan", *words],
+            stdout=log,
+            stderr=log,
+            check=True,
             preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        )  # fmt: skip
-    curve = [[e.step, e.loss] for e in read_events(RunFolder(run).events) if isinstance(e, Validated)]
-    return {"steps": curve[-1][0], "parameters": parameters(RunFolder(run).load_plan().model), "validated": curve}
+        )
+    curve = [
+        [e.step, e.loss] for e in read_events(RunFolder(run).events) if isinstance(e, Validated)
+    ]
+    return {
+        "steps": curve[-1][0],
+        "parameters": parameters(RunFolder(run).load_plan().model),
+        "validated": curve,
+    }
 
 
 def peer_run(name: str, corpus: Path, seconds: float, seed: int, core: int) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.learning_peers", "--child", name, str(corpus), str(seconds), str(seed)],
-        stdout=subprocess.PIPE, check=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.learning_peers",
+            "--child",
+            name,
+            str(corpus),
+            str(seconds),
+            str(seed),
+        ],
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
     return dict(json.loads(done.stdout))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", default=[*FARSPAN, *PEERS], choices=[*FARSPAN, *PEERS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--time", type=float, default=600.0, help="seconds of one core")
@@ -307,8 +378,12 @@ def main() -> None:
         return
     given.work.mkdir(parents=True, exist_ok=True)
     text = few(source_text(given.work / "source"), given.work / "few").resolve()
-    corpus, manifest = farspan.prepare(text, tokenizer={"vocab": 8192}, data={"source": str(text), "val": "25%"})
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    corpus, manifest = farspan.prepare(
+        text, tokenizer={"vocab": 8192}, data={"source": str(text), "val": "25%"}
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     lock = threading.Lock()
     left = deque((seed, name) for seed in given.seeds for name in given.only)
 
@@ -324,15 +399,28 @@ def main() -> None:
             else:
                 found = peer_run(name, corpus, given.time, seed, core)
             losses = [loss for _, loss in found["validated"]]
-            row = {"name": name, "seed": seed, "seconds": given.time, "final_loss": losses[-1],
-                   "best_loss": min(losses), "unique_tokens": manifest.train.tokens, **found, "commit": commit,
-                   "date": date.today().isoformat()}  # fmt: skip
+            row = {
+                "name": name,
+                "seed": seed,
+                "seconds": given.time,
+                "final_loss": losses[-1],
+                "best_loss": min(losses),
+                "unique_tokens": manifest.train.tokens,
+                **found,
+                "commit": commit,
+                "date": date.today().isoformat(),
+            }
             with lock, open(RESULTS, "a") as results:
                 results.write(json.dumps(row) + "\n")
-            print(f"{name}, seed {seed}: {losses[-1]:.3f} at the end, {min(losses):.3f} at its best, "
-                  f"{found['steps']} steps of {found['parameters']:,} parameters", flush=True)  # fmt: skip
+            print(
+                f"{name}, seed {seed}: {losses[-1]:.3f} at the end, {min(losses):.3f} at its best, "
+                f"{found['steps']} steps of {found['parameters']:,} parameters",
+                flush=True,
+            )
 
-    threads = [threading.Thread(target=work, args=(core,)) for core in sorted(os.sched_getaffinity(0))]
+    threads = [
+        threading.Thread(target=work, args=(core,)) for core in sorted(os.sched_getaffinity(0))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,5 @@
-"""The pictures of docs/learning.md, drawn from the curves in results/many_epochs.jsonl and many_epochs_peers.jsonl.
+"""The pictures of docs/learning.md, drawn from the curves in results/many_epochs.jsonl and
+many_epochs_peers.jsonl.
 
 python -m benchmarks.learning_pictures  # writes docs/pictures/learning-*.svg
 """
@@ -35,21 +36,33 @@ def rows(results: str, /, **wanted: Any) -> list[dict[str, Any]]:
 def peers() -> Chart:
     """Medians of three seeds over the seconds that they have trained."""
     named = {
-        "farspan": "decay 0.5", "nanochat": "nanochat", "farspan before": "before", "nanoGPT": "nanogpt",
+        "farspan": "decay 0.5",
+        "nanochat": "nanochat",
+        "farspan before": "before",
+        "nanoGPT": "nanogpt",
         "Hugging Face's course": "course",
-    }  # fmt: skip
+    }
     lines: dict[str, Points] = {}
     for name, recipe in named.items():
         seeds = rows("many_epochs_peers", name=recipe)
-        curves = [[(step / row["steps"] * row["time"], loss) for step, loss, _ in row["curve"]] for row in seeds]
-        lines[name] = [(at[0][0], statistics.median(loss for _, loss in at)) for at in zip(*curves, strict=False)]
+        curves = [
+            [(step / row["steps"] * row["time"], loss) for step, loss, _ in row["curve"]]
+            for row in seeds
+        ]
+        lines[name] = [
+            (at[0][0], statistics.median(loss for _, loss in at))
+            for at in zip(*curves, strict=False)
+        ]
     return chart("learning-peers", "Validation loss, 1.7 M tokens, one H200", "seconds", lines)
 
 
 def one_epoch() -> Chart:
-    """AdamW at its best rate, and the recipe where it reads half, 1/1.4 and all of the same text."""
+    """AdamW at its best rate, and the recipe where it reads half, 1/1.4 and all of the same
+    text."""
     adamw = rows("many_epochs", corpus="pydocs", muon=False, lr=3e-3)
-    recipe = [row for row in rows("many_epochs", corpus="pydocs", muon=True, lr=0.0) if row["epochs"] <= 1]
+    recipe = [
+        row for row in rows("many_epochs", corpus="pydocs", muon=True, lr=0.0) if row["epochs"] <= 1
+    ]
     recipe.sort(key=lambda row: row["epochs"], reverse=True)
     lines = {
         name: [(step * row["step_tokens"] / 1e6, loss) for step, loss, _ in row["curve"]]
@@ -59,7 +72,12 @@ def one_epoch() -> Chart:
             strict=True,
         )
     }
-    return chart("learning-one-epoch", "Validation loss of 2.9 M parameters, one epoch", "million tokens read", lines)
+    return chart(
+        "learning-one-epoch",
+        "Validation loss of 2.9 M parameters, one epoch",
+        "million tokens read",
+        lines,
+    )
 
 
 def decays() -> Chart:
@@ -68,8 +86,13 @@ def decays() -> Chart:
     for decay in (0.1, 0.5, 1.5):
         (row,) = rows("many_epochs", epochs=40, decay=decay)
         for name, place in ((f"decay {decay}", 1), (f"{decay}, averaged", 2)):
-            lines[name] = [(at[0] * row["step_tokens"] / row["unique_tokens"], at[place]) for at in row["curve"]]
-    return chart("learning-forty-epochs", "Validation loss, 300 k tokens read 40 times", "epochs", lines)
+            lines[name] = [
+                (at[0] * row["step_tokens"] / row["unique_tokens"], at[place])
+                for at in row["curve"]
+            ]
+    return chart(
+        "learning-forty-epochs", "Validation loss, 300 k tokens read 40 times", "epochs", lines
+    )
 
 
 def chart(name: str, title: str, x: str, lines: dict[str, Points]) -> Chart:

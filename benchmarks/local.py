@@ -1,12 +1,15 @@
-"""Seconds a step where the network is good: one and two workers of this machine, beside the peers' own scripts.
+"""Seconds a step where the network is good: one and two workers of this machine, beside the peers'
+own scripts.
 
-    pip install deepspeed                       # for the contestant `deepspeed/zero2`; without it that one is left out
-    python benchmarks/local.py [--repeat 3] [--steps 20] [--workers 1,2] [--precision fp32,bf16]
+    pip install deepspeed                       # for the contestant `deepspeed/zero2`; without it
+    that one is left out python benchmarks/local.py [--repeat 3] [--steps 20] [--workers 1,2]
+    [--precision fp32,bf16]
 
-A worker has one thread on a core of its own. Contestants are stock PyTorch and DeepSpeed (wan_contestants.py) and what
-`farspan select` picks for a run of RUN_STEPS steps (its trials are made beforehand), all with the same model, rows,
-clipping, fused AdamW and environment, in fresh processes, one contestant after another and all again, with another one
-first. Every cell is appended to results/local.jsonl with its raw steps; what is there is not run again. The table is
+A worker has one thread on a core of its own. Contestants are stock PyTorch and DeepSpeed
+(wan_contestants.py) and what `farspan select` picks for a run of RUN_STEPS steps (its trials are
+made beforehand), all with the same model, rows, clipping, fused AdamW and environment, in fresh
+processes, one contestant after another and all again, with another one first. Every cell is
+appended to results/local.jsonl with its raw steps; what is there is not run again. The table is
 printed and written beside it.
 """
 
@@ -44,11 +47,14 @@ from farspan.runtime.device import detect
 
 RESULTS = Path(__file__).parent / "results" / "local.jsonl"
 PEERS = {
-    "torch/ddp": ["ddp", "--bucket-mb=25"], "torch/fsdp2": ["fsdp2"], "torch/fsdp2-kept": ["fsdp2", "--kept"],
+    "torch/ddp": ["ddp", "--bucket-mb=25"],
+    "torch/fsdp2": ["fsdp2"],
+    "torch/fsdp2-kept": ["fsdp2", "--kept"],
     "deepspeed/zero2": ["zero2"],
-}  # fmt: skip
+}
 OURS = "farspan"
-#: Steps of the run that a plan is chosen for, and techniques whose steps compute the same as the peers'.
+#: Steps of the run that a plan is chosen for, and techniques whose steps compute the same as the
+#: peers'.
 RUN_STEPS, EXACT = 3000, tuple(name for name in techniques.names() if name != "diloco")
 
 
@@ -80,11 +86,16 @@ def here(workers: int) -> Cluster:
 
 
 def paced(cluster: Cluster, work: Work) -> Cluster:
-    """The cluster at the pace of the model's own steps, tried on its first device as `farspan select` does."""
+    """The cluster at the pace of the model's own steps, tried on its first device as `farspan
+    select` does."""
     task = plans.question(work, cluster, RUN_STEPS)
     with Probe(cluster.hosts[0], threads=1, device=0) as probe:
         found = probe.measure(
-            first_device(cluster), task.model, task.train, precisions=(work.precision,), seconds=PROBE_S
+            first_device(cluster),
+            task.model,
+            task.train,
+            precisions=(work.precision,),
+            seconds=PROBE_S,
         )
     return model_speed.calibrated(cluster, task.model, task.train, task.engine, found)
 
@@ -95,13 +106,24 @@ def picked(work: Work, workers: int) -> Plan:
     cluster = paced(here(workers), work)
     task = plans.question(work, cluster, RUN_STEPS)
     asked = SelectionTask(
-        model=task.model, train=task.train, engine=task.engine, allow=EXACT, corpus=task.corpus, parts=False
-    )  # fmt: skip
+        model=task.model,
+        train=task.train,
+        engine=task.engine,
+        allow=EXACT,
+        corpus=task.corpus,
+        parts=False,
+    )
     with tempfile.TemporaryDirectory(prefix="farspan-local-") as folder:
         cells.write_corpus(Path(folder), work)
 
         def measure(plan: Plan, step_s: float) -> Trial:
-            return trial(plan, Path(folder), cluster, "local", limits(plan, cluster, step_s, steps_for(step_s)))
+            return trial(
+                plan,
+                Path(folder),
+                cluster,
+                "local",
+                limits(plan, cluster, step_s, steps_for(step_s)),
+            )
 
         ranking = select(cluster, asked, measure).ranking
     assert ranking.chosen is not None
@@ -124,7 +146,9 @@ def measured(given: argparse.Namespace, name: str, workers: int, work: Work) -> 
 
 
 def run(given: argparse.Namespace, file: IO[bytes], known: list[Cell]) -> None:
-    names = [name for name in PEERS if name != "deepspeed/zero2" or importlib.util.find_spec("deepspeed")]
+    names = [
+        name for name in PEERS if name != "deepspeed/zero2" or importlib.util.find_spec("deepspeed")
+    ]
     about, done = said_of_here(), {(c.contestant, c.workers, c.precision, c.repeat) for c in known}
     for repeat in range(given.repeat):
         for precision in given.precision:
@@ -136,39 +160,65 @@ def run(given: argparse.Namespace, file: IO[bytes], known: list[Cell]) -> None:
                     if (name, workers, precision, repeat) in done:
                         continue
                     cell = Cell(
-                        contestant=name, workers=workers, precision=precision, repeat=repeat,
-                        at=time.strftime("%Y-%m-%dT%H:%M:%S"), **about, **measured(given, name, workers, work),
-                    )  # fmt: skip
+                        contestant=name,
+                        workers=workers,
+                        precision=precision,
+                        repeat=repeat,
+                        at=time.strftime("%Y-%m-%dT%H:%M:%S"),
+                        **about,
+                        **measured(given, name, workers, work),
+                    )
                     append(file, cell)
                     known.append(cell)
-                    took = f"{statistics.median(cell.step_s):.3f} s" if cell.step_s else f"failed: {cell.failed}"
-                    print(f"{repeat + 1}, {workers} workers, {precision}, {name}: {took}", flush=True)
+                    took = (
+                        f"{statistics.median(cell.step_s):.3f} s"
+                        if cell.step_s
+                        else f"failed: {cell.failed}"
+                    )
+                    print(
+                        f"{repeat + 1}, {workers} workers, {precision}, {name}: {took}", flush=True
+                    )
 
 
 def table(known: list[Cell]) -> str:
-    """Medians over the repeats' medians, their spread, and the median of the repeats' ratios of each to farspan."""
+    """Medians over the repeats' medians, their spread, and the median of the repeats' ratios of
+    each to farspan."""
     lines = [
         "| workers | precision | contestant | s a step | spread | its time / farspan's |",
         "|---|---|---|---|---|---|",
     ]
-    by = {(c.workers, c.precision, c.contestant, c.repeat): statistics.median(c.step_s) for c in known if c.step_s}
+    by = {
+        (c.workers, c.precision, c.contestant, c.repeat): statistics.median(c.step_s)
+        for c in known
+        if c.step_s
+    }
     for workers, precision, name in dict.fromkeys(key[:3] for key in sorted(by)):
         times = {key[3]: took for key, took in by.items() if key[:3] == (workers, precision, name)}
-        ours = {repeat: by[w, p, n, repeat] for w, p, n, repeat in by if (w, p, n) == (workers, precision, OURS)}
+        ours = {
+            repeat: by[w, p, n, repeat]
+            for w, p, n, repeat in by
+            if (w, p, n) == (workers, precision, OURS)
+        }
         ratios = [times[repeat] / ours[repeat] for repeat in times.keys() & ours.keys()]
         middle = statistics.median(times.values())
         ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
-        spread = f"{(max(times.values()) - min(times.values())) / middle:.0%}" if len(times) > 1 else ""
+        spread = (
+            f"{(max(times.values()) - min(times.values())) / middle:.0%}" if len(times) > 1 else ""
+        )
         lines.append(f"| {workers} | {precision} | {name} | {middle:.3f} | {spread} | {ratio} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--workers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2])
+    parser.add_argument(
+        "--workers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2]
+    )
     parser.add_argument("--precision", type=lambda text: text.split(","), default=["fp32", "bf16"])
     parser.add_argument("--deadline", type=float, default=300)
     parser.add_argument("--quick", action="store_true", help="into a temporary file")

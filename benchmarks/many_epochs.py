@@ -1,11 +1,13 @@
-"""What the recipe's knobs are worth where a small text is read once or many times: whole trainings on one NVIDIA GPU.
+"""What the recipe's knobs are worth where a small text is read once or many times: whole trainings
+on one NVIDIA GPU.
 
     python -m benchmarks.many_epochs CORPUS.npz [...] [--settings GROUP ...] [--seconds 240]
 
-farspan's model, its first weights and its update, in bf16 with fp32 masters; a step is one CUDA graph, so that a run of
-3 M parameters over 20 M tokens takes seconds. `--pack FOLDER OUT.npz` makes a corpus file of a prepared corpus. Each
-run is a row of benchmarks/results/many_epochs.jsonl, with its whole curve; those that are there are not made again, and
-none is begun after `--seconds`. Also runs on a CPU, slowly. `--table` prints the rows.
+farspan's model, its first weights and its update, in bf16 with fp32 masters; a step is one CUDA
+graph, so that a run of 3 M parameters over 20 M tokens takes seconds. `--pack FOLDER OUT.npz` makes
+a corpus file of a prepared corpus. Each run is a row of benchmarks/results/many_epochs.jsonl, with
+its whole curve; those that are there are not made again, and none is begun after `--seconds`. Also
+runs on a CPU, slowly. `--table` prints the rows.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ VALIDATIONS = 12
 
 @dataclass(frozen=True)
 class Setting:
-    """One training: `lr` 0 is the rule's, `batch` tokens of a step (0: the rule's), `unique` tokens of the text at most
-    (0: all), `average` the share of the run that the moving average of weights reaches back."""
+    """One training: `lr` 0 is the rule's, `batch` tokens of a step (0: the rule's), `unique` tokens
+    of the text at most (0: all), `average` the share of the run that the moving average of weights
+    reaches back."""
 
     corpus: str = ""
     size: int = 3_000_000
@@ -76,8 +79,14 @@ def groups() -> dict[str, list[Setting]]:
     base = Setting()
     many = [replace(base, epochs=e) for e in (10, 20, 4)]
     knobs: list[dict[str, Any]] = [
-        {}, {"dropout": 0.1}, {"dropout": 0.2}, {"decay": 0.5}, {"decay": 1.5}, {"mask": 0.1}, {"reshuffle": False},
-    ]  # fmt: skip
+        {},
+        {"dropout": 0.1},
+        {"dropout": 0.2},
+        {"decay": 0.5},
+        {"decay": 1.5},
+        {"mask": 0.1},
+        {"reshuffle": False},
+    ]
     stronger: list[dict[str, Any]] = [{"dropout": 0.3}, {"dropout": 0.2, "decay": 0.5}]
     few = [replace(base, unique=300_000, epochs=e) for e in (10, 40)]
     large = [replace(base, size=15_000_000, epochs=e) for e in (4, 10)]
@@ -88,13 +97,19 @@ def groups() -> dict[str, list[Setting]]:
         "large": [replace(one, **knob) for one in large for knob in knobs[:4]],
         "before": [replace(BEFORE, epochs=e) for e in (1, 4, 10, 20)],
         "one": [*tuned, *(replace(base, epochs=e) for e in (1.0, 1 / 1.4, 0.5))],
-        "one-15m": [replace(one, size=15_000_000) for one in (
-            *(replace(one, lr=one.lr / 2) for one in tuned), *(replace(base, epochs=e) for e in (1.0, 1 / 1.2, 1 / 1.4))
-        )],
+        "one-15m": [
+            replace(one, size=15_000_000)
+            for one in (
+                *(replace(one, lr=one.lr / 2) for one in tuned),
+                *(replace(base, epochs=e) for e in (1.0, 1 / 1.2, 1 / 1.4)),
+            )
+        ],
         "decay": [
             *(replace(base, epochs=10, decay=d) for d in (1.0, 1.5)),
-            *(replace(few[1], decay=d) for d in (0.1, 0.5, 1.5)), *(replace(many[2], decay=d) for d in (0.1, 0.5, 1.0)),
-            *(replace(large[0], decay=d) for d in (0.1, 0.5)), *(replace(many[1], decay=d) for d in (0.5, 1.5)),
+            *(replace(few[1], decay=d) for d in (0.1, 0.5, 1.5)),
+            *(replace(many[2], decay=d) for d in (0.1, 0.5, 1.0)),
+            *(replace(large[0], decay=d) for d in (0.1, 0.5)),
+            *(replace(many[1], decay=d) for d in (0.5, 1.5)),
             replace(base, decay=0.5),
         ],
         "slow": [replace(tuned[0], lr=1.5e-3)],
@@ -104,11 +119,12 @@ def groups() -> dict[str, list[Setting]]:
         ],
         "rates": [replace(base, epochs=e, lr=lr) for e in (1, 10) for lr in (3e-3, 1.2e-2, 2.4e-2)],
         "batch": [replace(base, epochs=10, batch=b) for b in (2048, 4096, 16384)],
-    }  # fmt: skip
+    }
 
 
 class Text:
-    """A corpus's tokens and where its documents begin; `unique` tokens of it, whole documents drawn by one seed."""
+    """A corpus's tokens and where its documents begin; `unique` tokens of it, whole documents drawn
+    by one seed."""
 
     def __init__(self, path: Path, unique: int) -> None:
         held = np.load(path)
@@ -118,8 +134,12 @@ class Text:
             order = np.random.default_rng(5).permutation(len(offsets) - 1)
             size = np.cumsum(np.diff(offsets)[order])
             order = np.sort(order[: int(np.searchsorted(size, unique)) + 1])
-            tokens = np.concatenate([tokens[offsets[i] : offsets[i + 1]] for i in order])[: unique + 1]
-            offsets = np.concatenate([[0], np.cumsum(np.diff(offsets)[order])]).clip(max=len(tokens))
+            tokens = np.concatenate([tokens[offsets[i] : offsets[i + 1]] for i in order])[
+                : unique + 1
+            ]
+            offsets = np.concatenate([[0], np.cumsum(np.diff(offsets)[order])]).clip(
+                max=len(tokens)
+            )
         self.tokens, self.offsets = tokens, offsets
         self.windows = (len(tokens) - 1) // S
 
@@ -148,7 +168,9 @@ class Training:
 
     def _flatten(self, spec: ModelSpec) -> None:
         matrices = block_matrices(models.graph(spec)) if self.setting.muon else {}
-        named = sorted(self.model.named_parameters(), key=lambda item: (item[0] in matrices, item[1].dim() < 2))
+        named = sorted(
+            self.model.named_parameters(), key=lambda item: (item[0] in matrices, item[1].dim() < 2)
+        )
         self.parameters = [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in self.parameters]
         self.master, self.first, self.second, self.grad = (
@@ -163,18 +185,27 @@ class Training:
                 master.copy_(fresh[name])
         self.average = self.master.clone()
         plain = [name not in matrices for name, _ in named]
-        wide = sum(size for size, (_, p), other in zip(sizes, named, plain, strict=True) if other and p.dim() > 1)
+        wide = sum(
+            size
+            for size, (_, p), other in zip(sizes, named, plain, strict=True)
+            if other and p.dim() > 1
+        )
         rest = sum(size for size, other in zip(sizes, plain, strict=True) if other)
         #: [0, wide) tables (and matrices of AdamW), [wide, rest) vectors, from there on Muon's.
         self.wide, self.rest = wide, rest
         self.muon = [
-            (i, [rows for rows, _ in matrices[name].parts]) for i, (name, _) in enumerate(named) if name in matrices
+            (i, [rows for rows, _ in matrices[name].parts])
+            for i, (name, _) in enumerate(named)
+            if name in matrices
         ]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Of each parameter its part of a flat tensor."""
         parts = flat.split([parameter.numel() for parameter in self.parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+        return [
+            part.view(parameter.shape)
+            for part, parameter in zip(parts, self.parameters, strict=True)
+        ]
 
     def _plan_reading(self) -> None:
         new = lambda *shape: torch.zeros(shape, dtype=torch.int64, device=self.device)  # noqa: E731
@@ -183,7 +214,9 @@ class Training:
         self.stream, self.order = new(len(text.tokens)), new(text.windows + self.rows)
         self.place, self.count = new(1), new(1)
         schedule = Schedule(
-            kind=self.setting.schedule, floor=self.setting.floor, warmup_steps=max(1, round(0.05 * self.steps))
+            kind=self.setting.schedule,
+            floor=self.setting.floor,
+            warmup_steps=max(1, round(0.05 * self.steps)),
         )
         rates = [learning_rate(schedule, self.lr, i, self.steps) for i in range(self.steps)]
         self.rates = torch.tensor(rates, device=self.device)
@@ -217,12 +250,17 @@ class Training:
             self.clock.add_(1)
             lr = self.rates[self.count].squeeze(0)
             self._adamw(
-                slice(0, self.wide), lr * (self.setting.embedding if self.setting.muon else 1.0), self.setting.decay
+                slice(0, self.wide),
+                lr * (self.setting.embedding if self.setting.muon else 1.0),
+                self.setting.decay,
             )
             self._adamw(slice(self.wide, self.rest), lr, 0.0)
             self._muon(lr)
             reach = max(1.0, self.setting.average * self.steps)
-            self.average.lerp_(self.master, 1 - torch.clamp((1 + self.clock) / (10 + self.clock), max=1 - 1 / reach))
+            self.average.lerp_(
+                self.master,
+                1 - torch.clamp((1 + self.clock) / (10 + self.clock), max=1 - 1 / reach),
+            )
             self.publish(self.masters)
             self.place.add_(self.rows)
             self.count.add_(1)
@@ -244,8 +282,12 @@ class Training:
         self.master[part].mul_(1 - lr * self.setting.decay)
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for i, rows in self.muon:
-            for master, momentum in zip(self.masters[i].split(rows), self.grads[i].split(rows), strict=True):
-                by_shape.setdefault((momentum.shape[0], momentum.shape[1]), []).append((master, momentum))
+            for master, momentum in zip(
+                self.masters[i].split(rows), self.grads[i].split(rows), strict=True
+            ):
+                by_shape.setdefault((momentum.shape[0], momentum.shape[1]), []).append(
+                    (master, momentum)
+                )
         for shape, pairs in by_shape.items():
             made = orthogonalized(torch.stack([momentum for _, momentum in pairs]), 5, self.dtype)
             for (master, _), direction in zip(pairs, made, strict=True):
@@ -256,9 +298,12 @@ class Training:
         torch._foreach_copy_(self.parameters, masters)
 
     def begin_epoch(self, epoch: int, left_over: np.ndarray) -> None:
-        """The epoch's tokens, and its windows after those that the last step left of the one before."""
+        """The epoch's tokens, and its windows after those that the last step left of the one
+        before."""
         rng = np.random.default_rng((self.setting.seed, epoch))
-        self.stream.copy_(torch.from_numpy(self.text.stream(rng, self.setting.reshuffle and epoch > 0)))
+        self.stream.copy_(
+            torch.from_numpy(self.text.stream(rng, self.setting.reshuffle and epoch > 0))
+        )
         windows = np.concatenate([left_over, rng.permutation(self.text.windows)])
         self.order[: len(windows)].copy_(torch.from_numpy(windows))
         self.place.zero_()
@@ -268,7 +313,10 @@ class Training:
         if averaged:
             ends = np.cumsum([p.numel() for p in self.parameters]).tolist()
             self.publish(
-                [self.average[e - p.numel() : e].view(p.shape) for e, p in zip(ends, self.parameters, strict=True)]
+                [
+                    self.average[e - p.numel() : e].view(p.shape)
+                    for e, p in zip(ends, self.parameters, strict=True)
+                ]
             )
         val, total = torch.from_numpy(self.text.val).to(self.device), 0.0
         count = (len(val) - 1) // S
@@ -279,10 +327,19 @@ class Training:
         return total / (count * S)
 
     def recorded(self, eager: bool) -> Callable[[], None]:
-        """What makes a step: on a GPU a graph of it, recorded after three steps that are then undone."""
+        """What makes a step: on a GPU a graph of it, recorded after three steps that are then
+        undone."""
         if eager or self.device.type != "cuda":
             return self.step
-        kept = (self.master, self.first, self.second, self.average, self.place, self.count, self.clock)
+        kept = (
+            self.master,
+            self.first,
+            self.second,
+            self.average,
+            self.place,
+            self.count,
+            self.clock,
+        )
         before = [flat.clone() for flat in kept]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -313,29 +370,53 @@ class Training:
             place += self.rows
             if (i + 1) % every == 0 or i + 1 == self.steps:
                 trained.append([i + 1, round(float(self.loss), 4)])
-                curve.append([i + 1, round(self.validated(False), 4), round(self.validated(True), 4)])
+                curve.append(
+                    [i + 1, round(self.validated(False), 4), round(self.validated(True), 4)]
+                )
         seconds = time.perf_counter() - began
-        return {"steps": self.steps, "step_tokens": self.rows * S, "peak": self.lr, "seconds": round(seconds, 2),
-                "unique_tokens": self.text.windows * S, "tokens": self.steps * self.rows * S, "curve": curve,
-                "trained": trained, "final": curve[-1][1], "best": min(loss for _, loss, _ in curve),
-                "averaged": curve[-1][2], "best_averaged": min(loss for _, _, loss in curve)}  # fmt: skip
+        return {
+            "steps": self.steps,
+            "step_tokens": self.rows * S,
+            "peak": self.lr,
+            "seconds": round(seconds, 2),
+            "unique_tokens": self.text.windows * S,
+            "tokens": self.steps * self.rows * S,
+            "curve": curve,
+            "trained": trained,
+            "final": curve[-1][1],
+            "best": min(loss for _, loss, _ in curve),
+            "averaged": curve[-1][2],
+            "best_averaged": min(loss for _, _, loss in curve),
+        }
 
 
-def train(paths: dict[str, Path], setting: Setting, device: torch.device, eager: bool) -> dict[str, Any]:
+def train(
+    paths: dict[str, Path], setting: Setting, device: torch.device, eager: bool
+) -> dict[str, Any]:
     text = Text(paths[setting.corpus], setting.unique)
     spec = shape_for("llama", setting.size, vocab_size=text.vocabulary, context=S, knobs={})
     torch.manual_seed(setting.seed)
     found = Training(text, spec, setting, device).run(eager)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {**asdict(setting), "parameters": parameters(spec), **found, "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "commit": commit,
-            "date": date.today().isoformat()}  # fmt: skip
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        **asdict(setting),
+        "parameters": parameters(spec),
+        **found,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "commit": commit,
+        "date": date.today().isoformat(),
+    }
 
 
 def pack(folder: Path, out: Path) -> None:
     manifest = load(folder / "corpus.json", CorpusManifest)
     read, val = (TokenFile.open(folder, split, manifest) for split in ("train", "val"))  # type: ignore[arg-type]
-    np.savez_compressed(out, train=read.tokens, offsets=read.offsets, val=val.tokens, vocabulary=manifest.vocab_size)
+    np.savez_compressed(
+        out, train=read.tokens, offsets=read.offsets, val=val.tokens, vocabulary=manifest.vocab_size
+    )
 
 
 def key(row: dict[str, Any]) -> str:
@@ -343,7 +424,9 @@ def key(row: dict[str, Any]) -> str:
 
 
 def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
 
 
 def wanted(given: argparse.Namespace) -> Iterator[Setting]:
@@ -356,34 +439,50 @@ def wanted(given: argparse.Namespace) -> Iterator[Setting]:
 
 def table(found: list[dict[str, Any]]) -> None:
     usual, last = asdict(Setting()), ""
-    for row in sorted(found, key=lambda r: (r["corpus"], r["size"], r["unique"], r["epochs"], r["best_averaged"])):
+    for row in sorted(
+        found, key=lambda r: (r["corpus"], r["size"], r["unique"], r["epochs"], r["best_averaged"])
+    ):
         head = (
-            f"{row['corpus']}, {row['parameters'] / 1e6:.1f} M, {row['unique_tokens']:,} tokens x {row['epochs']:.2g}"
+            f"{row['corpus']}, {row['parameters'] / 1e6:.1f} M, {row['unique_tokens']:,} tokens x "
+            f"{row['epochs']:.2g}"
         )
         if head != last:
             print(f"\n{head}\n  {'':64} final   best  averaged  best, averaged  seconds")
             last = head
         told = ("corpus", "size", "unique", "epochs")
-        words = " ".join(f"{k}={row[k]}" for k, v in usual.items() if row[k] != v and k not in told) or "recipe"
-        print(f"  {words:64.64} {row['final']:.3f} {row['best']:.3f} {row['averaged']:.3f} {row['best_averaged']:.3f}"
-              f" {row['seconds']:8.1f}")  # fmt: skip
+        words = (
+            " ".join(f"{k}={row[k]}" for k, v in usual.items() if row[k] != v and k not in told)
+            or "recipe"
+        )
+        print(
+            f"  {words:64.64} {row['final']:.3f} {row['best']:.3f} {row['averaged']:.3f} "
+            f"{row['best_averaged']:.3f}"
+            f" {row['seconds']:8.1f}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("corpora", nargs="*", type=Path)
     parser.add_argument("--settings", nargs="+", default=list(groups()), choices=groups())
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--pack", nargs=2, type=Path, metavar=("FOLDER", "OUT"))
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--eager", action="store_true", help="without a graph: each kernel launched by itself")
+    parser.add_argument(
+        "--eager", action="store_true", help="without a graph: each kernel launched by itself"
+    )
     given = parser.parse_args()
     if given.pack:
         pack(*given.pack)
         return
     began, known = time.monotonic(), {key(row) for row in rows()}
-    device, paths = torch.device("cuda" if torch.cuda.is_available() else "cpu"), {p.stem: p for p in given.corpora}
+    device, paths = (
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        {p.stem: p for p in given.corpora},
+    )
     for setting in wanted(given):
         if time.monotonic() - began > given.seconds:
             print("the rest waits for another call: --seconds is over")
@@ -394,7 +493,8 @@ def main() -> None:
         with open(RESULTS, "a") as results:
             results.write(json.dumps(row) + "\n")
         print(
-            f"{row['seconds']:6.1f} s {row['final']:.3f} {row['best']:.3f} {row['best_averaged']:.3f}",
+            f"{row['seconds']:6.1f} s {row['final']:.3f} {row['best']:.3f} "
+            f"{row['best_averaged']:.3f}",
             setting,
             flush=True,
         )

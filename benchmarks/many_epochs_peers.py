@@ -1,11 +1,12 @@
-"""farspan's recipe beside those of others on one NVIDIA GPU: the loss of each after the same seconds on a small text.
+"""farspan's recipe beside those of others on one NVIDIA GPU: the loss of each after the same
+seconds on a small text.
 
     python -m benchmarks.many_epochs_peers CORPUS.npz [--time 5] [--seeds 0 1 2]
 
-The peers of benchmarks/learning_peers.py and the trainings of benchmarks/many_epochs.py, each step one CUDA graph, in
-bf16, 2.9 M parameters, context 256. A step is timed first; as many are then made as fit into the time. Validations take
-none of it. Steps read 8,192 tokens, nanoGPT's 16,384 as its configuration says. Rows go to
-results/many_epochs_peers.jsonl.
+The peers of benchmarks/learning_peers.py and the trainings of benchmarks/many_epochs.py, each step
+one CUDA graph, in bf16, 2.9 M parameters, context 256. A step is timed first; as many are then made
+as fit into the time. Validations take none of it. Steps read 8,192 tokens, nanoGPT's 16,384 as its
+configuration says. Rows go to results/many_epochs_peers.jsonl.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from farspan.planning.size import shape_for
 RESULTS = Path(__file__).parent / "results" / "many_epochs_peers.jsonl"
 BATCH = 8192
 OURS = {
-    "before": BEFORE, "decay 0.1": Setting(), "decay 0.5": Setting(decay=0.5), "decay 1.0": Setting(decay=1.0),
-}  # fmt: skip
+    "before": BEFORE,
+    "decay 0.1": Setting(),
+    "decay 0.5": Setting(decay=0.5),
+    "decay 1.0": Setting(decay=1.0),
+}
 #: Replays of a step that it is timed by.
 TIMED = 60
 
@@ -64,8 +68,16 @@ class GraphMuon(peers.Muon):
 class Peer(Training):
     """Another's model and optimizers, reading as `Training` does."""
 
-    def __init__(self, name: str, text: Text, setting: Setting, steps: int, device: torch.device) -> None:
-        self.text, self.setting, self.device, self.steps, self.lr = text, setting, device, steps, 1.0
+    def __init__(
+        self, name: str, text: Text, setting: Setting, steps: int, device: torch.device
+    ) -> None:
+        self.text, self.setting, self.device, self.steps, self.lr = (
+            text,
+            setting,
+            device,
+            steps,
+            1.0,
+        )
         self.rows, self.dtype = setting.batch // S, torch.bfloat16
         build, optimizers_of, self.share = peers.PEERS[name]
         torch.manual_seed(setting.seed)
@@ -94,8 +106,12 @@ class Peer(Training):
         torch.set_default_device(self.device)
         inputs, targets, _ = self.batch()
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            loss = nn.functional.cross_entropy(self.model(inputs).flatten(0, 1).float(), targets.flatten())
-        for parameter, gradient in zip(self.parameters, torch.autograd.grad(loss, self.parameters), strict=True):
+            loss = nn.functional.cross_entropy(
+                self.model(inputs).flatten(0, 1).float(), targets.flatten()
+            )
+        for parameter, gradient in zip(
+            self.parameters, torch.autograd.grad(loss, self.parameters), strict=True
+        ):
             parameter.grad = gradient
         self.loss.copy_(loss.detach())
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -148,7 +164,11 @@ class Peer(Training):
         for x, y in zip(inputs.split(64), targets.split(64), strict=True):
             with torch.autocast("cuda", torch.bfloat16):
                 logits = self.model(x)
-            total += float(nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum"))
+            total += float(
+                nn.functional.cross_entropy(
+                    logits.flatten(0, 1).float(), y.flatten(), reduction="sum"
+                )
+            )
         self.model.train()
         torch.set_default_device("cpu")
         return total / (count * S)
@@ -175,31 +195,49 @@ def step_seconds(training: Training) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("corpora", nargs="+", type=Path)
     parser.add_argument("--time", type=float, default=5.0)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[*OURS, *peers.PEERS])
     given = parser.parse_args()
     device = torch.device("cuda")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     for path in given.corpora:
         text = Text(path, 0)
         for seed in given.seeds:
             for name in given.only:
                 batch = 2 * BATCH if name == "nanogpt" else BATCH
-                setting = replace(OURS.get(name, Setting()), corpus=path.stem, seed=seed, batch=batch)
+                setting = replace(
+                    OURS.get(name, Setting()), corpus=path.stem, seed=seed, batch=batch
+                )
                 steps = round(given.time / step_seconds(built(name, text, setting, 1000, device)))
                 training = built(name, text, setting, steps, device)
                 row: dict[str, Any] = {
-                    "name": name, "corpus": path.stem, "seed": seed, "time": given.time,
-                    "parameters": sum(p.numel() for p in training.parameters), **training.run(),
-                    "device": torch.cuda.get_device_name(), "commit": commit,
-                }  # fmt: skip
+                    "name": name,
+                    "corpus": path.stem,
+                    "seed": seed,
+                    "time": given.time,
+                    "parameters": sum(p.numel() for p in training.parameters),
+                    **training.run(),
+                    "device": torch.cuda.get_device_name(),
+                    "commit": commit,
+                }
                 with open(RESULTS, "a") as results:
                     results.write(json.dumps(row) + "\n")
-                losses = f"{row['final']:.3f} best {row['best']:.3f} averaged {row['best_averaged']:.3f}"
-                print(path.stem, seed, f"{name:10} {losses} {row['steps']} steps {row['seconds']:.1f} s", flush=True)
+                losses = (
+                    f"{row['final']:.3f} best {row['best']:.3f} averaged {row['best_averaged']:.3f}"
+                )
+                print(
+                    path.stem,
+                    seed,
+                    f"{name:10} {losses} {row['steps']} steps {row['seconds']:.1f} s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

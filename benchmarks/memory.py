@@ -1,10 +1,12 @@
-"""Peak memory of a worker above an empty one's, predicted and measured, with a gigabyte of states and more.
+"""Peak memory of a worker above an empty one's, predicted and measured, with a gigabyte of states
+and more.
 
     python benchmarks/memory.py [--only data,fsdp]
 
-Two workers of this machine run, for three steps, what each technique plans for a model of 91 M parameters (1.5 GB of
-fp32 weights, gradients and AdamW states). What a process holds before any tensor is what the same worker holds with a
-model of next to no parameters; predicted is the estimate without its `framework`. Written to results/memory.json.
+Two workers of this machine run, for three steps, what each technique plans for a model of 91 M
+parameters (1.5 GB of fp32 weights, gradients and AdamW states). What a process holds before any
+tensor is what the same worker holds with a model of next to no parameters; predicted is the
+estimate without its `framework`. Written to results/memory.json.
 """
 
 from __future__ import annotations
@@ -47,17 +49,27 @@ def peaks(plan: Plan, work: Work) -> list[int]:
         ):
             for _ in workers:
                 pass
-            logs = [run.events, *(run.logs / f"rank-{rank}.events.jsonl" for rank in range(1, len(plan.devices)))]
-            return [max(e.memory_bytes for e in read_events(log) if isinstance(e, Step)) for log in logs]
+            logs = [
+                run.events,
+                *(run.logs / f"rank-{rank}.events.jsonl" for rank in range(1, len(plan.devices))),
+            ]
+            return [
+                max(e.memory_bytes for e in read_events(log) if isinstance(e, Step)) for log in logs
+            ]
 
 
 def planned(name: str, work: Work) -> tuple[Plan, list[float]]:
-    """A technique's own plan on two workers, and its bytes by worker without what an empty one holds."""
+    """A technique's own plan on two workers, and its bytes by worker without what an empty one
+    holds."""
     task = plans.question(work, here(2), STEPS)
-    found = rank(task.model, task.cluster, task.train, task.engine, allow=[name], corpus=task.corpus)
+    found = rank(
+        task.model, task.cluster, task.train, task.engine, allow=[name], corpus=task.corpus
+    )
     best = next((one for one in found.candidates if len(one.places) == 2), None)
     if best is None:
-        raise cells.Failed(f"no plan: {', '.join(str(refused.problem) for refused in found.refused)}")
+        raise cells.Failed(
+            f"no plan: {', '.join(str(refused.problem) for refused in found.refused)}"
+        )
     return best.plan, [one.total - one.framework - one.snapshot for one in best.estimate.memory]
 
 
@@ -73,8 +85,12 @@ def measured(name: str, work: Work, empty: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(techniques.names()))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=list(techniques.names())
+    )
     given = parser.parse_args()
     SIZES[EMPTY] = Size(layers=2, width=64, vocab=512, context=256, tokens=512)
     nothing = Work(model=EMPTY, sequences=8, tied=True, seed=0)

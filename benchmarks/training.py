@@ -2,13 +2,14 @@
 
     python benchmarks/training.py [--rounds 12] [--steps 6] [--only NAME ...]
 
-Contestants: farspan (its real worker, in the environment its launcher gives), a plain nanoGPT-style loop, and Hugging
-Face `Trainer` (with bf16, and with its defaults, fp32); `nanogpt-bf16-malloc` is the plain loop given the allocator
-settings that farspan's launcher gives, to show how much of the gain they are. GPT-2-like, 6 layers x 384, context 256,
-batch 8, vocabulary 8,192, all cores. Each contestant is one process that waits while the others take their turn; a
-round times `--steps` optimizer steps of each. Reported: median and best tokens/s over all rounds, and the median over
-rounds of farspan's ratio to each peer. The GEMM limit is the step's matrix products, at the rates of the same run.
-Writes benchmarks/results/training.json.
+Contestants: farspan (its real worker, in the environment its launcher gives), a plain nanoGPT-style
+loop, and Hugging Face `Trainer` (with bf16, and with its defaults, fp32); `nanogpt-bf16-malloc` is
+the plain loop given the allocator settings that farspan's launcher gives, to show how much of the
+gain they are. GPT-2-like, 6 layers x 384, context 256, batch 8, vocabulary 8,192, all cores. Each
+contestant is one process that waits while the others take their turn; a round times `--steps`
+optimizer steps of each. Reported: median and best tokens/s over all rounds, and the median over
+rounds of farspan's ratio to each peer. The GEMM limit is the step's matrix products, at the rates
+of the same run. Writes benchmarks/results/training.json.
 """
 
 from __future__ import annotations
@@ -53,9 +54,13 @@ class Contestant:
         # Trainer prints to standard output; its timings must not be lost among that.
         self._out, writing = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, str(CHILD), name, str(corpus), str(threads), str(writing)], env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=[writing],
-        )  # fmt: skip
+            [sys.executable, str(CHILD), name, str(corpus), str(threads), str(writing)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[writing],
+        )
         os.close(writing)
         self._lines = os.fdopen(self._out)
 
@@ -81,13 +86,19 @@ def prepared() -> Path:
     from farspan.domain.config import DataConfig, TokenizerConfig
 
     folder, _ = prepare(
-        DataConfig(source="pydocs"), TokenizerConfig(vocab=8192), cache_folder() / "corpora", workers=2, say=print
+        DataConfig(source="pydocs"),
+        TokenizerConfig(vocab=8192),
+        cache_folder() / "corpora",
+        workers=2,
+        say=print,
     )
     return folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
@@ -101,14 +112,19 @@ def main() -> None:
     for number in range(given.rounds):
         for name, contestant in contestants.items():
             times[name].append(contestant.run(given.steps) / given.steps)
-        print(f"round {number + 1}: " + "  ".join(f"{n} {TOKENS_A_STEP / t[-1]:,.0f}" for n, t in times.items()))
+        print(
+            f"round {number + 1}: "
+            + "  ".join(f"{n} {TOKENS_A_STEP / t[-1]:,.0f}" for n, t in times.items())
+        )
     for contestant in contestants.values():
         contestant.end()
     report(times, threads, given.steps)
 
 
 def report(times: dict[str, list[float]], threads: int, steps: int) -> None:
-    print(f"\n{'':18}{'median':>9}{'best':>9}{'farspan-bf16 / it':>20}   tokens/s, {threads} threads")
+    print(
+        f"\n{'':18}{'median':>9}{'best':>9}{'farspan-bf16 / it':>20}   tokens/s, {threads} threads"
+    )
     rows = {}
     for name, seconds in times.items():
         median, best = TOKENS_A_STEP / statistics.median(seconds), TOKENS_A_STEP / min(seconds)
@@ -119,10 +135,17 @@ def report(times: dict[str, list[float]], threads: int, steps: int) -> None:
     for peer, least in TARGETS:
         if peer in rows and "farspan-bf16" in rows:
             ratio = rows[peer]["farspan_ratio"]
-            print(f"at least {least}x {peer}: {ratio:.2f} {'reached' if ratio >= least else 'MISSED'}")
+            print(
+                f"at least {least}x {peer}: {ratio:.2f} {'reached' if ratio >= least else 'MISSED'}"
+            )
     if "gemm" in rows and "farspan-bf16" in rows:
         print(f"share of the GEMM limit: {rows['gemm']['farspan_ratio']:.0%}")
-    found = {"date": time.strftime("%Y-%m-%d"), "threads": threads, "steps_a_round": steps, "rows": rows}
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "threads": threads,
+        "steps_a_round": steps,
+        "rows": rows,
+    }
     path = RESULTS / "training.json"
     path.parent.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

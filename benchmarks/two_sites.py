@@ -1,21 +1,27 @@
-"""Do two sites help? Seconds to one site's final validation loss, over an emulated 103 ms and 1 Gbit/s.
+"""Do two sites help? Seconds to one site's final validation loss, over an emulated 103 ms and 1
+Gbit/s.
 
-    python benchmarks/two_sites.py [--seeds 0 1 2] [--steps 150] [--batch 16] [--techniques pipeshard,diloco]
-    python benchmarks/two_sites.py --quick          # a look of a minute or two; writes nothing here
+    python benchmarks/two_sites.py [--seeds 0 1 2] [--steps 150] [--batch 16] [--techniques
+    pipeshard,diloco] python benchmarks/two_sites.py --quick          # a look of a minute or two;
+    writes nothing here
 
-The promise: two sites, each on a core of its own, reach one site's final validation loss in at most 0.7 of its time.
-The lab is that of wan.py, and one site is its site a alone. It is measured as `farspan probe` does, and the planner is
-asked for plans of one site, of both with every technique that takes the same steps (with sums in 16 bits between sites,
-and a schedule 4 % longer), and of both with DiLoCo; each time for one worker a site and for two that share its core, of
-which the plan is taken that is faster in a trial. All have a complete schedule; the text is the built-in corpus, the
-model GPT-2-like. The learning rate is tuned first, on one site (shorter runs, seed 0), and is then everyone's.
+The promise: two sites, each on a core of its own, reach one site's final validation loss in at most
+0.7 of its time. The lab is that of wan.py, and one site is its site a alone. It is measured as
+`farspan probe` does, and the planner is asked for plans of one site, of both with every technique
+that takes the same steps (with sums in 16 bits between sites, and a schedule 4 % longer), and of
+both with DiLoCo; each time for one worker a site and for two that share its core, of which the plan
+is taken that is faster in a trial. All have a complete schedule; the text is the built-in corpus,
+the model GPT-2-like. The learning rate is tuned first, on one site (shorter runs, seed 0), and is
+then everyone's.
 
-Seconds count from the end of a run's first step to the first validation, itself included, whose loss is at most one
-site's last of that seed, for one site as for two. The table is made by _two_sites_records.py.
+Seconds count from the end of a run's first step to the first validation, itself included, whose
+loss is at most one site's last of that seed, for one site as for two. The table is made by
+_two_sites_records.py.
 
-All is appended to results/two_sites.jsonl as it comes. What is there already is not run again (a failed run is, with
---retry), so the same command goes on where it was stopped. The table is printed, and written beside it as Markdown.
-It needs a Linux machine that allows labs, with nothing else running.
+All is appended to results/two_sites.jsonl as it comes. What is there already is not run again (a
+failed run is, with
+--retry), so the same command goes on where it was stopped. The table is printed, and written beside
+  it as Markdown. It needs a Linux machine that allows labs, with nothing else running.
 """
 
 from __future__ import annotations
@@ -79,7 +85,9 @@ TRIED = 6
 class Bench:
     """One session: its lab, and the file that it appends to."""
 
-    def __init__(self, given: argparse.Namespace, work: Work, corpus: Path, file: IO[bytes], out: Path) -> None:
+    def __init__(
+        self, given: argparse.Namespace, work: Work, corpus: Path, file: IO[bytes], out: Path
+    ) -> None:
         self.given, self.work, self.corpus, self._file = given, work, corpus, file
         self.records = read(out)
         self.session, self.labs = time.strftime("%Y-%m-%dT%H:%M:%S"), dict[float, str]()
@@ -92,38 +100,69 @@ class Bench:
         """The records of a kind that have these values, for this work."""
         return known(self.records, kind, self.work, **values)
 
-    # -- plans -----------------------------------------------------------------------------------------------------
+    # -- plans
+    #   --------------------------------------------------------------------------------------------
 
     def plan(self, arms: dict[str, list[str]]) -> None:
         """Measure the lab and choose every arm's plan, where that was not done."""
         if not self.known(Probed):
             print("probing", flush=True)
             status = cells.status(self.labs[RTT_MS])
-            found = measure(of_lab(status), self.work.spec, lambda text: None, dtypes=("fp32",)).cluster
-            plain = {count: msgspec.to_builtins(wan.bare(found, count), str_keys=True) for count in WORKERS}
+            found = measure(
+                of_lab(status), self.work.spec, lambda text: None, dtypes=("fp32",)
+            ).cluster
+            plain = {
+                count: msgspec.to_builtins(wan.bare(found, count), str_keys=True)
+                for count in WORKERS
+            }
             self.write(Probed(session=self.session, work=self.work, clusters=plain))
-        clusters = [msgspec.convert(one, Cluster, str_keys=True) for one in self.known(Probed)[0].clusters.values()]
+        clusters = [
+            msgspec.convert(one, Cluster, str_keys=True)
+            for one in self.known(Probed)[0].clusters.values()
+        ]
         for arm, names in arms.items():
             if self.known(Planned, arm=arm):
                 continue
-            parts = [one.first(len(one.sites[0].hosts[0].devices)) if arm == ONE else one for one in clusters]
-            best_by = {count: self._best(one, names, arm) for count, one in zip(WORKERS, parts, strict=True)}
+            parts = [
+                one.first(len(one.sites[0].hosts[0].devices)) if arm == ONE else one
+                for one in clusters
+            ]
+            best_by = {
+                count: self._best(one, names, arm)
+                for count, one in zip(WORKERS, parts, strict=True)
+            }
             found = {count: best for count, best in best_by.items() if best is not None}
-            tried = {count: took for count, one in found.items() if (took := self._took(one)) is not None}
+            tried = {
+                count: took for count, one in found.items() if (took := self._took(one)) is not None
+            }
             if not tried:
                 sys.exit(f"the planner has no plan that runs for: {arm}")
             best = found[min(tried, key=tried.__getitem__)]
-            self.write(made := Planned(
-                session=self.session, work=self.work, arm=arm, plan=msgspec.to_builtins(best.plan),
-                step_s=best.estimate.step_s, interval=best.estimate.interval, tried=tried,
-            ))  # fmt: skip
+            self.write(
+                made := Planned(
+                    session=self.session,
+                    work=self.work,
+                    arm=arm,
+                    plan=msgspec.to_builtins(best.plan),
+                    step_s=best.estimate.step_s,
+                    interval=best.estimate.interval,
+                    tried=tried,
+                )
+            )
             print(f"{arm}: {described(made)}; {made.step_s:.3f} s a step predicted", flush=True)
 
     def _best(self, cluster: Cluster, names: Sequence[str], arm: str) -> Candidate | None:
-        """The planner's choice with all devices. DiLoCo counts though no published run is as small."""
+        """The planner's choice with all devices. DiLoCo counts though no published run is as
+        small."""
         train = self.work.train(self.work.steps, 1e-3, 0, arm)
         found = rank(
-            self.work.spec, cluster, train, engine(ENGINE), allow=names, corpus=self.work.corpus, parts=False
+            self.work.spec,
+            cluster,
+            train,
+            engine(ENGINE),
+            allow=names,
+            corpus=self.work.corpus,
+            parts=False,
         ).candidates
         asked = [one for one in found if one.eligible or one.technique == DILOCO]
         return min(asked or found, key=lambda one: one.time_s, default=None)
@@ -134,22 +173,33 @@ class Bench:
         within = limits(one.plan, cluster, one.estimate.step_s, TRIED)
         return trial(one.plan, self.corpus, cluster, "local", within).step_s
 
-    # -- runs ------------------------------------------------------------------------------------------------------
+    # -- runs
+    #   --------------------------------------------------------------------------------------------
 
     def run(self, arm: str, lr: float, seed: int) -> None:
         """One run, unless it is there."""
-        if any(not one.failed or not self.given.retry for one in self.known(Run, arm=arm, lr=lr, seed=seed)):
+        if any(
+            not one.failed or not self.given.retry
+            for one in self.known(Run, arm=arm, lr=lr, seed=seed)
+        ):
             return
         about: dict[str, Any] = {
-            "session": self.session, "work": self.work, "arm": arm, "lr": lr, "seed": seed, "at": time.time(),
+            "session": self.session,
+            "work": self.work,
+            "arm": arm,
+            "lr": lr,
+            "seed": seed,
+            "at": time.time(),
             "load_before": os.getloadavg()[0],
-        }  # fmt: skip
+        }
         plan = msgspec.convert(self.known(Planned, arm=ONE if arm == TUNING else arm)[0].plan, Plan)
         steps = self.work.tune_steps if arm == TUNING else self.work.steps
         plan = msgspec.structs.replace(plan, train=self.work.train(steps, lr, seed, arm))
         try:
             with cells.Relay(lab := self.labs[RTT_MS]) as relay:
-                events = cells.run(plan, self.corpus, of_lab(cells.status(lab)), self.given.deadline)
+                events = cells.run(
+                    plan, self.corpus, of_lab(cells.status(lab)), self.given.deadline
+                )
             raw = tuple(event for event in events if isinstance(event, Started | Step | Validated))
             cpu_s, *_ = relay.between(raw[0].at, raw[-1].at)
             made = Run(**about, raw=raw, relay_share=cpu_s / (raw[-1].at - raw[0].at))
@@ -162,17 +212,33 @@ class Bench:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=None, metavar="N", help="default: 0 1 2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=None, metavar="N", help="default: 0 1 2"
+    )
     parser.add_argument("--steps", type=int, help="of every run (default: 150)")
-    parser.add_argument("--tune-steps", type=int, help="of the runs that tune the learning rate (default: 75)")
-    parser.add_argument("--lr", type=float, nargs="+", help="that are tried (default: 3e-4 6e-4 1.2e-3 2.4e-3)")
+    parser.add_argument(
+        "--tune-steps", type=int, help="of the runs that tune the learning rate (default: 75)"
+    )
+    parser.add_argument(
+        "--lr", type=float, nargs="+", help="that are tried (default: 3e-4 6e-4 1.2e-3 2.4e-3)"
+    )
     parser.add_argument("--batch", type=int, help="sequences of 256 tokens a step (default: 16)")
-    parser.add_argument("--techniques", type=lambda text: text.split(","), default=list(techniques.names()),
-                        help="that two sites may use, with commas (default: all)")  # fmt: skip
-    parser.add_argument("--deadline", type=float, default=1800.0, metavar="S", help="of a run (default: 1800)")
+    parser.add_argument(
+        "--techniques",
+        type=lambda text: text.split(","),
+        default=list(techniques.names()),
+        help="that two sites may use, with commas (default: all)",
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=1800.0, metavar="S", help="of a run (default: 1800)"
+    )
     parser.add_argument("--retry", action="store_true", help="make runs that failed again")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one seed, into a temporary file")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, one seed, into a temporary file"
+    )
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.name} in results")
     given = parser.parse_args()
     usual: dict[str, Any] = {"seeds": [0, 1, 2], "steps": 150, "tune_steps": 75, "batch": 16}
@@ -190,13 +256,24 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     corpus, manifest = prepare(
-        DataConfig(source="pydocs"), TokenizerConfig(vocab=VOCAB), cache_folder() / "corpora", workers=1, say=print
+        DataConfig(source="pydocs"),
+        TokenizerConfig(vocab=VOCAB),
+        cache_folder() / "corpora",
+        workers=1,
+        say=print,
     )
     (layers, width, context), (every, tokens) = given.shape, given.validate
     work = Work(
-        layers=layers, width=width, context=context, batch=given.batch, steps=given.steps, tune_steps=given.tune_steps,
-        validate_every=every, validate_tokens=tokens, corpus=manifest.hash,
-    )  # fmt: skip
+        layers=layers,
+        width=width,
+        context=context,
+        batch=given.batch,
+        steps=given.steps,
+        tune_steps=given.tune_steps,
+        validate_every=every,
+        validate_tokens=tokens,
+        corpus=manifest.hash,
+    )
     synchronous = [name for name in techniques.names() if name != DILOCO]
     asked = [name for name in synchronous if name in given.techniques]
     arms = {ONE: synchronous}

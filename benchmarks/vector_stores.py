@@ -1,10 +1,13 @@
-"""Vector stores on a run's own embeddings: what each costs to install and import, its speed, recall, and safety.
+"""Vector stores on a run's own embeddings: what each costs to install and import, its speed,
+recall, and safety.
 
-    python benchmarks/vector_stores.py [RUN/index] [--vectors 100000]      # by default runs/demo/index
+    python benchmarks/vector_stores.py [RUN/index] [--vectors 100000]      # by default
+    runs/demo/index
 
-The index's vectors are repeated with noise up to the number asked for; queries are noisy vectors of the index. Stores
-that are not installed are left out and named. A store that has a durable write path is killed (SIGKILL) in mid-ingest
-and reopened: `survived` says whether everything it had acknowledged was there.
+The index's vectors are repeated with noise up to the number asked for; queries are noisy vectors of
+the index. Stores that are not installed are left out and named. A store that has a durable write
+path is killed (SIGKILL) in mid-ingest and reopened: `survived` says whether everything it had
+acknowledged was there.
 """
 
 from __future__ import annotations
@@ -43,7 +46,11 @@ class Qdrant:
         from farspan.retrieval.stores import About, Spot, qdrant
 
         about = About(model="m", tokenizer="t", fit="f", dim=dim)
-        self.store = qdrant.create(Spot(folder=path), about) if create else qdrant.open_store(Spot(folder=path))
+        self.store = (
+            qdrant.create(Spot(folder=path), about)
+            if create
+            else qdrant.open_store(Spot(folder=path))
+        )
 
     def add(self, ids: range, vectors: np.ndarray) -> None:
         self.store.add(ids, vectors, [{"group": i % GROUPS} for i in ids])
@@ -104,7 +111,10 @@ class Faiss:
         import faiss
 
         path.mkdir()
-        self.path, self.index = path / "index.faiss", faiss.IndexHNSWFlat(dim, 32, faiss.METRIC_INNER_PRODUCT)
+        self.path, self.index = (
+            path / "index.faiss",
+            faiss.IndexHNSWFlat(dim, 32, faiss.METRIC_INNER_PRODUCT),
+        )
 
     def add(self, ids: range, vectors: np.ndarray) -> None:
         self.index.add(vectors)
@@ -170,7 +180,9 @@ class SqliteVec:
         return [row[0] for row in found]
 
     def filtered(self, query: np.ndarray, group: int) -> list[int]:
-        found = self.db.execute("SELECT id FROM v WHERE e MATCH ? AND k = ? AND g = ?", (query.tobytes(), K, group))
+        found = self.db.execute(
+            "SELECT id FROM v WHERE e MATCH ? AND k = ? AND g = ?", (query.tobytes(), K, group)
+        )
         return [row[0] for row in found]
 
     def count(self) -> int:
@@ -186,9 +198,14 @@ class Zvec:
         if create:
             schema = zvec.CollectionSchema(
                 name="vectors",
-                fields=[zvec.FieldSchema("g", zvec.DataType.INT64, index_param=zvec.InvertIndexParam())],
+                fields=[
+                    zvec.FieldSchema("g", zvec.DataType.INT64, index_param=zvec.InvertIndexParam())
+                ],
                 vectors=zvec.VectorSchema(
-                    "e", zvec.DataType.VECTOR_FP32, dim, index_param=zvec.HnswIndexParam(metric_type=zvec.MetricType.IP)
+                    "e",
+                    zvec.DataType.VECTOR_FP32,
+                    dim,
+                    index_param=zvec.HnswIndexParam(metric_type=zvec.MetricType.IP),
                 ),
             )
             self.collection = zvec.create_and_open(str(path), schema)
@@ -199,7 +216,10 @@ class Zvec:
         import zvec
 
         rows = zip(ids, vectors.tolist(), strict=True)
-        docs = [zvec.Doc(id=str(i), vectors={"e": vector}, fields={"g": i % GROUPS}) for i, vector in rows]
+        docs = [
+            zvec.Doc(id=str(i), vectors={"e": vector}, fields={"g": i % GROUPS})
+            for i, vector in rows
+        ]
         if not all(status.ok() for status in self.collection.insert(docs)):
             raise OSError("zvec did not take every document")
 
@@ -224,9 +244,14 @@ class Zvec:
 
 
 STORES = {
-    "numpy exact": NumpyExact, "qdrant-edge (farspan)": Qdrant, "qdrant-edge, 8 bits": QdrantInt8,
-    "faiss HNSW32": Faiss, "usearch": Usearch, "sqlite-vec": SqliteVec, "zvec": Zvec,
-}  # fmt: skip
+    "numpy exact": NumpyExact,
+    "qdrant-edge (farspan)": Qdrant,
+    "qdrant-edge, 8 bits": QdrantInt8,
+    "faiss HNSW32": Faiss,
+    "usearch": Usearch,
+    "sqlite-vec": SqliteVec,
+    "zvec": Zvec,
+}
 
 
 def best(similarities: np.ndarray) -> list[int]:
@@ -250,12 +275,21 @@ def import_s(module: str) -> float:
         subprocess.run([sys.executable, "-c", code], check=True)
         return time.perf_counter() - start
 
-    return max(min(once(f"import {module}") for _ in range(3)) - min(once("") for _ in range(3)), 0.0)
+    return max(
+        min(once(f"import {module}") for _ in range(3)) - min(once("") for _ in range(3)), 0.0
+    )
 
 
 def installed_mb(distribution: str) -> float:
     files = importlib.metadata.files(distribution) or []
-    return sum(Path(str(file.locate())).stat().st_size for file in files if Path(str(file.locate())).exists()) / 1e6
+    return (
+        sum(
+            Path(str(file.locate())).stat().st_size
+            for file in files
+            if Path(str(file.locate())).exists()
+        )
+        / 1e6
+    )
 
 
 def timed_ms(call: Callable[[], Any]) -> float:
@@ -264,7 +298,9 @@ def timed_ms(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measure(kind: type[Any], vectors: np.ndarray, queries: np.ndarray, folder: Path) -> dict[str, Any]:
+def measure(
+    kind: type[Any], vectors: np.ndarray, queries: np.ndarray, folder: Path
+) -> dict[str, Any]:
     store = kind(folder / "store", vectors.shape[1])
     start = time.perf_counter()
     for first in range(0, len(vectors), BATCH):
@@ -276,19 +312,27 @@ def measure(kind: type[Any], vectors: np.ndarray, queries: np.ndarray, folder: P
     times = sorted(timed_ms(functools.partial(store.search, query)) for query in queries)
     found = [len({*store.search(query)} & {*best(vectors @ query)}) / K for query in queries[:100]]
     row = {
-        "import_s": import_s(kind.module), "installed_mb": installed_mb(kind.distribution),
-        "ingest_s": ingest_s, "build_s": build_s, "p50_ms": statistics.median(times),
-        "p95_ms": times[int(0.95 * len(times))], "recall_at_10": statistics.mean(found),
+        "import_s": import_s(kind.module),
+        "installed_mb": installed_mb(kind.distribution),
+        "ingest_s": ingest_s,
+        "build_s": build_s,
+        "p50_ms": statistics.median(times),
+        "p95_ms": times[int(0.95 * len(times))],
+        "recall_at_10": statistics.mean(found),
         "disk_mb": sum(f.stat().st_blocks * 512 for f in folder.rglob("*") if f.is_file()) / 1e6,
-    }  # fmt: skip
+    }
     if hasattr(store, "filtered"):
-        calls = [functools.partial(store.filtered, query, i % GROUPS) for i, query in enumerate(queries[:100])]
+        calls = [
+            functools.partial(store.filtered, query, i % GROUPS)
+            for i, query in enumerate(queries[:100])
+        ]
         row["filter_ms"] = statistics.median(timed_ms(call) for call in calls)
     return row
 
 
 def survived(name: str, vectors: Path, folder: Path) -> bool:
-    """Kill a writer after its 20th acknowledged batch, reopen, and look for everything acknowledged."""
+    """Kill a writer after its 20th acknowledged batch, reopen, and look for everything
+    acknowledged."""
     command = [sys.executable, __file__, "--writer", name, str(vectors), str(folder / "store")]
     writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
@@ -300,7 +344,9 @@ def survived(name: str, vectors: Path, folder: Path) -> bool:
     have = np.load(vectors, mmap_mode="r")
     count = acknowledged[-1] if acknowledged else 20 * 100
     store = STORES[name](folder / "store", have.shape[1], create=False)
-    return store.count() >= count and all(store.search(np.array(have[i]))[0] == i for i in range(0, count, 97))
+    return store.count() >= count and all(
+        store.search(np.array(have[i]))[0] == i for i in range(0, count, 97)
+    )
 
 
 def write_until_killed(name: str, vectors: Path, folder: Path) -> None:
@@ -320,7 +366,9 @@ def own_vectors(index: Path) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("index", type=Path, nargs="?", default=Path("runs/demo/index"))
     parser.add_argument("--vectors", type=int, default=100_000)
     parser.add_argument("--writer", nargs=3, help=argparse.SUPPRESS)
@@ -331,9 +379,13 @@ def main() -> None:
     own = own_vectors(given.index)
     vectors, queries = spread(own, given.vectors, seed=0), spread(own, 200, seed=1)
     header = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "cpus": os.cpu_count(),
-        "platform": platform.platform(), "vectors": len(vectors), "dim": vectors.shape[1], "own_vectors": len(own),
-    }  # fmt: skip
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "vectors": len(vectors),
+        "dim": vectors.shape[1],
+        "own_vectors": len(own),
+    }
     rows = []
     for name, kind in STORES.items():
         if importlib.util.find_spec(kind.module) is None:
@@ -350,11 +402,16 @@ def main() -> None:
                 file = Path(folder) / "vectors.npy"
                 np.save(file, vectors[:10_000])
                 row["survived"] = survived(name, file, Path(folder))
-        cells = (f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+        cells = (
+            f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in row.items()
+        )
         print("  ".join(cells), flush=True)
         rows.append(row)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "vector_stores.json").write_text(json.dumps({**header, "rows": rows}, indent=2) + "\n")
+    (RESULTS / "vector_stores.json").write_text(
+        json.dumps({**header, "rows": rows}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

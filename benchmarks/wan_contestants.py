@@ -1,16 +1,20 @@
-"""Stock PyTorch on two sites, one process a rank: what `benchmarks/wan.py` compares farspan's plans with.
+"""Stock PyTorch on two sites, one process a rank: what `benchmarks/wan.py` compares farspan's plans
+with.
 
-    RANK=0 WORLD_SIZE=4 MASTER_ADDR=... MASTER_PORT=... GLOO_SOCKET_IFNAME=... python wan_contestants.py ddp [options]
+    RANK=0 WORLD_SIZE=4 MASTER_ADDR=... MASTER_PORT=... GLOO_SOCKET_IFNAME=... python
+    wan_contestants.py ddp [options]
 
-The first half of the ranks is the first site. `ddp`, `fsdp2` and `hsdp` share a step's sequences between all ranks;
-`zero2` is DeepSpeed's; `gpipe` and `1f1b` are torch.distributed.pipelining with a stage a site and data parallelism
-inside it, whose gradients are summed in one all-reduce at the end of a step. All clip by the global norm and update
-with fused AdamW, in fp32 or with bf16 autocast (`zero2`: its own bf16).
+The first half of the ranks is the first site. `ddp`, `fsdp2` and `hsdp` share a step's sequences
+between all ranks; `zero2` is DeepSpeed's; `gpipe` and `1f1b` are torch.distributed.pipelining with
+a stage a site and data parallelism inside it, whose gradients are summed in one all-reduce at the
+end of a step. All clip by the global norm and update with fused AdamW, in fp32 or with bf16
+autocast (`zero2`: its own bf16).
 
-A step is timed on every rank by itself, from its start to the start of the next, with no barrier. Each rank prints one
-line of JSON. The model has a tied table as GPT-2 has; a stock pipeline cannot tie its ends, so there the head is a
-matrix of its own that starts as a copy of the table: the first step's loss is the same, later ones are not unless all
-are run with --untied. Weights and tokens follow from --seed alone.
+A step is timed on every rank by itself, from its start to the start of the next, with no barrier.
+Each rank prints one line of JSON. The model has a tied table as GPT-2 has; a stock pipeline cannot
+tie its ends, so there the head is a matrix of its own that starts as a copy of the table: the first
+step's loss is the same, later ones are not unless all are run with --untied. Weights and tokens
+follow from --seed alone.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-#: The mean loss of this rank's sequences (None where another rank computes it), and the gradient norm before clipping.
+#: The mean loss of this rank's sequences (None where another rank computes it), and the gradient
+#: norm before clipping.
 Answer = tuple[float | None, float]
 CLIP, HEAD_SIZE = 1.0, 64
 
@@ -44,11 +49,17 @@ CLIP, HEAD_SIZE = 1.0, 64
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads, self.qkv, self.out = width // HEAD_SIZE, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.qkv, self.out = (
+            width // HEAD_SIZE,
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, S, D = x.shape
-        q, k, v = (t.view(B, S, self.heads, HEAD_SIZE).transpose(1, 2) for t in self.qkv(x).split(D, dim=2))
+        q, k, v = (
+            t.view(B, S, self.heads, HEAD_SIZE).transpose(1, 2) for t in self.qkv(x).split(D, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(B, S, D))
 
@@ -56,7 +67,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm_1, self.attention, self.norm_2 = nn.LayerNorm(width), Attention(width), nn.LayerNorm(width)
+        self.norm_1, self.attention, self.norm_2 = (
+            nn.LayerNorm(width),
+            Attention(width),
+            nn.LayerNorm(width),
+        )
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +87,10 @@ class GPT(nn.Module):
         self.table = nn.Embedding(given.vocab, given.width)
         self.positions = nn.Embedding(given.context, given.width)
         self.blocks = nn.ModuleList(Block(given.width) for _ in range(given.layers))
-        self.norm, self.head = nn.LayerNorm(given.width), nn.Linear(given.width, given.vocab, bias=False)
+        self.norm, self.head = (
+            nn.LayerNorm(given.width),
+            nn.Linear(given.width, given.vocab, bias=False),
+        )
         self.bf16 = given.bf16
         torch.manual_seed(given.seed)
         for name, parameter in self.named_parameters():
@@ -110,8 +128,11 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.reshape(-1))
 
 
-def rows(given: argparse.Namespace, step: int, coordinate: int, coordinates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of one of several equal shares of a step; the next token mostly follows from the last."""
+def rows(
+    given: argparse.Namespace, step: int, coordinate: int, coordinates: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one of several equal shares of a step; the next token mostly follows
+    from the last."""
     rng, shape = np.random.default_rng((given.seed, step)), (given.sequences, given.seq_len + 1)
     jumps = np.where(rng.random(shape) < 0.9, 7, rng.integers(0, given.vocab, shape))
     each = given.sequences // coordinates
@@ -131,13 +152,18 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def ddp(model: GPT, given: argparse.Namespace) -> nn.Module:
-    return DistributedDataParallel(model, bucket_cap_mb=given.bucket_mb, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        model, bucket_cap_mb=given.bucket_mb, gradient_as_bucket_view=True
+    )
 
 
 def fsdp(model: GPT, given: argparse.Namespace) -> nn.Module:
-    """Every block a group of its own, the rest another; `hsdp` divides inside a site and copies between sites."""
+    """Every block a group of its own, the rest another; `hsdp` divides inside a site and copies
+    between sites."""
     world = dist.get_world_size()
-    shape, names = ((world,), ("data",)) if given.kind == "fsdp2" else ((2, world // 2), ("site", "data"))
+    shape, names = (
+        ((world,), ("data",)) if given.kind == "fsdp2" else ((2, world // 2), ("site", "data"))
+    )
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=not given.kept)
@@ -167,7 +193,8 @@ def over_batch(given: argparse.Namespace) -> Callable[[int], Answer]:
 
 
 def deepspeed(given: argparse.Namespace) -> Callable[[int], Answer]:
-    """DeepSpeed's ZeRO-2 step: gradients are scattered and state is divided; in bf16 its own, with fp32 masters."""
+    """DeepSpeed's ZeRO-2 step: gradients are scattered and state is divided; in bf16 its own, with
+    fp32 masters."""
     # It asks for what its own launcher sets; this one starts one rank a device.
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     import deepspeed as library
@@ -175,11 +202,18 @@ def deepspeed(given: argparse.Namespace) -> Callable[[int], Answer]:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = GPT(given, tied=not given.untied)
     model.bf16 = False
-    engine, *_ = library.initialize(model=model, optimizer=adamw(model), config={
-        "train_micro_batch_size_per_gpu": given.sequences // world, "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": 2}, "bf16": {"enabled": given.bf16}, "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    })  # fmt: skip
+    engine, *_ = library.initialize(
+        model=model,
+        optimizer=adamw(model),
+        config={
+            "train_micro_batch_size_per_gpu": given.sequences // world,
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": given.bf16},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        },
+    )
 
     def step(number: int) -> Answer:
         inputs, targets = rows(given, number, rank, world)
@@ -192,7 +226,8 @@ def deepspeed(given: argparse.Namespace) -> Callable[[int], Answer]:
 
 
 def pipeline(given: argparse.Namespace) -> Callable[[int], Answer]:
-    """The step of one of two stages: microbatches, the sum over the stage's ranks, the norm over both stages."""
+    """The step of one of two stages: microbatches, the sum over the stage's ranks, the norm over
+    both stages."""
     half = dist.get_world_size() // 2
     stage, coordinate = divmod(dist.get_rank(), half)
     across = [dist.new_group([c, c + half]) for c in range(half)][coordinate]
@@ -200,7 +235,9 @@ def pipeline(given: argparse.Namespace) -> Callable[[int], Answer]:
     model = GPT(given, tied=False).cut(stage, given.cut)
     parameters, optimizer = list(model.parameters()), adamw(model)
     made = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[given.kind](
-        PipelineStage(model, stage, 2, torch.device("cpu"), group=across), given.microbatches, loss_fn=loss_of
+        PipelineStage(model, stage, 2, torch.device("cpu"), group=across),
+        given.microbatches,
+        loss_fn=loss_of,
     )
 
     def step(number: int) -> Answer:
@@ -223,7 +260,9 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup, ways: int)
     """All gradients' mean over the group, in one all-reduce."""
     flat = torch.cat([p.grad.view(-1) for p in parameters])
     dist.all_reduce(flat, group=group)
-    for p, part in zip(parameters, flat.div_(ways).split([p.numel() for p in parameters]), strict=True):
+    for p, part in zip(
+        parameters, flat.div_(ways).split([p.numel() for p in parameters]), strict=True
+    ):
         p.grad.copy_(part.view_as(p.grad))
 
 
@@ -237,8 +276,13 @@ def clip(parameters: list[nn.Parameter], across: dist.ProcessGroup) -> float:
 
 
 STEPS = {
-    "ddp": over_batch, "fsdp2": over_batch, "hsdp": over_batch, "zero2": deepspeed, "gpipe": pipeline, "1f1b": pipeline,
-}  # fmt: skip
+    "ddp": over_batch,
+    "fsdp2": over_batch,
+    "hsdp": over_batch,
+    "zero2": deepspeed,
+    "gpipe": pipeline,
+    "1f1b": pipeline,
+}
 
 
 def measure(step: Callable[[int], Answer], warmup: int, steps: int) -> dict[str, object]:
@@ -251,11 +295,15 @@ def measure(step: Callable[[int], Answer], warmup: int, steps: int) -> dict[str,
     starts.append(time.perf_counter())
     times = [after - before for before, after in itertools.pairwise(starts)]
     return {
-        "warmup_s": times[:warmup], "step_s": times[warmup:], "began": clock + starts[warmup],
-        "ended": clock + starts[-1], "cpu_s": time.process_time() - busy[warmup],
-        "losses": [loss for loss, _ in answers], "norms": [norm for _, norm in answers],
+        "warmup_s": times[:warmup],
+        "step_s": times[warmup:],
+        "began": clock + starts[warmup],
+        "ended": clock + starts[-1],
+        "cpu_s": time.process_time() - busy[warmup],
+        "losses": [loss for loss, _ in answers],
+        "norms": [norm for _, norm in answers],
         "rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-    }  # fmt: skip
+    }
 
 
 def end_with_parent() -> None:
@@ -271,21 +319,40 @@ def end_with_parent() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=tuple(STEPS))
     sizes = {
-        "layers": 8, "width": 256, "vocab": 8192, "context": 256, "sequences": 8, "seq-len": 256, "warmup": 2,
-        "steps": 12, "seed": 0,
-    }  # fmt: skip
+        "layers": 8,
+        "width": 256,
+        "vocab": 8192,
+        "context": 256,
+        "sequences": 8,
+        "seq-len": 256,
+        "warmup": 2,
+        "steps": 12,
+        "seed": 0,
+    }
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--untied", action="store_true", help="the head is a matrix of its own everywhere")
+    parser.add_argument(
+        "--untied", action="store_true", help="the head is a matrix of its own everywhere"
+    )
     parser.add_argument("--bf16", action="store_true", help="autocast")
     parser.add_argument("--bucket-mb", type=int, default=25, help="ddp: largest bucket")
-    parser.add_argument("--kept", action="store_true", help="fsdp2, hsdp: weights stay gathered after the forward pass")
-    parser.add_argument("--microbatches", type=int, default=4, help="gpipe, 1f1b: of each rank's sequences")
+    parser.add_argument(
+        "--kept",
+        action="store_true",
+        help="fsdp2, hsdp: weights stay gathered after the forward pass",
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=4, help="gpipe, 1f1b: of each rank's sequences"
+    )
     parser.add_argument("--cut", type=int, default=4, help="gpipe, 1f1b: blocks of the first stage")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that a collective waits at most")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds that a collective waits at most"
+    )
     return parser.parse_args()
 
 

@@ -6,17 +6,39 @@ from typing import TYPE_CHECKING, Any
 from farspan._version import __version__
 
 if TYPE_CHECKING:
-    from farspan.app.api import Run, compare, doctor, find_cluster, plan, prepare, price, probe, select, train
+    from farspan.app.api import (
+        Run,
+        compare,
+        doctor,
+        find_cluster,
+        plan,
+        prepare,
+        price,
+        probe,
+        select,
+        train,
+    )
     from farspan.domain.problems import Refusal
 
 __all__ = [
-    "Refusal", "Run", "__version__", "compare", "doctor", "find_cluster", "plan", "prepare", "price", "probe",
-    "select", "train",
-]  # fmt: skip
+    "Refusal",
+    "Run",
+    "__version__",
+    "compare",
+    "doctor",
+    "find_cluster",
+    "plan",
+    "prepare",
+    "price",
+    "probe",
+    "select",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The API, loaded when a name of it is first used: `import farspan` alone is to take no time."""
+    """The API, loaded when a name of it is first used: `import farspan` alone is to take no
+    time."""
     if name not in __all__:
         raise AttributeError(f"module 'farspan' has no attribute {name!r}")
     module = "farspan.domain.problems" if name == "Refusal" else "farspan.app.api"

@@ -1,4 +1,5 @@
-"""The few Linux calls that Python 3.11 has no words for. All raise OSError when the kernel refuses."""
+"""The few Linux calls that Python 3.11 has no words for. All raise OSError when the kernel
+refuses."""
 
 from __future__ import annotations
 
@@ -24,12 +25,16 @@ def _call(name: str, *arguments: int) -> None:
 
 @contextmanager
 def new_namespaces() -> Iterator[dict[str, str]]:
-    """In new namespaces while the block lasts; yields paths that lead into them as long as this process lives."""
+    """In new namespaces while the block lasts; yields paths that lead into them as long as this
+    process lives."""
     kinds = ("mnt", "uts", "net")
     home = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in kinds]
     _call("unshare", _NEW_NET | _NEW_MNT | _NEW_UTS)
     try:
-        yield {kind: f"/proc/{os.getpid()}/fd/{os.open(f'/proc/self/ns/{kind}', os.O_RDONLY)}" for kind in kinds}
+        yield {
+            kind: f"/proc/{os.getpid()}/fd/{os.open(f'/proc/self/ns/{kind}', os.O_RDONLY)}"
+            for kind in kinds
+        }
     finally:
         for fd in home:
             _call("setns", fd, 0)
@@ -37,15 +42,19 @@ def new_namespaces() -> Iterator[dict[str, str]]:
 
 
 def open_tun(name: str) -> int:
-    """A TUN device that hands over packets of up to 64 KB, unsegmented, without checksums, behind a virtio_net_hdr."""
+    """A TUN device that hands over packets of up to 64 KB, unsegmented, without checksums, behind a
+    virtio_net_hdr."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    fcntl.ioctl(
+        fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
+    )
     fcntl.ioctl(fd, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_TSO6)
     return fd
 
 
 def wake_in_time() -> bool:
-    """Let waits of this process end on time; whether the system lets it go before all other processes, too."""
+    """Let waits of this process end on time; whether the system lets it go before all other
+    processes, too."""
     _call("prctl", _PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))

@@ -1,7 +1,7 @@
 """A run that is disturbed on purpose: faults at chosen moments, and what became of them.
 
-The run's workers are real processes on this machine, and its links those of a lab. The same run without faults says
-what its losses should be.
+The run's workers are real processes on this machine, and its links those of a lab. The same run
+without faults says what its losses should be.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SEEN_S = 15.0
 
 
 class Injected(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault and what followed. Times are in seconds; None where the run did not start again for it."""
+    """A fault and what followed. Times are in seconds; None where the run did not start again for
+    it."""
 
     fault: str
     #: The step that had been made.
@@ -66,8 +67,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disturbed(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that was disturbed. `problem` is what it ended with, where it did not train to its end, and `ended_s` the
-    seconds from the last fault until then."""
+    """A run that was disturbed. `problem` is what it ended with, where it did not train to its end,
+    and `ended_s` the seconds from the last fault until then."""
 
     run: str
     injected: tuple[Injected, ...]
@@ -82,7 +83,9 @@ class Disturbed(msgspec.Struct, frozen=True, kw_only=True):
 class Chaos:
     """Makes faults in a run while it trains, one after another."""
 
-    def __init__(self, run: RunFolder, injections: Sequence[Injection], lab: str | None, seed: int = 0) -> None:
+    def __init__(
+        self, run: RunFolder, injections: Sequence[Injection], lab: str | None, seed: int = 0
+    ) -> None:
         self._run, self._lab, self._rng = run, lab, random.Random(seed)
         self._waiting = list(injections)
         self._made = list[tuple[Injection, int, float]]()
@@ -116,12 +119,16 @@ class Chaos:
         ended = time.time()
         last = max((at for _, _, at in self._made), default=None)
         return Disturbed(
-            run=str(self._run.path), injected=self._injected(), left=tuple(map(str, self._waiting)),
-            reason=finished.reason if finished else None, problem=problem,
+            run=str(self._run.path),
+            injected=self._injected(),
+            left=tuple(map(str, self._waiting)),
+            reason=finished.reason if finished else None,
+            problem=problem,
             ended_s=None if last is None or problem is None else ended - last,
-        )  # fmt: skip
+        )
 
-    # -- making faults -------------------------------------------------------------------------------------------------
+    # -- making faults
+    #   --------------------------------------------------------------------------------------------
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Started):
@@ -133,18 +140,30 @@ class Chaos:
         delay_s = 0.0
         while not self._ended.wait(LOOK_S):
             self._lift_all(time.monotonic())
-            if self._waiting and self._is_time(self._waiting[0], delay_s) and self._make(self._waiting[0]):
+            if (
+                self._waiting
+                and self._is_time(self._waiting[0], delay_s)
+                and self._make(self._waiting[0])
+            ):
                 self._waiting.pop(0)
                 delay_s = self._rng.uniform(0.0, RECOVERY_S)
 
     def _is_time(self, injection: Injection, delay_s: float) -> bool:
         if injection.phase == "recovery" and self._recovering_at:
             # From the fault before: that one has to be seen first.
-            return self._recovering_at > self._made_at and time.monotonic() - self._recovering_at >= delay_s
+            return (
+                self._recovering_at > self._made_at
+                and time.monotonic() - self._recovering_at >= delay_s
+            )
         if self._recovering_at or self._step < injection.step:
             return False
-        # Where the fault before has had no consequence, what would have come in the recovery comes some time later.
-        if injection.phase == "recovery" and self._made and time.time() < self._made[-1][2] + SEEN_S:
+        # Where the fault before has had no consequence, what would have come in the recovery comes
+        # some time later.
+        if (
+            injection.phase == "recovery"
+            and self._made
+            and time.time() < self._made[-1][2] + SEEN_S
+        ):
             return False
         return injection.phase != "save" or any(self._run.checkpoints.glob(".step-*.tmp"))
 
@@ -173,7 +192,9 @@ class Chaos:
 
     def _cut(self, injection: Injection, *, up: bool) -> None:
         assert injection.sites is not None and self._lab is not None
-        state.change(self._lab, injection.sites, {"up": up}, one_way=injection.kind == "cut-one-way")
+        state.change(
+            self._lab, injection.sites, {"up": up}, one_way=injection.kind == "cut-one-way"
+        )
 
     def _lift_all(self, at: float, *, now: bool = False) -> None:
         """Lift the faults that pass by then; at the end every one."""
@@ -190,38 +211,64 @@ class Chaos:
             if injection.sites is not None:
                 self._cut(injection, up=True)
 
-    # -- what followed -------------------------------------------------------------------------------------------------
+    # -- what followed
+    #   --------------------------------------------------------------------------------------------
 
     def _injected(self) -> tuple[Injected, ...]:
         events = list(read_events(self._run.events)) if self._run.events.exists() else []
         own = self._assigned()
-        return tuple(self._followed(*made, own.get(number), events) for number, made in enumerate(self._made))
+        return tuple(
+            self._followed(*made, own.get(number), events) for number, made in enumerate(self._made)
+        )
 
     def _assigned(self) -> dict[int, Faulted]:
-        """What was seen of each fault that was made, by its number: of several that can be it, of the last one."""
+        """What was seen of each fault that was made, by its number: of several that can be it, of
+        the last one."""
         own = dict[int, Faulted]()
         for fault in self._faulted:
             able = [
-                number for number, (injection, _, at) in enumerate(self._made)
-                if number not in own and at <= fault.at < at + SEEN_S and _can_be_of(injection, fault.problem)
-            ]  # fmt: skip
+                number
+                for number, (injection, _, at) in enumerate(self._made)
+                if number not in own
+                and at <= fault.at < at + SEEN_S
+                and _can_be_of(injection, fault.problem)
+            ]
             if able:
                 own[able[-1]] = fault
         return own
 
     def _followed(
-        self, injection: Injection, step: int, at: float, seen: Faulted | None, events: Sequence[Event]
-    ) -> Injected:  # fmt: skip
+        self,
+        injection: Injection,
+        step: int,
+        at: float,
+        seen: Faulted | None,
+        events: Sequence[Event],
+    ) -> Injected:
         """What came of a fault."""
         made = Injected(fault=str(injection), step=step, at=at)
         if seen is None:
             return made
-        again = next((event for event in events if isinstance(event, Recovered) and event.at >= seen.at), None)
-        back = next((event for event in events if isinstance(event, Step) and again and event.at >= again.at), None)
+        again = next(
+            (event for event in events if isinstance(event, Recovered) and event.at >= seen.at),
+            None,
+        )
+        back = next(
+            (
+                event
+                for event in events
+                if isinstance(event, Step) and again and event.at >= again.at
+            ),
+            None,
+        )
         return msgspec.structs.replace(
-            made, seen_s=seen.at - at, back_s=back.at - at if back else None, cause=seen.problem.what,
-            lost=again.lost if again else 0, replanned=bool(again and again.replanned),
-        )  # fmt: skip
+            made,
+            seen_s=seen.at - at,
+            back_s=back.at - at if back else None,
+            cause=seen.problem.what,
+            lost=again.lost if again else 0,
+            replanned=bool(again and again.replanned),
+        )
 
 
 def _can_be_of(injection: Injection, problem: Problem) -> bool:
@@ -244,7 +291,9 @@ def links_of(run: RunFolder) -> tuple[tuple[str, str], ...]:
     if (lab := lab_of(run)) is None:
         return ()
     used = {device.site for device in run.load_plan().devices}
-    links = dict.fromkeys(tuple(sorted((link.source, link.target))) for link in state.status(lab).lab.links)
+    links = dict.fromkeys(
+        tuple(sorted((link.source, link.target))) for link in state.status(lab).lab.links
+    )
     return tuple((a, b) for a, b in links if {a, b} <= used)
 
 
@@ -253,7 +302,15 @@ def twin(run: RunFolder, path: Path) -> RunFolder:
     trust.require(run)
     other = RunFolder(path)
     other.make()
-    for name in ("corpus.json", "tokenizer.json", "run.json", "run.yaml", "cluster.json", "estimate.json", "plan.json"):
+    for name in (
+        "corpus.json",
+        "tokenizer.json",
+        "run.json",
+        "run.yaml",
+        "cluster.json",
+        "estimate.json",
+        "plan.json",
+    ):
         if (run.path / name).exists():
             shutil.copyfile(run.path / name, path / name)
     trust.seal(other)
@@ -261,11 +318,16 @@ def twin(run: RunFolder, path: Path) -> RunFolder:
 
 
 def disturb(
-    calm: RunFolder, path: Path, injections: Sequence[Injection], progress: Progress = silent, *, seed: int = 0,
+    calm: RunFolder,
+    path: Path,
+    injections: Sequence[Injection],
+    progress: Progress = silent,
+    *,
+    seed: int = 0,
     on_fault: OnFault | None = None,
-) -> Disturbed:  # fmt: skip
-    """Train a run once more, at `path`, with these faults, and compare its losses with the calm one's. `on_fault` is
-    for this time; None leaves it as run.yaml has it."""
+) -> Disturbed:
+    """Train a run once more, at `path`, with these faults, and compare its losses with the calm
+    one's. `on_fault` is for this time; None leaves it as run.yaml has it."""
     run = twin(calm, path)
     if on_fault is not None:
         config = msgspec.structs.replace(load_yaml(run.config, RunConfig), on_fault=on_fault)

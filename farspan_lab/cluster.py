@@ -17,34 +17,50 @@ def find(name: str) -> Cluster:
 
 
 def of_lab(status: lab.Status) -> Cluster:
-    """A lab that is up, as the cluster that it emulates: a host a site, whose disks only the first site shares."""
+    """A lab that is up, as the cluster that it emulates: a host a site, whose disks only the first
+    site shares."""
     sites = []
     for number, site in enumerate(status.lab.sites):
         devices = tuple(
-            _device(device, tuple(state.enter(status, site.name, index))) for index, device in enumerate(site.devices)
+            _device(device, tuple(state.enter(status, site.name, index)))
+            for index, device in enumerate(site.devices)
         )
         host = Host(
-            name=site.name, devices=devices, cpus=cpus(status.lab, site), address=site.address,
-            enter=tuple(state.enter(status, site.name)), python=sys.executable,
+            name=site.name,
+            devices=devices,
+            cpus=cpus(status.lab, site),
+            address=site.address,
+            enter=tuple(state.enter(status, site.name)),
+            python=sys.executable,
             folder=str(state.home(status.lab.name) / site.name) if number else None,
-        )  # fmt: skip
+        )
         sites.append(Site(name=site.name, hosts=(host,)))
     both = {frozenset((link.source, link.target)): link for link in status.lab.links}
     links = tuple(
         Link(
-            a=link.source, b=link.target, rtt_s=max(2 * link.delay_s, 5e-5), bandwidth=link.bandwidth,
-            jitter_s=link.jitter_s, loss=link.loss, window=status.lab.window,
+            a=link.source,
+            b=link.target,
+            rtt_s=max(2 * link.delay_s, 5e-5),
+            bandwidth=link.bandwidth,
+            jitter_s=link.jitter_s,
+            loss=link.loss,
+            window=status.lab.window,
         )
         for link in both.values()
-    )  # fmt: skip
+    )
     return Cluster(sites=tuple(sites), links=links)
 
 
 def cpus(whole: lab.Lab, site: lab.Site) -> int:
-    """Cores that a site's workers, a thread for each of their own, would share as they share those they run on."""
+    """Cores that a site's workers, a thread for each of their own, would share as they share those
+    they run on."""
     used = {core for device in site.devices for core in device.cpus}
-    sharing = [device for other in whole.sites for device in other.devices if used & set(device.cpus)]
-    wanted = sum(device.cores * (1.0 if device.speed is None else device.speed) for device in sharing)
+    sharing = [
+        device for other in whole.sites for device in other.devices if used & set(device.cpus)
+    ]
+    wanted = sum(
+        device.cores * (1.0 if device.speed is None else device.speed) for device in sharing
+    )
     crowd = max(1.0, wanted / max(1, len({core for device in sharing for core in device.cpus})))
     return max(1, round(sum(device.cores for device in site.devices) / crowd))
 

@@ -1,4 +1,5 @@
-"""What a lab is: sites on one machine, the devices in them, and both directions of every link between them."""
+"""What a lab is: sites on one machine, the devices in them, and both directions of every link
+between them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import msgspec
 
 from farspan.domain.problems import Refusal
 
-#: Below this round trip a link without rate, loss and jitter needs no emulation: a veth pair has about 0.05 ms.
+#: Below this round trip a link without rate, loss and jitter needs no emulation: a veth pair has
+#: about 0.05 ms.
 NEAR_S = 1e-3
 
 
@@ -51,7 +53,11 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def near(self) -> bool:
         """Whether a veth pair does as well as the relay, or better."""
-        return self.up and 2 * self.delay_s < NEAR_S and not (self.bandwidth or self.loss or self.jitter_s)
+        return (
+            self.up
+            and 2 * self.delay_s < NEAR_S
+            and not (self.bandwidth or self.loss or self.jitter_s)
+        )
 
 
 class Lab(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +74,8 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What one direction of a link has carried. What goes past the relay, over a veth pair, is not counted."""
+    """What one direction of a link has carried. What goes past the relay, over a veth pair, is not
+    counted."""
 
     source: str
     target: str
@@ -98,4 +105,6 @@ def unavailable(what: str, where: object, fact: object, remedy: str) -> Refusal:
 
 
 def out_of_range(where: str, fact: str, remedy: str) -> Refusal:
-    return Refusal("out-of-range", what="no lab can have this", where=where, fact=fact, remedy=remedy)
+    return Refusal(
+        "out-of-range", what="no lab can have this", where=where, fact=fact, remedy=remedy
+    )

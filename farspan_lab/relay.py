@@ -1,7 +1,8 @@
-"""Carries packets between the TUN devices of the sites, each direction of a link with its delay, rate and loss.
+"""Carries packets between the TUN devices of the sites, each direction of a link with its delay,
+rate and loss.
 
-A packet is a virtio_net_hdr (linux/virtio_net.h) and an IP packet. TCP's come unsegmented, up to 64 KB at once, and
-leave as they came: so one Python process carries several Gbit/s.
+A packet is a virtio_net_hdr (linux/virtio_net.h) and an IP packet. TCP's come unsegmented, up to 64
+KB at once, and leave as they came: so one Python process carries several Gbit/s.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _OFFSET = 10
 _LARGEST = _OFFSET + 2**16
 #: Packets that are read from one site before the others get their turn.
 _BATCH = 32
-#: A router's queue holds one bandwidth-delay product (Villamizar and Song 1994), but at least these bytes.
+#: A router's queue holds one bandwidth-delay product (Villamizar and Song 1994), but at least these
+#: bytes.
 LEAST_QUEUE = 10**6
 
 
@@ -38,7 +40,8 @@ class Wire:
         self.bytes = self.packets = self.dropped = 0
 
     def arrival(self, packet: bytes, now: float) -> float | None:
-        """When a packet that is sent now arrives, None if it does not. A virtual clock tells when the line is free."""
+        """When a packet that is sent now arrives, None if it does not. A virtual clock tells when
+        the line is free."""
         link = self.link
         departs = max(now, self._free_at)
         queue = max(LEAST_QUEUE, 2 * link.delay_s * (link.bandwidth or 0))
@@ -53,7 +56,8 @@ class Wire:
         return self._last_arrival
 
     def hand_over(self, packet: bytes) -> None:
-        """Give a packet to the site at the other end, unless the link was cut while it was under way."""
+        """Give a packet to the site at the other end, unless the link was cut while it was under
+        way."""
         with suppress(OSError):  # Who is in a site may take its interface down.
             if self.link.up:
                 os.write(self._out, packet)
@@ -64,7 +68,8 @@ class Wire:
 
 
 class Relay:
-    """All wires of a lab, by the TUN device they begin at and the number of the site they lead to."""
+    """All wires of a lab, by the TUN device they begin at and the number of the site they lead
+    to."""
 
     def __init__(self, wires: dict[tuple[int, int], Wire]) -> None:
         self._wires = wires
@@ -72,7 +77,8 @@ class Relay:
         self._order = itertools.count()
 
     def receive(self, tun: int) -> None:
-        """Read what a site has sent. What is not IPv4, or leads nowhere, is dropped as by a router."""
+        """Read what a site has sent. What is not IPv4, or leads nowhere, is dropped as by a
+        router."""
         for _ in range(_BATCH):
             try:
                 packet = os.read(tun, _LARGEST)
@@ -85,7 +91,8 @@ class Relay:
                 heapq.heappush(self._under_way, (arrival, next(self._order), wire, packet))
 
     def deliver(self) -> float | None:
-        """Hand over all that has arrived; seconds until the next arrival, None when nothing is under way."""
+        """Hand over all that has arrived; seconds until the next arrival, None when nothing is
+        under way."""
         while self._under_way:
             if (remaining := self._under_way[0][0] - time.monotonic()) > 0:
                 return remaining

@@ -16,15 +16,20 @@ from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_
 from farspan_lab.lab import Device, Lab, Link, Site, out_of_range
 
 Quantity = str | int | float
-#: How each quantity is read, its least and its largest value, in SI units: beyond them it is a slip of the pen.
+#: How each quantity is read, its least and its largest value, in SI units: beyond them it is a slip
+#: of the pen.
 QUANTITIES: dict[str, tuple[Any, float, float]] = {
-    "rtt": (parse_seconds, 0, 60), "jitter": (parse_seconds, 0, 60), "loss": (parse_fraction, 0, 0.99),
-    "bandwidth": (parse_rate, 1e3, 1e12), "window": (parse_bytes, 2**13, 2**30),
-    "speed": (parse_fraction, 0.05, 1), "memory": (parse_bytes, 2**20, 2**50),
-}  # fmt: skip
+    "rtt": (parse_seconds, 0, 60),
+    "jitter": (parse_seconds, 0, 60),
+    "loss": (parse_fraction, 0, 0.99),
+    "bandwidth": (parse_rate, 1e3, 1e12),
+    "window": (parse_bytes, 2**13, 2**30),
+    "speed": (parse_fraction, 0.05, 1),
+    "memory": (parse_bytes, 2**20, 2**50),
+}
 _NAME = re.compile(r"(?!localhost$)[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
-#: Without `window`, one connection can fill the longest link half as much again; a link without a cap counts as this
-#: fast, bytes a second. Bytes, too, are the least and the most.
+#: Without `window`, one connection can fill the longest link half as much again; a link without a
+#: cap counts as this fast, bytes a second. Bytes, too, are the least and the most.
 _HEADROOM, _UNCAPPED, _LEAST, _MOST = 1.5, 10e9 / 8, 2**22, 2**28
 
 
@@ -69,7 +74,9 @@ class LabFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def named() -> dict[str, Path]:
     """The labs that ship with farspan, by name (`fabric/gat-amst`)."""
     root = Path(str(resources.files("farspan_lab").joinpath("labs")))
-    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    return {
+        str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))
+    }
 
 
 def load_lab(name: str) -> Lab:
@@ -78,29 +85,43 @@ def load_lab(name: str) -> Lab:
     if not path.exists() and name in ours:
         path = ours[name]
     if not path.exists() and (match := nearest(name, ours)):
-        raise out_of_range(name, f"neither a file nor a lab that ships with farspan: {', '.join(ours)}",
-                           f"farspan lab up {match}")  # fmt: skip
+        raise out_of_range(
+            name,
+            f"neither a file nor a lab that ships with farspan: {', '.join(ours)}",
+            f"farspan lab up {match}",
+        )
     if not path.exists():
         raise missing_path(path)
     return read(load_yaml(path, LabFile), str(path))
 
 
-def changed(lab: Lab, window: Quantity | None, bandwidth: Quantity | None, memory: Quantity | None) -> Lab:
-    """The lab with another window, and all its links at another rate and devices with other memory, where given."""
+def changed(
+    lab: Lab, window: Quantity | None, bandwidth: Quantity | None, memory: Quantity | None
+) -> Lab:
+    """The lab with another window, and all its links at another rate and devices with other memory,
+    where given."""
     if memory is not None:
         size = quantity("memory", memory, "memory")
-        lab = msgspec.structs.replace(lab, sites=tuple(
-            msgspec.structs.replace(
-                site, devices=tuple(msgspec.structs.replace(device, memory=size) for device in site.devices)
-            )
-            for site in lab.sites
-        ))  # fmt: skip
+        lab = msgspec.structs.replace(
+            lab,
+            sites=tuple(
+                msgspec.structs.replace(
+                    site,
+                    devices=tuple(
+                        msgspec.structs.replace(device, memory=size) for device in site.devices
+                    ),
+                )
+                for site in lab.sites
+            ),
+        )
     if window is not None:
         lab = msgspec.structs.replace(lab, window=quantity("window", window, "window"))
     if bandwidth is None:
         return lab
     rate = link_values({"bandwidth": bandwidth}, "bandwidth")
-    return msgspec.structs.replace(lab, links=tuple(msgspec.structs.replace(link, **rate) for link in lab.links))
+    return msgspec.structs.replace(
+        lab, links=tuple(msgspec.structs.replace(link, **rate) for link in lab.links)
+    )
 
 
 def read(file: LabFile, where: str) -> Lab:
@@ -112,23 +133,36 @@ def read(file: LabFile, where: str) -> Lab:
         for number, (name, entry) in enumerate(file.sites.items(), 1)
     )
     links = _links(file, where)
-    longest = max((2 * link.delay_s * (link.bandwidth or _UNCAPPED) for link in links.values()), default=0.0)
+    longest = max(
+        (2 * link.delay_s * (link.bandwidth or _UNCAPPED) for link in links.values()), default=0.0
+    )
     window = min(max(round(_HEADROOM * longest), _LEAST), _MOST)
     if file.window is not None:
         window = quantity("window", file.window, where)
     apart = [" and ".join(pair) for pair in combinations(file.sites, 2) if pair not in links]
     notes = (f"without a link, so unreachable: {', '.join(apart)}",) if apart else ()
-    return Lab(name=file.name, sites=sites, links=tuple(links.values()), congestion=file.congestion, window=window,
-               notes=notes)  # fmt: skip
+    return Lab(
+        name=file.name,
+        sites=sites,
+        links=tuple(links.values()),
+        congestion=file.congestion,
+        window=window,
+        notes=notes,
+    )
 
 
 def _devices(entry: SiteEntry, where: str) -> tuple[Device, ...]:
     entries = (DeviceEntry(),) * entry.devices if isinstance(entry.devices, int) else entry.devices
     return tuple(
-        Device(speed=quantity("speed", device.speed, f"{where}[{index}]"), cores=device.cores,
-               memory=quantity("memory", device.memory, f"{where}[{index}]") if device.memory is not None else None)
+        Device(
+            speed=quantity("speed", device.speed, f"{where}[{index}]"),
+            cores=device.cores,
+            memory=quantity("memory", device.memory, f"{where}[{index}]")
+            if device.memory is not None
+            else None,
+        )
         for index, device in enumerate(entries)
-    )  # fmt: skip
+    )
 
 
 def _links(file: LabFile, where: str) -> dict[tuple[str, str], Link]:
@@ -144,28 +178,41 @@ def _links(file: LabFile, where: str) -> dict[tuple[str, str], Link]:
     for at, (a, b), course in courses:
         if unknown := {a, b} - set(file.sites):
             match = nearest(min(unknown), file.sites)
-            raise out_of_range(f"{at}.between", f"no site {min(unknown)!r}; sites: {', '.join(file.sites)}",
-                               f"write {match}" if match else "add it to sites")  # fmt: skip
+            raise out_of_range(
+                f"{at}.between",
+                f"no site {min(unknown)!r}; sites: {', '.join(file.sites)}",
+                f"write {match}" if match else "add it to sites",
+            )
         if a == b or (a, b) in links:
             raise out_of_range(
-                f"{at}.between", "a site to itself" if a == b else "this pair has a link above", "remove it"
+                f"{at}.between",
+                "a site to itself" if a == b else "this pair has a link above",
+                "remove it",
             )
-        values = link_values({key: getattr(course, key) for key in ("rtt", "jitter", "bandwidth", "loss")}, at)
+        values = link_values(
+            {key: getattr(course, key) for key in ("rtt", "jitter", "bandwidth", "loss")}, at
+        )
         for source, target in ((a, b), (b, a)):
             links[source, target] = Link(source=source, target=target, **values)
     return links
 
 
 def link_values(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields of each direction of a Link from what was given for both; a bandwidth of None or `none` is no cap."""
+    """The fields of each direction of a Link from what was given for both; a bandwidth of None or
+    `none` is no cap."""
     values: dict[str, Any] = {}
     for key, text in given.items():
         free = key == "bandwidth" and text in (None, "none")
         values[key] = None if free else quantity(key, text, where)
     if values.get("jitter", 0) > values.get("rtt", 60):
-        raise out_of_range(f"{where}.jitter", f"{given['jitter']} is longer than the round trip", "write less")
+        raise out_of_range(
+            f"{where}.jitter", f"{given['jitter']} is longer than the round trip", "write less"
+        )
     one_way = {"rtt": "delay_s", "jitter": "jitter_s"}
-    return {one_way.get(key, key): value / 2 if key in one_way else value for key, value in values.items()}
+    return {
+        one_way.get(key, key): value / 2 if key in one_way else value
+        for key, value in values.items()
+    }
 
 
 def quantity(key: str, text: Quantity, where: str) -> Any:
@@ -176,10 +223,14 @@ def quantity(key: str, text: Quantity, where: str) -> Any:
     except ValueError as error:
         raise out_of_range(f"{where}.{key}", str(error), "write a number with its unit") from None
     if not low <= value <= high:
-        raise out_of_range(f"{where}.{key}", f"{text} is not between {low:g} and {high:g} in SI units", "mend it")
+        raise out_of_range(
+            f"{where}.{key}", f"{text} is not between {low:g} and {high:g} in SI units", "mend it"
+        )
     return value
 
 
 def check_name(name: str, where: str) -> None:
     if not _NAME.fullmatch(name):
-        raise out_of_range(where, f"{name!r} is no name: a-z, 0-9 and -, up to 32, first a letter", "rename it")
+        raise out_of_range(
+            where, f"{name!r} is no name: a-z, 0-9 and -, up to 32, first a letter", "rename it"
+        )

@@ -1,4 +1,5 @@
-"""Starts, asks and removes labs. Each has a folder `farspan-lab-NAME`; its supervisor answers on a socket there."""
+"""Starts, asks and removes labs. Each has a folder `farspan-lab-NAME`; its supervisor answers on a
+socket there."""
 
 from __future__ import annotations
 
@@ -25,31 +26,46 @@ from farspan_lab.lab import Lab, Link, Status, out_of_range, unavailable
 from farspan_lab.spec import check_name
 
 _TUN, _PREFIX = Path("/dev/net/tun"), "farspan-lab-"
-_ELSEWHERE = "use everything but farspan lab here; for it a Linux machine of your own, or: docker run --privileged"
+_ELSEWHERE = (
+    "use everything but farspan lab here; for it a Linux machine of your own, or: docker run "
+    "--privileged"
+)
 #: A killed process is gone within milliseconds; the supervisor answers between two packets.
 END_S = ANSWER_S = 10.0
-#: Who asks is heard for a fifth of a second, as packets wait meanwhile; a machine may be too busy for that once.
+#: Who asks is heard for a fifth of a second, as packets wait meanwhile; a machine may be too busy
+#: for that once.
 ASKS = 3
 #: Collectives must not choose another interface than the one that leads to other sites.
 _CHOSEN = [f"{library}_SOCKET_IFNAME={INTERFACE}" for library in ("GLOO", "NCCL", "TP")]
 
 
 def up(lab: Lab) -> Status:
-    """Make a lab and leave it up. Raises Refusal, with nothing left behind, when this machine cannot have it."""
+    """Make a lab and leave it up. Raises Refusal, with nothing left behind, when this machine
+    cannot have it."""
     command = [*_unshare(), sys.executable, "-m", "farspan_lab.supervisor"]
     folder = _base() / f"{_PREFIX}{lab.name}"
     lab = devices.placed(lab, sorted(os.sched_getaffinity(0)), devices.parents())
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        raise Refusal("run-exists", what=f"there is a lab {lab.name!r} already", where=folder,
-                      fact="it is up, or ended without farspan lab down",
-                      remedy=f"farspan lab down --lab {lab.name}") from None  # fmt: skip
+        raise Refusal(
+            "run-exists",
+            what=f"there is a lab {lab.name!r} already",
+            where=folder,
+            fact="it is up, or ended without farspan lab down",
+            remedy=f"farspan lab down --lab {lab.name}",
+        ) from None
     try:
         save(lab, folder / "plan.json")
         with open(folder / "log", "wb") as log:
-            started = subprocess.Popen([*command, str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                       stderr=log, cwd="/", start_new_session=True)  # fmt: skip
+            started = subprocess.Popen(
+                [*command, str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd="/",
+                start_new_session=True,
+            )
         assert started.stdout is not None
         if problem := started.stdout.read():
             raise Refusal.of(parse_json(problem, Problem, folder))
@@ -68,10 +84,18 @@ def status(name: str, changed: Sequence[Link] = ()) -> Status:
                 return parse_json(answer, Status, folder)
         except OSError as error:
             words = error.strerror or str(error)
-    lines = (folder / "log").read_text(errors="replace").split("\n") if (folder / "log").exists() else []
+    lines = (
+        (folder / "log").read_text(errors="replace").split("\n")
+        if (folder / "log").exists()
+        else []
+    )
     words = next((line for line in reversed(lines) if line), words)
-    raise unavailable(f"the lab {name!r} has crashed", folder, f"its supervisor does not answer: {words}",
-                      f"farspan lab down --lab {name}")  # fmt: skip
+    raise unavailable(
+        f"the lab {name!r} has crashed",
+        folder,
+        f"its supervisor does not answer: {words}",
+        f"farspan lab down --lab {name}",
+    )
 
 
 def _answer(folder: Path, request: bytes) -> bytes:
@@ -84,7 +108,8 @@ def _answer(folder: Path, request: bytes) -> bytes:
 
 
 def change(name: str, between: Sequence[str], values: dict[str, Any], *, one_way: bool) -> Status:
-    """Give new values to a link, in both directions or from the first site to the second. Keys are those of a Link."""
+    """Give new values to a link, in both directions or from the first site to the second. Keys are
+    those of a Link."""
     source, target = between
     pairs = {(source, target)} if one_way else {(source, target), (target, source)}
     links = status(name).lab.links
@@ -96,42 +121,70 @@ def change(name: str, between: Sequence[str], values: dict[str, Any], *, one_way
 
 
 def enter(status: Status, site: str, device: int | None = None) -> list[str]:
-    """The words to put before a command that is to run in a site, as one of its devices or beside them.
+    """The words to put before a command that is to run in a site, as one of its devices or beside
+    them.
 
-    The process becomes the command: it keeps its id, environment and folder. A worker that starts with STARTING set is
-    held to its device's speed only when it has written what READY says: a slow device is no slow interpreter.
+    The process becomes the command: it keeps its id, environment and folder. A worker that starts
+    with STARTING set is held to its device's speed only when it has written what READY says: a slow
+    device is no slow interpreter.
     """
     entered = next((known for known in status.lab.sites if known.name == site), None)
     if entered is None or not (device is None or 0 <= device < len(entered.devices)):
-        choices = ", ".join(f"{known.name} with {counted(len(known.devices), 'device')}" for known in status.lab.sites)
-        raise out_of_range(f"{site} {'' if device is None else device}", f"there are: {choices}", "farspan lab status")
+        choices = ", ".join(
+            f"{known.name} with {counted(len(known.devices), 'device')}"
+            for known in status.lab.sites
+        )
+        raise out_of_range(
+            f"{site} {'' if device is None else device}",
+            f"there are: {choices}",
+            "farspan lab status",
+        )
     chosen = entered.devices if device is None else [entered.devices[device]]
-    cores = ",".join(str(core) for core in sorted({core for chosen_device in chosen for core in chosen_device.cpus}))
+    cores = ",".join(
+        str(core)
+        for core in sorted({core for chosen_device in chosen for core in chosen_device.cpus})
+    )
     words = ["taskset", "--cpu-list", cores, "nsenter"]
     if not Path(f"/proc/{status.pid}/ns/user").samefile("/proc/self/ns/user"):
         words += [f"--user=/proc/{status.pid}/ns/user", "--preserve-credentials"]
-    words += [f"--{kind.replace('mnt', 'mount')}={path}" for kind, path in status.namespaces[site].items()]
+    words += [
+        f"--{kind.replace('mnt', 'mount')}={path}" for kind, path in status.namespaces[site].items()
+    ]
     groups = () if device is None else chosen[0].cgroups
     quotas = [] if device is None else list(devices.quotas(chosen[0]))
-    held, free = ([f"echo {word[kind]} > {shlex.quote(str(word[0]))}" for word in quotas] for kind in (1, 2))
+    held, free = (
+        [f"echo {word[kind]} > {shlex.quote(str(word[0]))}" for word in quotas] for kind in (1, 2)
+    )
     ready = shlex.quote("\n".join(f"{file}={value}" for file, value, _ in quotas))
     starting = " && ".join([*free, f"export {READY}={ready}"])
     joined = [f"echo $$ > {shlex.quote(group)}/cgroup.procs" for group in groups]
-    taken = shlex.quote("\n".join([*(f"{file}={value}" for file, _, value in quotas),
-                                   *(f"{group}/cgroup.procs=0" for group in groups)]))  # fmt: skip
-    # A spare is confined when it becomes the device's worker: it must neither take from the worker that is there nor
-    # set it free.
+    taken = shlex.quote(
+        "\n".join(
+            [
+                *(f"{file}={value}" for file, _, value in quotas),
+                *(f"{group}/cgroup.procs=0" for group in groups),
+            ]
+        )
+    )
+    # A spare is confined when it becomes the device's worker: it must neither take from the worker
+    # that is there nor set it free.
     spare = f"export {TAKEN}={taken} {READY}={ready}"
     confined = f'if [ -n "${STARTING}" ]; then {starting}; else {" && ".join([*held, "true"])}; fi'
     joins = [f'if [ -n "${SPARE}" ]; then {spare}; else {" && ".join([confined, *joined])}; fi']
     # Entering a mount namespace leads to its top folder; the way back is found by name.
-    script = " && ".join([*joins, f"exec env {' '.join(_CHOSEN)} {shlex.join(words)} "
-                          """sh -c 'cd "$0" && exec "$@"' "$PWD" "$@" """])  # fmt: skip
+    script = " && ".join(
+        [
+            *joins,
+            f"exec env {' '.join(_CHOSEN)} {shlex.join(words)} "
+            """sh -c 'cd "$0" && exec "$@"' "$PWD" "$@" """,
+        ]
+    )
     return ["sh", "-c", script, "sh"]
 
 
 def down(name: str) -> None:
-    """Remove every trace of a lab: processes, namespaces, control groups, files. It may be half made, or crashed."""
+    """Remove every trace of a lab: processes, namespaces, control groups, files. It may be half
+    made, or crashed."""
     folder, deadline = home(name), time.monotonic() + END_S
     plan, ending = folder / "plan.json", folder / "ending.json"
     if plan.exists():
@@ -139,8 +192,12 @@ def down(name: str) -> None:
     groups = devices.groups_of(load(ending, Lab)) if ending.exists() else []
     while left := {*_processes(folder), *devices.processes_in(groups)}:
         if time.monotonic() > deadline:
-            raise unavailable(f"processes of the lab {name!r} do not end", folder, f"killed, but there: {sorted(left)}",
-                              f"farspan lab down --lab {name}")  # fmt: skip
+            raise unavailable(
+                f"processes of the lab {name!r} do not end",
+                folder,
+                f"killed, but there: {sorted(left)}",
+                f"farspan lab down --lab {name}",
+            )
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -160,27 +217,48 @@ def home(name: str) -> Path:
     check_name(name, "--lab")
     if (folder := _base() / f"{_PREFIX}{name}").is_dir():
         return folder
-    raise Refusal("path-missing", what=f"there is no lab {name!r}", where=folder,
-                  fact=f"labs here: {', '.join(names()) or 'none'}", remedy="farspan lab up LAB.YAML")  # fmt: skip
+    raise Refusal(
+        "path-missing",
+        what=f"there is no lab {name!r}",
+        where=folder,
+        fact=f"labs here: {', '.join(names()) or 'none'}",
+        remedy="farspan lab up LAB.YAML",
+    )
 
 
 def _base() -> Path:
-    """Where labs have their folders: gone after a restart, as the labs are, and nobody else's to write in."""
+    """Where labs have their folders: gone after a restart, as the labs are, and nobody else's to
+    write in."""
     if os.geteuid() == 0:
         return Path("/run")
     if runtime_folder := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime_folder)
-    raise unavailable("a lab needs a folder for its state", "XDG_RUNTIME_DIR", "not set, and only root may use /run",
-                      "export XDG_RUNTIME_DIR=$(mktemp -d)")  # fmt: skip
+    raise unavailable(
+        "a lab needs a folder for its state",
+        "XDG_RUNTIME_DIR",
+        "not set, and only root may use /run",
+        "export XDG_RUNTIME_DIR=$(mktemp -d)",
+    )
 
 
 def _unshare() -> list[str]:
-    """The words that start a command in namespaces of its own, where need be as the root of a user namespace."""
+    """The words that start a command in namespaces of its own, where need be as the root of a user
+    namespace."""
     if sys.platform != "linux":
-        raise unavailable("a lab needs Linux", sys.platform, "its sites are network namespaces", _ELSEWHERE)
-    if missing := [tool for tool in ("ip", "mount", "nsenter", "taskset", "unshare") if shutil.which(tool) is None]:
-        raise unavailable("a lab needs tools of the system", ", ".join(missing), "not installed",
-                          "apt-get install iproute2 util-linux mount")  # fmt: skip
+        raise unavailable(
+            "a lab needs Linux", sys.platform, "its sites are network namespaces", _ELSEWHERE
+        )
+    if missing := [
+        tool
+        for tool in ("ip", "mount", "nsenter", "taskset", "unshare")
+        if shutil.which(tool) is None
+    ]:
+        raise unavailable(
+            "a lab needs tools of the system",
+            ", ".join(missing),
+            "not installed",
+            "apt-get install iproute2 util-linux mount",
+        )
     if not os.access(_TUN, os.R_OK | os.W_OK):
         raise unavailable("a lab needs TUN devices", _TUN, "this user may not open it", _ELSEWHERE)
     words, said = ["unshare", "--net", "--mount", "--propagation=slave", "--uts"], ""
@@ -193,7 +271,8 @@ def _unshare() -> list[str]:
 
 
 def _processes(folder: Path) -> Iterator[int]:
-    """The supervisor, by its command line, and all in a site, whose /etc/hosts is one of the lab's own files.
+    """The supervisor, by its command line, and all in a site, whose /etc/hosts is one of the lab's
+    own files.
 
     No process number is noted down anywhere: another process may have it by now.
     """

@@ -1,8 +1,9 @@
-"""`python -m farspan_lab.supervisor FOLDER`: makes the lab of FOLDER/plan.json, relays its packets, answers questions.
+"""`python -m farspan_lab.supervisor FOLDER`: makes the lab of FOLDER/plan.json, relays its packets,
+answers questions.
 
-The lab's namespaces and devices live in this one process: however it ends, the kernel removes them. It begins in
-namespaces of its own, so nothing it does reaches the machine's network. When the lab is up it closes its standard
-output; what it could not make it has written there as a Problem.
+The lab's namespaces and devices live in this one process: however it ends, the kernel removes them.
+It begins in namespaces of its own, so nothing it does reaches the machine's network. When the lab
+is up it closes its standard output; what it could not make it has written there as a Problem.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ class Supervisor:
         self._lab, rng = lab, random.Random(0)
         devices.make_groups(lab)
         self._made = made = {site.name: sites.make(lab, site, folder) for site in lab.sites}
-        self._wires = {(link.source, link.target): Wire(link, made[link.target].tun, rng) for link in lab.links}
-        self._relay = Relay({(made[a].tun, made[b].site.number): wire for (a, b), wire in self._wires.items()})
+        self._wires = {
+            (link.source, link.target): Wire(link, made[link.target].tun, rng) for link in lab.links
+        }
+        self._relay = Relay(
+            {(made[a].tun, made[b].site.number): wire for (a, b), wire in self._wires.items()}
+        )
         self._joined = {frozenset((link.source, link.target)) for link in lab.links if link.near}
         for pair in self._joined:
             sites.join(*(made[name] for name in pair))
@@ -84,18 +89,31 @@ class Supervisor:
     def _status(self) -> Status:
         first, wires = next(iter(self._made.values())), list(self._wires.values())
         lab = msgspec.structs.replace(
-            self._lab, links=tuple(wire.link for wire in wires), congestion=first.congestion, window=first.window
+            self._lab,
+            links=tuple(wire.link for wire in wires),
+            congestion=first.congestion,
+            window=first.window,
         )
         traffic = tuple(
-            Traffic(source=a, target=b, relayed=not (wire.link.near and frozenset((a, b)) in self._joined),
-                    bytes=wire.bytes, packets=wire.packets, dropped=wire.dropped)
+            Traffic(
+                source=a,
+                target=b,
+                relayed=not (wire.link.near and frozenset((a, b)) in self._joined),
+                bytes=wire.bytes,
+                packets=wire.packets,
+                dropped=wire.dropped,
+            )
             for (a, b), wire in self._wires.items()
-        )  # fmt: skip
+        )
         return Status(
-            lab=lab, pid=os.getpid(), namespaces={name: site.namespaces for name, site in self._made.items()},
-            traffic=traffic, relay_cpu_s=time.process_time() - self._began_cpu_s,
-            up_s=time.monotonic() - self._began_s, realtime=self._realtime,
-        )  # fmt: skip
+            lab=lab,
+            pid=os.getpid(),
+            namespaces={name: site.namespaces for name, site in self._made.items()},
+            traffic=traffic,
+            relay_cpu_s=time.process_time() - self._began_cpu_s,
+            up_s=time.monotonic() - self._began_s,
+            realtime=self._realtime,
+        )
 
 
 def main() -> None:
@@ -103,9 +121,16 @@ def main() -> None:
     try:
         supervisor = Supervisor(load(folder / "plan.json", Lab), folder)
     except (OSError, Refusal) as error:
-        refusal = error if isinstance(error, Refusal) else unavailable(
-            "the system refuses a part of the lab", error.filename or folder, error, "docker run --privileged"
-        )  # fmt: skip
+        refusal = (
+            error
+            if isinstance(error, Refusal)
+            else unavailable(
+                "the system refuses a part of the lab",
+                error.filename or folder,
+                error,
+                "docker run --privileged",
+            )
+        )
         sys.stdout.buffer.write(to_json(refusal.problem))
         sys.exit(refusal.problem.exit_code)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,1 +1,2 @@
-"""The studies beside farspan: two papers reproduced, matrices of settings measured, and their pages."""
+"""The studies beside farspan: two papers reproduced, matrices of settings measured, and their
+pages."""

@@ -1,7 +1,8 @@
-"""Tests marked `timed` say something of times that were measured, which is true of a machine that nobody disturbs.
+"""Tests marked `timed` say something of times that were measured, which is true of a machine that
+nobody disturbs.
 
-They get three tries. Where one fails while the host of a virtual machine gave its cores to others, the test is skipped
-and says so.
+They get three tries. Where one fails while the host of a virtual machine gave its cores to others,
+the test is skipped and says so.
 """
 
 from __future__ import annotations
@@ -40,12 +41,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     except (Exception, pytest.fail.Exception):
         taken, of = (after - was for after, was in zip(ticks(), before, strict=True))
         if taken > TAKEN * of:
-            pytest.skip(f"waits for a host that leaves this machine its cores: it took {taken / of:.0%} of their time")
+            pytest.skip(
+                f"waits for a host that leaves this machine its cores: it took {taken / of:.0%} of "
+                "their time"
+            )
         raise
 
 
 def ticks() -> tuple[int, int]:
     """Hundredths of a second, of all cores: what the host took, and all; proc(5), /proc/stat."""
     stat = Path("/proc/stat")
-    words = [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]] if stat.exists() else [0] * 8
+    words = (
+        [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]]
+        if stat.exists()
+        else [0] * 8
+    )
     return words[7], sum(words)

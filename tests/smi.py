@@ -1,4 +1,5 @@
-"""A stand-in for `nvidia-smi` that prints what the real one was recorded to print of the fields that are asked for."""
+"""A stand-in for `nvidia-smi` that prints what the real one was recorded to print of the fields
+that are asked for."""
 
 from __future__ import annotations
 
@@ -7,22 +8,38 @@ import sys
 from pathlib import Path
 
 H100 = {
-    "name": "NVIDIA H100 80GB HBM3", "memory.total": "81559", "driver_version": "550.90.07", "compute_cap": "9.0",
-    "uuid": "GPU-3a0d9f0e-9e4b-7e0c-5b54-6f1d0f4d5a11", "mig.mode.current": "Disabled",
-}  # fmt: skip
+    "name": "NVIDIA H100 80GB HBM3",
+    "memory.total": "81559",
+    "driver_version": "550.90.07",
+    "compute_cap": "9.0",
+    "uuid": "GPU-3a0d9f0e-9e4b-7e0c-5b54-6f1d0f4d5a11",
+    "mig.mode.current": "Disabled",
+}
 GTX1080 = {
-    "name": "NVIDIA GeForce GTX 1080", "memory.total": "8192", "driver_version": "580.95.05", "compute_cap": "6.1",
-    "uuid": "GPU-bd1f1d5e-34e0-4e3f-0d11-6a6a2a5f5c01", "mig.mode.current": "[N/A]",
-}  # fmt: skip
+    "name": "NVIDIA GeForce GTX 1080",
+    "memory.total": "8192",
+    "driver_version": "580.95.05",
+    "compute_cap": "6.1",
+    "uuid": "GPU-bd1f1d5e-34e0-4e3f-0d11-6a6a2a5f5c01",
+    "mig.mode.current": "[N/A]",
+}
 SECOND = {**GTX1080, "uuid": "GPU-c7e2a6d4-88a1-9f61-9a3b-0b8c1e7d2f02"}
 A100_MIG = {
-    "name": "NVIDIA A100-SXM4-40GB", "memory.total": "40960", "driver_version": "580.82.07", "compute_cap": "8.0",
-    "uuid": "GPU-5f2c2b2e-13a5-1f45-2c83-95d1a1f0c9aa", "mig.mode.current": "Enabled",
-}  # fmt: skip
+    "name": "NVIDIA A100-SXM4-40GB",
+    "memory.total": "40960",
+    "driver_version": "580.82.07",
+    "compute_cap": "8.0",
+    "uuid": "GPU-5f2c2b2e-13a5-1f45-2c83-95d1a1f0c9aa",
+    "mig.mode.current": "Enabled",
+}
 RTX4090 = {
-    "name": "NVIDIA GeForce RTX 4090", "memory.total": "24564", "driver_version": "580.95.05", "compute_cap": "8.9",
-    "uuid": "GPU-11c1b6ad-4f27-31a0-8a43-5e4d2ab9b9f3", "mig.mode.current": "[N/A]",
-}  # fmt: skip
+    "name": "NVIDIA GeForce RTX 4090",
+    "memory.total": "24564",
+    "driver_version": "580.95.05",
+    "compute_cap": "8.9",
+    "uuid": "GPU-11c1b6ad-4f27-31a0-8a43-5e4d2ab9b9f3",
+    "mig.mode.current": "[N/A]",
+}
 #: One driver whose kernel module is not loaded: exit code 9.
 FAILED = (
     "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
@@ -52,10 +69,15 @@ for card in cards:
 
 
 def install(
-    folder: Path, *cards: dict[str, str], lacking: tuple[str, ...] = (), said: str = "", code: int = 0,
+    folder: Path,
+    *cards: dict[str, str],
+    lacking: tuple[str, ...] = (),
+    said: str = "",
+    code: int = 0,
     seconds: float = 0,
-) -> Path:  # fmt: skip
-    """Write an `nvidia-smi` that lists these cards, or says something else; returns the folder for the path."""
+) -> Path:
+    """Write an `nvidia-smi` that lists these cards, or says something else; returns the folder for
+    the path."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "nvidia-smi"
     content = json.dumps([cards, lacking, said, code, seconds])

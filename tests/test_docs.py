@@ -27,15 +27,25 @@ def rows(page: str) -> list[list[str]]:
 
 def struct_of(kind: msgspec.inspect.Type) -> msgspec.inspect.StructType | None:
     options = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
-    return next((option for option in options if isinstance(option, msgspec.inspect.StructType)), None)
+    return next(
+        (option for option in options if isinstance(option, msgspec.inspect.StructType)), None
+    )
 
 
 def written_type(kind: msgspec.inspect.Type) -> str:
     """A type as run-yaml.md writes it; None is "left out", so it is not named."""
     match kind:
         case msgspec.inspect.UnionType(types=types):
-            found = [written_type(option) for option in types if not isinstance(option, msgspec.inspect.NoneType)]
-            return "quantity" if set(found) == {"text", "whole number", "number"} else " or ".join(sorted(found))
+            found = [
+                written_type(option)
+                for option in types
+                if not isinstance(option, msgspec.inspect.NoneType)
+            ]
+            return (
+                "quantity"
+                if set(found) == {"text", "whole number", "number"}
+                else " or ".join(sorted(found))
+            )
         case msgspec.inspect.LiteralType(values=values):
             return " or ".join(f"`{value}`" for value in values)
         case msgspec.inspect.BoolType():
@@ -46,7 +56,9 @@ def written_type(kind: msgspec.inspect.Type) -> str:
             word = "whole number" if isinstance(kind, msgspec.inspect.IntType) else "number"
             signs = (("≥", kind.ge), (">", kind.gt), ("≤", kind.le), ("<", kind.lt))
             # Upper bounds beyond a thousand million only catch slips; the page says so once.
-            bounds = [f"{sign} {bound:,}" for sign, bound in signs if bound is not None and bound < 1e9]
+            bounds = [
+                f"{sign} {bound:,}" for sign, bound in signs if bound is not None and bound < 1e9
+            ]
             return " ".join([word, ", ".join(bounds)]).strip()
         case msgspec.inspect.VarTupleType(item_type=item):
             return f"list of {written_type(item)}"
@@ -63,11 +75,16 @@ def written_default(field: msgspec.inspect.Field) -> str:
     if struct_of(field.type) is not None:
         return "as below"
     value: Any = field.default
-    return "none" if value is None or value == () else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return (
+        "none"
+        if value is None or value == ()
+        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    )
 
 
 def keys(struct: msgspec.inspect.StructType, prefix: str = "") -> list[list[str]]:
-    """Dotted key, type and default of every key that run.yaml can have, in the order of config.py."""
+    """Dotted key, type and default of every key that run.yaml can have, in the order of
+    config.py."""
     found = []
     for field in struct.fields:
         name, inner = f"{prefix}{field.encode_name}", struct_of(field.type)
@@ -95,7 +112,9 @@ def test_every_example_of_run_yaml_is_one_that_loads() -> None:
 
 
 def test_every_error_code_is_documented_with_its_exit_code() -> None:
-    assert [(row[0].strip("`"), int(row[1])) for row in rows("errors.md")] == list(EXIT_CODES.items())
+    assert [(row[0].strip("`"), int(row[1])) for row in rows("errors.md")] == list(
+        EXIT_CODES.items()
+    )
     assert all(len(row) == 4 and len(row[2]) > 10 and len(row[3]) > 10 for row in rows("errors.md"))
 
 
@@ -116,7 +135,11 @@ def test_every_command_is_named_on_the_first_page_or_in_the_readme() -> None:
 def test_relative_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
-    local = [target for target in targets if target and not target.startswith(("http:", "https:", "mailto:"))]
+    local = [
+        target
+        for target in targets
+        if target and not target.startswith(("http:", "https:", "mailto:"))
+    ]
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 

@@ -1,4 +1,5 @@
-"""The README's commands for one's own text, run as they stand; only the folder and the time are replaced."""
+"""The README's commands for one's own text, run as they stand; only the folder and the time are
+replaced."""
 
 from __future__ import annotations
 
@@ -28,15 +29,20 @@ def commands() -> list[str]:
 
 
 def write_papers(folder: Path) -> None:
-    """80 short papers, .md and .txt by turns, over 1,200 made-up words that follow one another unevenly."""
+    """80 short papers, .md and .txt by turns, over 1,200 made-up words that follow one another
+    unevenly."""
     rng = random.Random(0)
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     words = ["".join(rng.choices(syllables, k=rng.randint(2, 4))) for _ in range(1200)]
     for number in range(80):
         topic = rng.sample(words, 150)
-        lines = [" ".join(rng.choices(topic, k=rng.randint(8, 15))).capitalize() + "." for _ in range(25)]
+        lines = [
+            " ".join(rng.choices(topic, k=rng.randint(8, 15))).capitalize() + "." for _ in range(25)
+        ]
         title, suffix = " ".join(topic[:4]), ("md", "txt")[number % 2]
-        (folder / f"paper-{number:02}.{suffix}").write_text(f"# {title}\n\n" + "\n".join(lines) + "\n")
+        (folder / f"paper-{number:02}.{suffix}").write_text(
+            f"# {title}\n\n" + "\n".join(lines) + "\n"
+        )
 
 
 def served(words: list[str], here: Path, environment: dict[str, str]) -> str:
@@ -73,20 +79,49 @@ def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> No
             done["serve"] = served([sys.executable, "-m", *words, "--port", "0"], here, environment)
             continue
         result = subprocess.run(
-            [sys.executable, "-m", *words], cwd=here, env=environment, capture_output=True, text=True, timeout=900
+            [sys.executable, "-m", *words],
+            cwd=here,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
         )
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
         assert "Traceback" not in result.stderr
         done[words[1]] = result.stdout
     assert [line.split()[1] for line in lines] == [
-        "doctor", "init", "train", "report", "generate", "embed", "search", "tune", "serve", "export", "resume"
-    ]  # fmt: skip
+        "doctor",
+        "init",
+        "train",
+        "report",
+        "generate",
+        "embed",
+        "search",
+        "tune",
+        "serve",
+        "export",
+        "resume",
+    ]
     run = here / "runs/papers"
-    for name in ("report.html", "plan.json", "estimate.json", "run.yaml", "run.json", "corpus.json", "tokenizer.json",
-                 "events.jsonl", "tensorboard", "logs", "checkpoints/best", "index"):  # fmt: skip
+    for name in (
+        "report.html",
+        "plan.json",
+        "estimate.json",
+        "run.yaml",
+        "run.json",
+        "corpus.json",
+        "tokenizer.json",
+        "events.jsonl",
+        "tensorboard",
+        "logs",
+        "checkpoints/best",
+        "index",
+    ):
         assert (run / name).exists(), name
     assert json.loads((run / "export/config.json").read_text())["model_type"] in ("gpt2", "llama")
     assert done["generate"].split("\n", 1)[1].startswith("In this paper")
     assert "searches answer with" in done["tune"]
     assert "paper-" in done["search"] and "paper-" in done["serve"]
-    assert any((tmp_path / "cache/corpora").iterdir()), "prepared text goes where FARSPAN_CACHE says"
+    assert any((tmp_path / "cache/corpora").iterdir()), (
+        "prepared text goes where FARSPAN_CACHE says"
+    )

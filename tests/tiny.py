@@ -18,35 +18,65 @@ from farspan.launch.launchers import launch
 from farspan.launch.workers import Workers
 
 SPEC = ModelSpec(
-    family="gpt2", layers=2, d_model=32, heads=2, kv_heads=2, d_ff=64, vocab_size=300, context=16, norm="layernorm",
-    activation="gelu_tanh", positions="learned", bias=True, tied=True,
-)  # fmt: skip
+    family="gpt2",
+    layers=2,
+    d_model=32,
+    heads=2,
+    kv_heads=2,
+    d_ff=64,
+    vocab_size=300,
+    context=16,
+    norm="layernorm",
+    activation="gelu_tanh",
+    positions="learned",
+    bias=True,
+    tied=True,
+)
 
 
 def corpus(
-    folder: Path, *, tokens: int = 3000, val: int = 401, vocab: int = 300, seed: int = 0, documents: int = 1
-) -> CorpusManifest:  # fmt: skip
-    """Token files in which the next token follows from the last, most of the time; the training split has so many
-    documents, of unlike lengths."""
+    folder: Path,
+    *,
+    tokens: int = 3000,
+    val: int = 401,
+    vocab: int = 300,
+    seed: int = 0,
+    documents: int = 1,
+) -> CorpusManifest:
+    """Token files in which the next token follows from the last, most of the time; the training
+    split has so many documents, of unlike lengths."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for name, count in (("train", tokens), ("val", val)):
         steps = np.where(rng.random(count) < 0.9, 7, rng.integers(0, vocab, count))
         (np.cumsum(steps) % vocab).astype("<u2").tofile(folder / f"{name}.bin")
-        ends = [count * k * k // documents**2 for k in range(documents + 1)] if name == "train" else [0, count]
+        ends = (
+            [count * k * k // documents**2 for k in range(documents + 1)]
+            if name == "train"
+            else [0, count]
+        )
         np.array(ends, "<i8").tofile(folder / f"{name}.idx")
     manifest = CorpusManifest(
-        hash="tiny", source="tests", vocab_size=vocab, end_of_text=0, dtype="uint16",
+        hash="tiny",
+        source="tests",
+        vocab_size=vocab,
+        end_of_text=0,
+        dtype="uint16",
         train=Split(tokens=tokens, documents=documents, text_bytes=tokens * 3),
         val=Split(tokens=val, documents=1, text_bytes=val * 3),
-        unigram_nats=5.7, bigram_nats=2.0, exact_duplicates=0, near_duplicates=0,
-    )  # fmt: skip
+        unigram_nats=5.7,
+        bigram_nats=2.0,
+        exact_duplicates=0,
+        near_duplicates=0,
+    )
     save(manifest, folder / "corpus.json")
     tokenizers.train(["alpha beta gamma delta"] * 50, vocab).save(folder / "tokenizer.json")
     return manifest
 
 
-def plan(train: TrainSpec, *, rows: tuple[int, ...] = (), micro_rows: int = 4, spec: ModelSpec = SPEC) -> Plan:
+def plan(
+    train: TrainSpec, *, rows: tuple[int, ...] = (), micro_rows: int = 4, spec: ModelSpec = SPEC
+) -> Plan:
     rows = rows or (train.batch,)
     mesh = Mesh(ranks=tuple(range(len(rows))), shape=(len(rows),), axes=("data",))
     stage = Stage(
@@ -59,9 +89,13 @@ def plan(train: TrainSpec, *, rows: tuple[int, ...] = (), micro_rows: int = 4, s
     device = PlannedDevice(host="here", backend="cpu", index=0, threads=1)
     replica = Replica(stages=(stage,), microbatches=-(-max(rows) // micro_rows))
     return Plan(
-        technique="data", model=spec, train=train, replicas=(replica,),
-        devices=(device,) * len(rows), inputs=Inputs(cluster="here", corpus="tiny"),
-    )  # fmt: skip
+        technique="data",
+        model=spec,
+        train=train,
+        replicas=(replica,),
+        devices=(device,) * len(rows),
+        inputs=Inputs(cluster="here", corpus="tiny"),
+    )
 
 
 def this_machine(plan: Plan) -> Cluster:
@@ -79,7 +113,10 @@ def run_folder(path: Path, plan: Plan) -> RunFolder:
     path.mkdir(parents=True)
     run = RunFolder(path)
     save(plan, run.plan)
-    save(RunRecord(corpus=str(folder), command=("farspan", "train"), created="2026-01-01"), run.record)
+    save(
+        RunRecord(corpus=str(folder), command=("farspan", "train"), created="2026-01-01"),
+        run.record,
+    )
     run.corpus.write_bytes((folder / "corpus.json").read_bytes())
     run.tokenizer.write_bytes((folder / "tokenizer.json").read_bytes())
     run.logs.mkdir()

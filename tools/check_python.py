@@ -4,7 +4,6 @@ import sys
 
 if not (3, 11, 4) <= sys.version_info[:3] < (3, 14):
     sys.exit(
-        "farspan needs Python 3.11.4 or newer, up to 3.13; {} is {}.{}.{}.\nfix: make demo PYTHON=python3.12".format(
-            sys.executable, *sys.version_info[:3]
-        )
+        "farspan needs Python 3.11.4 or newer, up to 3.13; {} is {}.{}.{}.\n"
+        "fix: make demo PYTHON=python3.12".format(sys.executable, *sys.version_info[:3])
     )

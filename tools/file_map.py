@@ -16,7 +16,7 @@ HEAD = """\
 
 Made by `tools/file_map.py` from the first sentence of each file. [How it is built](architecture.md) says how the
 folders depend on each other.
-"""
+"""  # noqa: E501
 
 
 def sentence(path: Path) -> str:
@@ -29,9 +29,15 @@ def sentence(path: Path) -> str:
 def page() -> str:
     lines = [HEAD]
     for package in ("farspan", "farspan_studies", "farspan_lab"):
-        files = sorted((ROOT / package).rglob("*.py"), key=lambda path: (path.parent.parts, path.name))
+        files = sorted(
+            (ROOT / package).rglob("*.py"), key=lambda path: (path.parent.parts, path.name)
+        )
         for folder in dict.fromkeys(path.parent for path in files):
-            told = [(path.name, sentence(path)) for path in files if path.parent == folder and sentence(path)]
+            told = [
+                (path.name, sentence(path))
+                for path in files
+                if path.parent == folder and sentence(path)
+            ]
             if told:
                 lines.append(f"\n## `{folder.relative_to(ROOT)}/`\n")
                 lines += [f"- `{name}`: {text}" for name, text in told]

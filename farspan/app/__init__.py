@@ -1,1 +1,2 @@
-"""The Python API: a function for each thing that a user does. Nothing here prints; progress goes to a callback."""
+"""The Python API: a function for each thing that a user does. Nothing here prints; progress goes to
+a callback."""

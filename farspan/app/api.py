@@ -1,7 +1,8 @@
-"""What `import farspan` offers: a function for each thing that a user does, and `Run`, what a training leaves behind.
+"""What `import farspan` offers: a function for each thing that a user does, and `Run`, what a
+training leaves behind.
 
-`progress` is called with every update (`farspan.app.updates`); `print` shows them all. What cannot be done raises
-`farspan.Refusal`, whose `problem` says what, where, why and what mends it.
+`progress` is called with every update (`farspan.app.updates`); `print` shows them all. What cannot
+be done raises `farspan.Refusal`, whose `problem` says what, where, why and what mends it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from farspan.app import clusters, given_plans, indexing, jobs, machines, pricing, reporting, resolving, training
+from farspan.app import (
+    clusters,
+    given_plans,
+    indexing,
+    jobs,
+    machines,
+    pricing,
+    reporting,
+    resolving,
+    training,
+)
 from farspan.app.checks import refuse_existing
 from farspan.app.choosing import choose as choose_by_trials
 from farspan.app.configs import configured, default_name
@@ -51,98 +62,164 @@ class Run:
         return self.folder.path
 
     def report(self) -> Report:
-        """What it took beside what was predicted; `str()` of it is the text, and its `page` opens in a browser."""
+        """What it took beside what was predicted; `str()` of it is the text, and its `page` opens
+        in a browser."""
         return reporting.write_report(self.path)
 
     def resume(
-        self, progress: Progress = silent, *, trust: bool = False, cluster: str | None = None,
+        self,
+        progress: Progress = silent,
+        *,
+        trust: bool = False,
+        cluster: str | None = None,
         technique: str | None = None,
-    ) -> Report:  # fmt: skip
-        """Go on from the newest whole checkpoint; a finished run is only reported. For another cluster (`here` is
-        this machine) or technique it plans again what is left."""
-        return training.resume(self.folder, progress, trust=trust, cluster=cluster, technique=technique)
+    ) -> Report:
+        """Go on from the newest whole checkpoint; a finished run is only reported. For another
+        cluster (`here` is this machine) or technique it plans again what is left."""
+        return training.resume(
+            self.folder, progress, trust=trust, cluster=cluster, technique=technique
+        )
 
     def status(self) -> jobs.Status:
         """Whether the run goes on or how it ended, how far it is, and what of it is saved."""
         return jobs.status(self.folder)
 
-    def stop(self, progress: Progress = silent, *, now: bool = False, timeout_s: float = jobs.STOP_S) -> jobs.Status:
-        """Ask the process that trains the run to save and end, or with `now` to end at once, and wait until it has."""
+    def stop(
+        self, progress: Progress = silent, *, now: bool = False, timeout_s: float = jobs.STOP_S
+    ) -> jobs.Status:
+        """Ask the process that trains the run to save and end, or with `now` to end at once, and
+        wait until it has."""
         return jobs.stop(self.folder, notes(progress), now=now, timeout_s=timeout_s)
 
     def embed(
-        self, progress: Progress = silent, *, evaluate: bool = True, store: str | None = None,
-        device: indexing.Device = "auto", processes: int = 1,
-    ) -> Indexed:  # fmt: skip
-        """Bring the run's index to the documents that its text holds today; the first time, fit vectors and
-        measure how well they find documents. `store` is a vector store as run.yaml's `index.store` names it."""
-        return indexing.embed(self.folder, progress, evaluate=evaluate, store=store, device=device, processes=processes)
+        self,
+        progress: Progress = silent,
+        *,
+        evaluate: bool = True,
+        store: str | None = None,
+        device: indexing.Device = "auto",
+        processes: int = 1,
+    ) -> Indexed:
+        """Bring the run's index to the documents that its text holds today; the first time, fit
+        vectors and measure how well they find documents. `store` is a vector store as run.yaml's
+        `index.store` names it."""
+        return indexing.embed(
+            self.folder,
+            progress,
+            evaluate=evaluate,
+            store=store,
+            device=device,
+            processes=processes,
+        )
 
     def tune(
-        self, progress: Progress = silent, *, queries: str | os.PathLike[str] | None = None,
-        qrels: str | os.PathLike[str] | None = None, store: str | None = None, device: indexing.Device = "auto",
+        self,
+        progress: Progress = silent,
+        *,
+        queries: str | os.PathLike[str] | None = None,
+        qrels: str | os.PathLike[str] | None = None,
+        store: str | None = None,
+        device: indexing.Device = "auto",
         processes: int = 1,
-    ) -> Indexed:  # fmt: skip
-        """Fit the vectors of the run's index again to the text of today, and measure how well they find documents: for
-        titles, openings and questions of the text, and for `queries` with their `qrels` (`retrieval/judged.py`)."""
+    ) -> Indexed:
+        """Fit the vectors of the run's index again to the text of today, and measure how well they
+        find documents: for titles, openings and questions of the text, and for `queries` with their
+        `qrels` (`retrieval/judged.py`)."""
         return indexing.embed(
-            self.folder, progress, store=store, device=device, processes=processes, tune=True,
-            queries=None if queries is None else Path(queries), qrels=None if qrels is None else Path(qrels),
-        )  # fmt: skip
+            self.folder,
+            progress,
+            store=store,
+            device=device,
+            processes=processes,
+            tune=True,
+            queries=None if queries is None else Path(queries),
+            qrels=None if qrels is None else Path(qrels),
+        )
 
     def search(
-        self, query: str, k: int = 5, system: System | None = None, progress: Progress = silent,
+        self,
+        query: str,
+        k: int = 5,
+        system: System | None = None,
+        progress: Progress = silent,
         where: Mapping[str, str] | None = None,
-    ) -> Answer:  # fmt: skip
-        """The documents that answer a query best, of those with the values of `where` in its fields. The first search
-        makes the index where there is none, which takes minutes: `progress` shows how far it is."""
+    ) -> Answer:
+        """The documents that answer a query best, of those with the values of `where` in its
+        fields. The first search makes the index where there is none, which takes minutes:
+        `progress` shows how far it is."""
         if not (self.folder.index / "index.json").exists():
             notes(progress)("there is no index yet: embedding the run's documents")
             self.embed(progress)
         return indexing.search(self.folder, query, k, system, where, progress)
 
     def generate(
-        self, prompt: str = "", *, tokens: int = 100, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        seed: int = 0,
     ) -> str:
         """Text that the model writes after a prompt."""
-        return generate(self.folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)[0]
+        return generate(
+            self.folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        )[0]
 
     def export(
-        self, out: str | os.PathLike[str] | None = None, *, dtype: Literal["fp32", "bf16"] = "fp32",
+        self,
+        out: str | os.PathLike[str] | None = None,
+        *,
+        dtype: Literal["fp32", "bf16"] = "fp32",
         format: Format = "huggingface",
-    ) -> Path:  # fmt: skip
-        """The model as a folder that transformers loads, or the embedder of its index as one that sentence-transformers
-        loads."""
-        return export(self.folder, None if out is None else Path(out), dtype=dtype, format=format)[0]
+    ) -> Path:
+        """The model as a folder that transformers loads, or the embedder of its index as one that
+        sentence-transformers loads."""
+        return export(self.folder, None if out is None else Path(out), dtype=dtype, format=format)[
+            0
+        ]
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
 
 def prepare(data: Data, progress: Progress = silent, **keys: Any) -> tuple[Path, CorpusManifest]:
-    """Make the tokenizer and token files of a text, or find them made. `keys` are those of run.yaml."""
+    """Make the tokenizer and token files of a text, or find them made. `keys` are those of
+    run.yaml."""
     return resolving.prepare(configured(data, **keys), progress)
 
 
 def plan(
-    model: str, cluster: str, *, allow: tuple[str, ...] = (), objective: Objective = "time", **training: Any
+    model: str,
+    cluster: str,
+    *,
+    allow: tuple[str, ...] = (),
+    objective: Objective = "time",
+    **training: Any,
 ) -> Ranking:
-    """What each technique would take for a model on a cluster; `training` is of `planning.question.Question`: tokens,
-    batch, seq_len, precision, attention, recompute, wan_bits."""
+    """What each technique would take for a model on a cluster; `training` is of
+    `planning.question.Question`: tokens, batch, seq_len, precision, attention, recompute,
+    wan_bits."""
     question = Question(model=model, **training)
-    return pricing.price_model(pricing.PlanQuery(question=question, cluster=cluster, allow=allow, objective=objective))
+    return pricing.price_model(
+        pricing.PlanQuery(question=question, cluster=cluster, allow=allow, objective=objective)
+    )
 
 
 def price(
-    plan: given_plans.Given, cluster: str | os.PathLike[str] | Cluster | None = None, engine: str | None = None,
+    plan: given_plans.Given,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    engine: str | None = None,
     progress: Progress = silent,
-) -> given_plans.PricedPlan:  # fmt: skip
-    """What one plan would take: a file, its table in short form, or a Plan. Without a cluster it is this machine's;
-    the engine is the plan's own unless another is named."""
+) -> given_plans.PricedPlan:
+    """What one plan would take: a file, its table in short form, or a Plan. Without a cluster it is
+    this machine's; the engine is the plan's own unless another is named."""
     return given_plans.price_given(plan, cluster, engine, progress)
 
 
-def select(data: Data, progress: Progress = silent, *, budget_s: float | None = None, **keys: Any) -> Selection:
+def select(
+    data: Data, progress: Progress = silent, *, budget_s: float | None = None, **keys: Any
+) -> Selection:
     """The best plan for a text by trials, none of which begins after `budget_s` seconds of them."""
     config = configured(data, **keys)
     resolved = resolving.resolve(config, progress, trial=True)
@@ -150,14 +227,18 @@ def select(data: Data, progress: Progress = silent, *, budget_s: float | None = 
 
 
 def train(
-    data: Data, *, run: str | os.PathLike[str] | None = None,
+    data: Data,
+    *,
+    run: str | os.PathLike[str] | None = None,
     plan: str | os.PathLike[str] | Selection | None = None,
-    progress: Progress = silent, **keys: Any,
-) -> Run:  # fmt: skip
+    progress: Progress = silent,
+    **keys: Any,
+) -> Run:
     """Plan, pretrain and report: `train("papers", budget="10m")`.
 
-    `run` is the folder to make (by default runs/NAME), `plan` a file of `farspan plan -o` or what `select` gave, and
-    `keys` are those of run.yaml. An interrupted run raises Refusal (interrupted); `Run(path).resume()` goes on.
+    `run` is the folder to make (by default runs/NAME), `plan` a file of `farspan plan -o` or what
+    `select` gave, and `keys` are those of run.yaml. An interrupted run raises Refusal
+    (interrupted); `Run(path).resume()` goes on.
     """
     config = configured(data, **keys)
     path = Path(run) if run else Path("runs") / default_name(config)
@@ -167,7 +248,9 @@ def train(
     else:
         given = plan if isinstance(plan, Selection) else Path(plan)
         source = Path(data) if isinstance(data, str | os.PathLike) else Path("run.yaml")
-        folder = training.make(path, config, planned_before(given, config, source, progress), progress)
+        folder = training.make(
+            path, config, planned_before(given, config, source, progress), progress
+        )
     training.train(folder, progress)
     return Run(path)
 
@@ -183,9 +266,13 @@ def find_cluster(name: str) -> Cluster:
 
 
 def probe(
-    cluster: str, out: str | os.PathLike[str], progress: Progress = silent, *, model: str = "gpt2",
+    cluster: str,
+    out: str | os.PathLike[str],
+    progress: Progress = silent,
+    *,
+    model: str = "gpt2",
     seq_len: int | None = None,
-) -> Cluster:  # fmt: skip
+) -> Cluster:
     """Measure a cluster, and write what was found as a cluster file."""
     return machines.probe(cluster, Path(out), progress, model=model, seq_len=seq_len)
 

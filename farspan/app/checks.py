@@ -1,4 +1,5 @@
-"""What is refused before any work is done: no PyTorch, GPUs that it cannot use, a place where something lies."""
+"""What is refused before any work is done: no PyTorch, GPUs that it cannot use, a place where
+something lies."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ def require_torch() -> None:
 
     if find_spec("torch") is None:
         raise Refusal(
-            "extra-missing", what="training needs PyTorch", where=sys.executable, fact="torch is not installed there",
+            "extra-missing",
+            what="training needs PyTorch",
+            where=sys.executable,
+            fact="torch is not installed there",
             remedy="pip install 'farspan[train]'",
-        )  # fmt: skip
+        )
 
 
 def check_gpus(config: RunConfig) -> tuple[str, ...]:
-    """A note on each GPU of this machine that is left out of the devices that run.yaml asks for; refuses where PyTorch
-    can use none."""
+    """A note on each GPU of this machine that is left out of the devices that run.yaml asks for;
+    refuses where PyTorch can use none."""
     from farspan.launch import probe
 
     require_torch()
@@ -36,13 +40,17 @@ def refuse_existing(path: Path, remedy: str) -> None:
     target = path.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refusal(
-            "run-exists", what=f"this {'folder' if target.is_dir() else 'file'} exists already", where=path,
-            fact="nothing is ever written over", remedy=remedy,
-        )  # fmt: skip
+            "run-exists",
+            what=f"this {'folder' if target.is_dir() else 'file'} exists already",
+            where=path,
+            fact="nothing is ever written over",
+            remedy=remedy,
+        )
 
 
 def refuse_file(path: Path, remedy: str) -> None:
-    """Refuse a file to be written later on that is there, or whose folder is not: what is measured would be lost."""
+    """Refuse a file to be written later on that is there, or whose folder is not: what is measured
+    would be lost."""
     refuse_existing(path, remedy)
     if not path.absolute().parent.is_dir():
         raise missing_path(path.absolute().parent)

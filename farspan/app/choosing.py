@@ -14,43 +14,73 @@ from farspan.domain.objective import TOLERANCE
 from farspan.domain.train import TrainSpec
 from farspan.planning.select import Selection, SelectionTask, select
 
-#: Up to so many devices plans for all parts of a cluster are priced, beyond for all of it: few before training, which
-#: is to start soon; more where machines are chosen, as those of 64 take 7 s (docs/benchmarks.md), less than one trial.
+#: Up to so many devices plans for all parts of a cluster are priced, beyond for all of it: few
+#: before training, which is to start soon; more where machines are chosen, as those of 64 take 7 s
+#: (docs/benchmarks.md), less than one trial.
 FEW, PARTS = 16, 64
 
 
 def question(
-    model: ModelSpec, train: TrainSpec, cluster: Cluster, corpus: str, parallel: ParallelConfig,
-    tolerance: float = TOLERANCE, few: int = FEW,
-) -> SelectionTask:  # fmt: skip
-    """What is chosen for a run: all parts of a cluster of few devices, or of one named technique the whole."""
+    model: ModelSpec,
+    train: TrainSpec,
+    cluster: Cluster,
+    corpus: str,
+    parallel: ParallelConfig,
+    tolerance: float = TOLERANCE,
+    few: int = FEW,
+) -> SelectionTask:
+    """What is chosen for a run: all parts of a cluster of few devices, or of one named technique
+    the whole."""
     from farspan.domain.engine import engine
 
     named = parallel.technique != "auto"
     return SelectionTask(
-        model=model, train=train, engine=engine("farspan"), objective=parallel.objective, allow=allowed(parallel),
-        corpus=corpus, here=launcher(parallel) != "local", parts=not named and len(cluster.devices) <= few,
+        model=model,
+        train=train,
+        engine=engine("farspan"),
+        objective=parallel.objective,
+        allow=allowed(parallel),
+        corpus=corpus,
+        here=launcher(parallel) != "local",
+        parts=not named and len(cluster.devices) <= few,
         tolerance=tolerance,
-    )  # fmt: skip
+    )
 
 
 def question_of(
     resolved: Resolved, parallel: ParallelConfig, tolerance: float = TOLERANCE, few: int = FEW
 ) -> SelectionTask:
     """`question` for a run.yaml made concrete."""
-    return question(resolved.model, resolved.train, resolved.cluster, resolved.corpus.hash, parallel, tolerance, few)
+    return question(
+        resolved.model,
+        resolved.train,
+        resolved.cluster,
+        resolved.corpus.hash,
+        parallel,
+        tolerance,
+        few,
+    )
 
 
 def choose(
-    resolved: Resolved, parallel: ParallelConfig, progress: Progress = silent, *, paying: bool,
-    budget_s: float | None = None, tolerance: float = TOLERANCE, again: bool = False,
-) -> Selection:  # fmt: skip
-    """The best plan by trials, each told as it ends; with `paying` only trials that may save more time than they
-    take, and `again` also those that were made before."""
+    resolved: Resolved,
+    parallel: ParallelConfig,
+    progress: Progress = silent,
+    *,
+    paying: bool,
+    budget_s: float | None = None,
+    tolerance: float = TOLERANCE,
+    again: bool = False,
+) -> Selection:
+    """The best plan by trials, each told as it ends; with `paying` only trials that may save more
+    time than they take, and `again` also those that were made before."""
     require_torch()
     few = FEW if paying else PARTS
     return select(
-        resolved.cluster, question_of(resolved, parallel, tolerance, few),
-        TrialCache(resolved, launcher(parallel), again=again), budget_s=budget_s, paying=paying,
+        resolved.cluster,
+        question_of(resolved, parallel, tolerance, few),
+        TrialCache(resolved, launcher(parallel), again=again),
+        budget_s=budget_s,
+        paying=paying,
         say=lambda candidate, result: progress(Tried(candidate, result)),
-    )  # fmt: skip
+    )

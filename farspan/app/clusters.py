@@ -1,4 +1,5 @@
-"""A cluster as a user names it: a file, a name of `farspan cluster list`, or `PREFIX:NAME` such as a lab's."""
+"""A cluster as a user names it: a file, a name of `farspan cluster list`, or `PREFIX:NAME` such as
+a lab's."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def find(name: str) -> Cluster:
 
 
 def is_external(name: str) -> bool:
-    """Whether a cluster of such a name is another package's, which may have made it again: its processes are others
-    then, and all else is as it was."""
+    """Whether a cluster of such a name is another package's, which may have made it again: its
+    processes are others then, and all else is as it was."""
     prefix, colon, _ = name.partition(":")
     return bool(colon) and prefix.isidentifier() and prefix in extensions("clusters")
 
@@ -33,13 +34,14 @@ def reached_by(name: str) -> str | None:
 
 
 def launcher(parallel: ParallelConfig) -> str:
-    """What starts the workers: that of a cluster which only one launcher reaches, or the one that is asked for."""
+    """What starts the workers: that of a cluster which only one launcher reaches, or the one that
+    is asked for."""
     return reached_by(parallel.cluster or "") or parallel.launcher
 
 
 def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
-    """The cluster that the run asks for, with as many of its devices as `workers` says; None is this machine. With
-    `reach`, refuses one whose first host cannot be reached."""
+    """The cluster that the run asks for, with as many of its devices as `workers` says; None is
+    this machine. With `reach`, refuses one whose first host cannot be reached."""
     from farspan.launch.hosts import Agent
     from farspan.launch.launchers import split
 
@@ -54,14 +56,23 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
         return cluster
     if workers > len(cluster.devices):
         raise Refusal(
-            "device-missing", what=f"the cluster has fewer than {workers} devices",
-            where="run.yaml, key parallel.workers", fact=f"it has {len(cluster.devices)}",
-            remedy=f"set parallel.workers: {len(cluster.devices)}", key="parallel.workers",
-        )  # fmt: skip
+            "device-missing",
+            what=f"the cluster has fewer than {workers} devices",
+            where="run.yaml, key parallel.workers",
+            fact=f"it has {len(cluster.devices)}",
+            remedy=f"set parallel.workers: {len(cluster.devices)}",
+            key="parallel.workers",
+        )
     return cluster.first(workers)
 
 
 def first_device(cluster: Cluster) -> PlannedDevice:
     """The first host's first device, as a plan names it."""
     host, device = cluster.machines[0], cluster.devices[0]
-    return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.slot.threads, kind=device.kind)
+    return PlannedDevice(
+        host=host.name,
+        backend=device.backend,
+        index=0,
+        threads=device.slot.threads,
+        kind=device.kind,
+    )

@@ -1,4 +1,5 @@
-"""run.yaml as a value: written by hand or made here, overridden key by key, named, and compared with what was run."""
+"""run.yaml as a value: written by hand or made here, overridden key by key, named, and compared
+with what was run."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from farspan.domain.run import RunFolder, RunRecord
 
 
 def configured(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:
-    """What to train: a folder or name of text, a run.yaml, or a config, with `keys` of run.yaml on top. A `budget` may
-    be a time alone: `configured("papers", budget="10m", size="tiny")`."""
+    """What to train: a folder or name of text, a run.yaml, or a config, with `keys` of run.yaml on
+    top. A `budget` may be a time alone: `configured("papers", budget="10m", size="tiny")`."""
     if isinstance(keys.get("budget"), str):
         keys["budget"] = {"time": keys["budget"]}
     if isinstance(data, RunConfig):
@@ -30,7 +31,9 @@ def configured(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConf
     content = msgspec.to_builtins(config)
     for key, value in keys.items():
         own = content.get(key)
-        content[key] = {**own, **value} if isinstance(own, dict) and isinstance(value, dict) else value
+        content[key] = (
+            {**own, **value} if isinstance(own, dict) and isinstance(value, dict) else value
+        )
     return convert(content, RunConfig, "the arguments")
 
 
@@ -39,10 +42,12 @@ def overridden(config: RunConfig, override: str) -> RunConfig:
     keys, separator, value = override.partition("=")
     if not separator or not keys:
         raise Refusal(
-            "usage", what=f"--set {override} is not KEY=VALUE", where="--set",
+            "usage",
+            what=f"--set {override} is not KEY=VALUE",
+            where="--set",
             fact="it needs a key, an equals sign and a value",
             remedy="write it like --set train.steps=100",
-        )  # fmt: skip
+        )
     content: dict[str, Any] = msgspec.to_builtins(config)
     if keys.startswith("data."):
         content["data"] = msgspec.to_builtins(config.data_config)
@@ -74,7 +79,8 @@ def as_yaml(config: RunConfig) -> bytes:
 
 
 def refuse_edited(run: RunFolder) -> None:
-    """Refuse a run whose run.yaml has another value than at its start, of a key that is not read again."""
+    """Refuse a run whose run.yaml has another value than at its start, of a key that is not read
+    again."""
     started, now = load(run.record, RunRecord).asked, load_yaml(run.config, RunConfig)
     if started is None:
         return
@@ -85,26 +91,39 @@ def refuse_edited(run: RunFolder) -> None:
     ]
     if changed:
         raise Refusal(
-            "plan-mismatch", what="this run's own run.yaml was changed, which does not change the run",
-            where=run.config, fact="; ".join(changed),
-            remedy=f"put it back, or start another run: {command('train', run.config, '--run', f'{run.path}-2')}",
-        )  # fmt: skip
+            "plan-mismatch",
+            what="this run's own run.yaml was changed, which does not change the run",
+            where=run.config,
+            fact="; ".join(changed),
+            remedy=(
+                "put it back, or start another run: "
+                f"{command('train', run.config, '--run', f'{run.path}-2')}"
+            ),
+        )
 
 
 def read_again(key: str, value: object) -> bool:
-    """Whether a key of a run's own run.yaml counts after its start: where the index lies, what follows a fault, and
-    which lab is entered."""
-    return key.startswith("index.") or key == "on_fault" or (key == "parallel.cluster" and is_external(str(value)))
+    """Whether a key of a run's own run.yaml counts after its start: where the index lies, what
+    follows a fault, and which lab is entered."""
+    return (
+        key.startswith("index.")
+        or key == "on_fault"
+        or (key == "parallel.cluster" and is_external(str(value)))
+    )
 
 
 def _values(config: RunConfig) -> dict[str, Any]:
     """All keys of a run.yaml, however they are written there."""
-    whole = msgspec.structs.replace(config, data=config.data_config, tokenizer=config.tokenizer_config)
+    whole = msgspec.structs.replace(
+        config, data=config.data_config, tokenizer=config.tokenizer_config
+    )
     values: dict[str, Any] = msgspec.to_builtins(whole)
     return values
 
 
-def _differences(before: dict[str, Any], after: dict[str, Any], folder: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    before: dict[str, Any], after: dict[str, Any], folder: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     for name, old in before.items():
         key, new = f"{folder}{name}", after[name]
         if isinstance(old, dict) and isinstance(new, dict):

@@ -1,4 +1,5 @@
-"""What other packages add, by entry point: commands, clusters by a prefix, algorithms of `select`, kinds of report.
+"""What other packages add, by entry point: commands, clusters by a prefix, algorithms of `select`,
+kinds of report.
 
 Entry points are read where a name is not the core's own, so that what needs none starts at once.
 """

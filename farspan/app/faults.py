@@ -1,6 +1,7 @@
 """What follows a fault of a run: whether it starts again, and which faults end it.
 
-A fault that another start cannot cure ends the run with its cause, and so does one that comes back at the same step.
+A fault that another start cannot cure ends the run with its cause, and so does one that comes back
+at the same step.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import msgspec
 from farspan.domain.problems import Problem
 from farspan.domain.units import counted, format_seconds
 
-#: What may be gone at the next start: a lost worker, host or link, or a device that its driver has to reset.
+#: What may be gone at the next start: a lost worker, host or link, or a device that its driver has
+#: to reset.
 CURABLE = ("worker-lost", "host-unreachable", "device-missing", "launcher-unusable")
-#: Of these a first start is refused at once: something that never ran is to be mended by who asked for it.
+#: Of these a first start is refused at once: something that never ran is to be mended by who asked
+#: for it.
 AT_FIRST = ("host-unreachable", "device-missing", "launcher-unusable")
 #: The same fault so often at the same step ends the run.
 SAME = 3
-#: In an hour there are so many restarts at most, and they may cost so many seconds: a choice. Beyond that machines are
-#: paid for nothing.
+#: In an hour there are so many restarts at most, and they may cost so many seconds: a choice.
+#: Beyond that machines are paid for nothing.
 HOUR_S, RESTARTS, COST_S = 3600.0, 20, 1800.0
 
 
@@ -36,7 +39,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Faults:
-    """The faults of one job so far, and what their restarts have cost. Times are seconds of one clock."""
+    """The faults of one job so far, and what their restarts have cost. Times are seconds of one
+    clock."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
@@ -49,13 +53,17 @@ class Faults:
         self._costs.append((at, seconds))
 
     def end(self, fault: Seen, *, trained: bool) -> Problem | None:
-        """Take a fault: None where the run starts again, else what it ends with. `trained` says whether workers of this
-        job have trained before."""
+        """Take a fault: None where the run starts again, else what it ends with. `trained` says
+        whether workers of this job have trained before."""
         self.seen.append(fault)
         problem = fault.problem
         if problem.code == "non-finite" and problem.step is not None:
             return self._leave_out(problem, problem.step)
-        if problem.code not in CURABLE or problem.cause == "own" or (problem.code in AT_FIRST and not trained):
+        if (
+            problem.code not in CURABLE
+            or problem.cause == "own"
+            or (problem.code in AT_FIRST and not trained)
+        ):
             return problem
         if sum(other.kind == fault.kind for other in self.seen) >= SAME:
             return _because(problem, f"the same fault came {SAME} times at step {fault.step}")
@@ -64,7 +72,9 @@ class Faults:
             return _because(problem, f"it is fault {len(recent)} within an hour")
         cost_s = sum(seconds for at, seconds in self._costs if fault.at - at < HOUR_S)
         if cost_s > COST_S:
-            return _because(problem, f"restarts of the last hour have cost {format_seconds(cost_s)}")
+            return _because(
+                problem, f"restarts of the last hour have cost {format_seconds(cost_s)}"
+            )
         return None
 
     def _leave_out(self, problem: Problem, step: int) -> Problem | None:
@@ -77,7 +87,9 @@ class Faults:
 
 
 def _because(problem: Problem, why: str) -> Problem:
-    return msgspec.structs.replace(problem, fact=f"{problem.fact}; {why}, so the run does not start again by itself")
+    return msgspec.structs.replace(
+        problem, fact=f"{problem.fact}; {why}, so the run does not start again by itself"
+    )
 
 
 def told(fault: Seen, number: int) -> str:
@@ -85,4 +97,7 @@ def told(fault: Seen, number: int) -> str:
     problem = fault.problem
     if problem.code == "non-finite":
         return f"{problem.what}; going back to the last checkpoint, and past that batch"
-    return f"step {fault.step:,} · {problem.what}: {problem.fact}; starting again ({counted(number, 'restart')} so far)"
+    return (
+        f"step {fault.step:,} · {problem.what}: {problem.fact}; starting again "
+        f"({counted(number, 'restart')} so far)"
+    )

@@ -44,12 +44,17 @@ class PricedPlan(Estimate, frozen=True, kw_only=True):
     @property
     def capacity(self) -> list[float]:
         """Bytes that a plan may fill on each rank's device."""
-        hosts, fill = {host.name: host for host in self.cluster.hosts}, find_engine(self.plan.engine).fill
+        hosts, fill = (
+            {host.name: host for host in self.cluster.hosts},
+            find_engine(self.plan.engine).fill,
+        )
         return [fill * hosts[at.host].devices[at.index].memory for at in self.plan.devices]
 
     @property
     def fits(self) -> bool:
-        return all(part.total <= most for part, most in zip(self.memory, self.capacity, strict=True))
+        return all(
+            part.total <= most for part, most in zip(self.memory, self.capacity, strict=True)
+        )
 
     @property
     def estimate(self) -> Estimate:
@@ -60,17 +65,27 @@ class PricedPlan(Estimate, frozen=True, kw_only=True):
         """One object, as `farspan plan --price --json` prints it."""
         memory = dict(zip(self.devices, (part.total for part in self.memory), strict=True))
         return {
-            "engine": self.plan.engine, "devices": self.devices, "fits": self.fits,
-            "estimate": {**self.estimate.as_json(), "minutes": self.equal_loss_s / 60, "memory_bytes": memory},
+            "engine": self.plan.engine,
+            "devices": self.devices,
+            "fits": self.fits,
+            "estimate": {
+                **self.estimate.as_json(),
+                "minutes": self.equal_loss_s / 60,
+                "memory_bytes": memory,
+            },
             "plan": self.plan,
-        }  # fmt: skip
+        }
 
 
 def price_given(
-    given: Given, cluster: str | os.PathLike[str] | Cluster | None = None, engine: str | None = None,
-    progress: Progress = silent, config: RunConfig | None = None,
-) -> PricedPlan:  # fmt: skip
-    """Price one plan on a cluster (None: run.yaml's, or this machine) as an engine would run it (None: the plan's own).
+    given: Given,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    engine: str | None = None,
+    progress: Progress = silent,
+    config: RunConfig | None = None,
+) -> PricedPlan:
+    """Price one plan on a cluster (None: run.yaml's, or this machine) as an engine would run it
+    (None: the plan's own).
 
     Raises Refusal for what cannot be, at its place in the file.
     """
@@ -92,10 +107,14 @@ def price_given(
         priced = estimate(plan, models.graph(plan.model), cluster, find_engine(plan.engine))
     except NoLink as error:
         raise Refusal(
-            "cluster-invalid", what=f"nothing says how {error.a} reaches {error.b}", where="the cluster, links",
+            "cluster-invalid",
+            what=f"nothing says how {error.a} reaches {error.b}",
+            where="the cluster, links",
             fact="the plan has both, and no link leads from one to the other",
-            remedy=f"add to links: {{between: [{error.a}, {error.b}], rtt: 20ms, bandwidth: 1Gbit/s}}",
-        ) from None  # fmt: skip
+            remedy=(
+                f"add to links: {{between: [{error.a}, {error.b}], rtt: 20ms, bandwidth: 1Gbit/s}}"
+            ),
+        ) from None
     figures = {name: getattr(priced, name) for name in Estimate.__struct_fields__}
     return PricedPlan(plan=plan, cluster=cluster, **figures)
 
@@ -129,7 +148,9 @@ def _plan(document: object, where: str, text: str, cluster: Cluster, engine: str
         plan = read_short(document, where, cluster, text)
     check_devices(plan, cluster, where, "give --cluster the one that the plan is for")
     check_precision(plan, cluster, where)
-    return plan if engine is None else msgspec.structs.replace(plan, engine=find_engine(engine).name)
+    return (
+        plan if engine is None else msgspec.structs.replace(plan, engine=find_engine(engine).name)
+    )
 
 
 def _here(plan_on: Any, config: RunConfig | None, progress: Progress) -> Cluster:

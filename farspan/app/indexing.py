@@ -32,8 +32,8 @@ QUERY_CHARS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """An index as its manifest tells it, whether it was fitted and evaluated now, and how many texts were embedded for
-    it now and before."""
+    """An index as its manifest tells it, whether it was fitted and evaluated now, and how many
+    texts were embedded for it now and before."""
 
     manifest: IndexManifest
     fitted: bool
@@ -42,16 +42,23 @@ class Indexed:
 
 
 def embed(
-    run: RunFolder, progress: Progress = silent, *, evaluate: bool = True, store: str | None = None,
-    device: Device = "auto", processes: int = 1, tune: bool = False, queries: Path | None = None,
+    run: RunFolder,
+    progress: Progress = silent,
+    *,
+    evaluate: bool = True,
+    store: str | None = None,
+    device: Device = "auto",
+    processes: int = 1,
+    tune: bool = False,
+    queries: Path | None = None,
     qrels: Path | None = None,
-) -> Indexed:  # fmt: skip
-    """Bring the run's index to the documents that its text holds today: what is new or changed is embedded, what is
-    gone removed. With `tune` vectors are fitted and judged again over the text of today, also by `queries` with their
-    `qrels` (run.yaml's unless given).
+) -> Indexed:
+    """Bring the run's index to the documents that its text holds today: what is new or changed is
+    embedded, what is gone removed. With `tune` vectors are fitted and judged again over the text of
+    today, also by `queries` with their `qrels` (run.yaml's unless given).
 
-    `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises Refusal, also
-    (device-missing) for a device that is not there.
+    `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises
+    Refusal, also (device-missing) for a device that is not there.
     """
     from farspan.launch.trust import seal_server
     from farspan.planning.quantities import fit_s
@@ -68,8 +75,10 @@ def embed(
     config = load_yaml(run.config, RunConfig)
     teacher = Path(config.index.teacher).expanduser() if config.index.teacher else None
     recipe = Recipe(
-        store=store or config.index.store, evaluate=evaluate, teacher=digest(teacher) if teacher else ""
-    )  # fmt: skip
+        store=store or config.index.store,
+        evaluate=evaluate,
+        teacher=digest(teacher) if teacher else "",
+    )
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
@@ -78,28 +87,52 @@ def embed(
     with ExitStack() as stack:
         stack.callback(progress, Ended())
         shared_out = processes > 1 and trained.model.tok.weight.device.type == "cpu"
-        manifest = build(Task(
-            path=run.index, model=trained.model, tokenizer=trained.tokenizer, documents=text.documents,
-            train=text.train, origin=origin(run, trained), recipe=recipe, say=notes(progress), work=work,
-            source=text.fingerprint, refit=tune, own=own, fit_s=fit_s(config), teacher=teacher,
-            processes=stack.enter_context(Processes(processes)) if shared_out else None,
-        ))  # fmt: skip
+        manifest = build(
+            Task(
+                path=run.index,
+                model=trained.model,
+                tokenizer=trained.tokenizer,
+                documents=text.documents,
+                train=text.train,
+                origin=origin(run, trained),
+                recipe=recipe,
+                say=notes(progress),
+                work=work,
+                source=text.fingerprint,
+                refit=tune,
+                own=own,
+                fit_s=fit_s(config),
+                teacher=teacher,
+                processes=stack.enter_context(Processes(processes)) if shared_out else None,
+            )
+        )
     if manifest.table:
         seal_server(run.index / manifest.files / "seal", manifest.recipe.store)
     if work.kept:
-        progress(Note(f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before"))
+        progress(
+            Note(
+                f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before"
+            )
+        )
     if manifest.fit_is_due:
         progress(
-            Note(f"much of the text is not what the index was fitted to; a new fit is due: {command('tune', run.path)}")
+            Note(
+                "much of the text is not what the index was fitted to; a new fit is due: "
+                f"{command('tune', run.path)}"
+            )
         )
-    fitted = before is None or (before.fit, before.evaluation) != (manifest.fit, manifest.evaluation)
+    fitted = before is None or (before.fit, before.evaluation) != (
+        manifest.fit,
+        manifest.evaluation,
+    )
     return Indexed(manifest=manifest, fitted=fitted, embedded=work.embedded, kept=work.kept)
 
 
 def _judged(
     config: IndexConfig, queries: Path | None, qrels: Path | None, documents: Sequence[Document]
 ) -> list[Query]:
-    """A person's queries: none where no file is named. Raises Refusal (usage) for one file without the other."""
+    """A person's queries: none where no file is named. Raises Refusal (usage) for one file without
+    the other."""
     from farspan.retrieval.judged import read_judged
 
     asked = queries or (Path(config.queries).expanduser() if config.queries else None)
@@ -108,10 +141,12 @@ def _judged(
         return []
     if not asked or not answers:
         raise Refusal(
-            "usage", what="queries and what answers them come together", where=asked or answers,
+            "usage",
+            what="queries and what answers them come together",
+            where=asked or answers,
             fact=f"there are no {'qrels' if asked else 'queries'}",
             remedy="farspan tune --queries queries.jsonl --qrels qrels.tsv",
-        )  # fmt: skip
+        )
     return read_judged(asked, answers, documents)
 
 
@@ -133,20 +168,29 @@ def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text
     prepared = Path(load(run.record, RunRecord).corpus)
     try:
         return read_text(
-            config.data_config, config.tokenizer_config, prepared, cache_folder() / "corpora", workers=usable_cores(),
+            config.data_config,
+            config.tokenizer_config,
+            prepared,
+            cache_folder() / "corpora",
+            workers=usable_cores(),
             say=say,
-        )  # fmt: skip
+        )
     except Refusal as refusal:
         if refusal.problem.code != "path-missing":
             raise
-        say(f"{config.data_config.source} is not there: indexing the documents that the run was trained on")
-    return Text(list(read_documents(prepared)), load(run.corpus, CorpusManifest).train.documents, "")
+        say(
+            f"{config.data_config.source} is not there: indexing the documents that the run was "
+            "trained on"
+        )
+    return Text(
+        list(read_documents(prepared)), load(run.corpus, CorpusManifest).train.documents, ""
+    )
 
 
 def write_vectors(run: RunFolder, path: Path) -> Path:
-    """Write ids, vectors, texts and fields of the run's index to a .parquet, .jsonl or .npy file, and beside it the
-    commands that load it elsewhere: the path of these. Refuses (no-index) where there is no index, and like
-    `farspan.retrieval.transfer.write_vectors`."""
+    """Write ids, vectors, texts and fields of the run's index to a .parquet, .jsonl or .npy file,
+    and beside it the commands that load it elsewhere: the path of these. Refuses (no-index) where
+    there is no index, and like `farspan.retrieval.transfer.write_vectors`."""
     from farspan.retrieval import transfer
     from farspan.retrieval.index import passages_of, read_manifest
 
@@ -156,9 +200,11 @@ def write_vectors(run: RunFolder, path: Path) -> Path:
     return path.with_name(f"{path.name}.load.md")
 
 
-def opened(run: RunFolder, *, vectors: bool = True, trained: Trained | None = None) -> closing[Index]:
-    """The run's index, ready to be searched; without `vectors` by words alone. `trained`: the run's model, where it is
-    loaded already."""
+def opened(
+    run: RunFolder, *, vectors: bool = True, trained: Trained | None = None
+) -> closing[Index]:
+    """The run's index, ready to be searched; without `vectors` by words alone. `trained`: the run's
+    model, where it is loaded already."""
     from farspan.launch.trust import require_server
     from farspan.retrieval.index import Index, read_manifest
 
@@ -175,40 +221,61 @@ def opened(run: RunFolder, *, vectors: bool = True, trained: Trained | None = No
     if manifest.table and vectors:
         store = manifest.recipe.store
         require_server(
-            run.index / manifest.files / "seal", store, f"look whether it is yours, then: {again} --store {store}"
+            run.index / manifest.files / "seal",
+            store,
+            f"look whether it is yours, then: {again} --store {store}",
         )
     return closing(Index.open(run.index, embedder, command=again, vectors=vectors))
 
 
 def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:
-    """Raises Refusal (no-index) for an index of another model or tokenizer than the run has today."""
+    """Raises Refusal (no-index) for an index of another model or tokenizer than the run has
+    today."""
     for what in ("model", "tokenizer"):
         have, want = getattr(index, what), getattr(today, what)
         if have != want:
             raise Refusal(
-                "no-index", what=f"the index is of another {what} than the run", where=run.index,
-                fact=f"index: {have}, run: {want}", remedy=command("embed", run.path),
-            )  # fmt: skip
+                "no-index",
+                what=f"the index is of another {what} than the run",
+                where=run.index,
+                fact=f"index: {have}, run: {want}",
+                remedy=command("embed", run.path),
+            )
 
 
 def search(
-    run: RunFolder, query: str, k: int = 5, system: System | None = None, where: Mapping[str, str] | None = None,
+    run: RunFolder,
+    query: str,
+    k: int = 5,
+    system: System | None = None,
+    where: Mapping[str, str] | None = None,
     progress: Progress = silent,
-) -> Answer:  # fmt: skip
-    """The `k` documents that answer a query best, by the `system` that was measured to find them best unless another is
-    named, among those with the values of `where` in its fields. A running server of the run is asked first.
+) -> Answer:
+    """The `k` documents that answer a query best, by the `system` that was measured to find them
+    best unless another is named, among those with the values of `where` in its fields. A running
+    server of the run is asked first.
 
-    Raises Refusal (usage) for an empty or endless query and an unknown field, and (no-index) where there is no index.
+    Raises Refusal (usage) for an empty or endless query and an unknown field, and (no-index) where
+    there is no index.
     """
     refuse_query(query)
     from farspan.retrieval.serve import client
 
     if (manifest := _there(run)) is not None and is_stale(run, manifest):
-        progress(Note(f"the text has changed since it was indexed; to follow it: {command('embed', run.path)}"))
-    return client.ask(run.path, query, k, system, where or {}) or _search_here(run, query, k, system, where)
+        progress(
+            Note(
+                "the text has changed since it was indexed; to follow it: "
+                f"{command('embed', run.path)}"
+            )
+        )
+    return client.ask(run.path, query, k, system, where or {}) or _search_here(
+        run, query, k, system, where
+    )
 
 
-def _search_here(run: RunFolder, query: str, k: int, system: System | None, where: Mapping[str, str] | None) -> Answer:
+def _search_here(
+    run: RunFolder, query: str, k: int, system: System | None, where: Mapping[str, str] | None
+) -> Answer:
     from farspan.retrieval.search import search as search_index
 
     while True:
@@ -222,7 +289,8 @@ def _search_here(run: RunFolder, query: str, k: int, system: System | None, wher
 
 
 def is_stale(run: RunFolder, manifest: IndexManifest) -> bool:
-    """Whether the files of the run's text are others than were indexed. What is no folder is not asked."""
+    """Whether the files of the run's text are others than were indexed. What is no folder is not
+    asked."""
     from farspan.corpus.sources import folder
 
     source = load_yaml(run.config, RunConfig).data_config.source
@@ -237,15 +305,20 @@ def refuse_query(query: str) -> None:
     """Raises Refusal (usage) for a query that is empty, or longer than a passage could answer."""
     if not query.strip():
         raise Refusal(
-            "usage", what="there is nothing to search for", where="farspan search", fact="the query is empty",
+            "usage",
+            what="there is nothing to search for",
+            where="farspan search",
+            fact="the query is empty",
             remedy='farspan search "read a file line by line"',
-        )  # fmt: skip
+        )
     if len(query) > QUERY_CHARS:
         raise Refusal(
-            "usage", what="the query is too long", where="farspan search",
+            "usage",
+            what="the query is too long",
+            where="farspan search",
             fact=f"it has {len(query):,} characters; at most {QUERY_CHARS:,} are searched for",
             remedy="search for the sentence that matters",
-        )  # fmt: skip
+        )
 
 
 def origin(run: RunFolder, trained: Trained) -> Origin:
@@ -254,4 +327,6 @@ def origin(run: RunFolder, trained: Trained) -> Origin:
 
     from farspan.retrieval.index import Origin
 
-    return Origin(model=trained.weights, tokenizer=hashlib.sha256(run.tokenizer.read_bytes()).hexdigest()[:16])
+    return Origin(
+        model=trained.weights, tokenizer=hashlib.sha256(run.tokenizer.read_bytes()).hexdigest()[:16]
+    )

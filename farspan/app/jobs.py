@@ -1,4 +1,5 @@
-"""The job of a run: the process that trains it, how far it is, what it has said, and how it is asked to end."""
+"""The job of a run: the process that trains it, how far it is, what it has said, and how it is
+asked to end."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     pid: int
     host: str
     started: float
-    #: When its process began, by a clock that nobody sets: another process may get the same pid later.
+    #: When its process began, by a clock that nobody sets: another process may get the same pid
+    #: later.
     began: float | None
 
     @property
@@ -50,12 +52,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def lives(self) -> bool:
-        """Whether its process is there. Of another host's only the record can tell, which goes when the job ends."""
+        """Whether its process is there. Of another host's only the record can tell, which goes when
+        the job ends."""
         return not self.here or (self.began is not None and self.began == process_began(self.pid))
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run stands. What is not known is None; times are in seconds, `saved_s` and `heard_s` before now."""
+    """How a run stands. What is not known is None; times are in seconds, `saved_s` and `heard_s`
+    before now."""
 
     run: str
     state: State
@@ -82,7 +86,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def registered(run: RunFolder) -> Iterator[None]:
-    """While this process trains a run, its folder names it; afterwards what the job was refused, if it was.
+    """While this process trains a run, its folder names it; afterwards what the job was refused, if
+    it was.
 
     A run that is being trained already stays another's: who launches it is refused.
     """
@@ -162,17 +167,22 @@ def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
     paced = bool(recent) and (state != "running" or job is None or so_far.at >= job.started)
     ended = so_far.finished
     return Status(
-        run=str(run.path), state=state, reason=ended.reason if ended else None,
+        run=str(run.path),
+        state=state,
+        reason=ended.reason if ended else None,
         job=job if state in ("running", "lost") else None,
         problem=(problem or (ended.problem if ended else None)) if state == "failed" else None,
         saving=state == "lost" and is_locked(run.lock),
-        step=so_far.step, steps=so_far.steps, loss=recent[-1].loss if recent else None,
+        step=so_far.step,
+        steps=so_far.steps,
+        loss=recent[-1].loss if recent else None,
         val_loss=so_far.validated.loss if so_far.validated else None,
         tokens_per_s=so_far.tokens_per_s if paced else None,
-        saved_step=saved.step if saved else None, saved_s=max(0.0, now - saved.at) if saved else None,
+        saved_step=saved.step if saved else None,
+        saved_s=max(0.0, now - saved.at) if saved else None,
         heard_s=max(0.0, now - so_far.at) if so_far.at else None,
         left_s=so_far.left_s() if paced and state == "running" else None,
-    )  # fmt: skip
+    )
 
 
 def _state(job: Job | None, so_far: SoFar, problem: Problem | None, *, locked: bool) -> State:
@@ -186,19 +196,24 @@ def _state(job: Job | None, so_far: SoFar, problem: Problem | None, *, locked: b
     return "finished" if reason in COMPLETE else "failed" if reason == "failed" else "stopped"
 
 
-def stop(run: RunFolder, say: Callable[[str], None], *, now: bool = False, timeout_s: float = STOP_S) -> Status:
-    """Ask the run's job to save and end, or with `now` to end at once, and wait until it has: how it stands then.
+def stop(
+    run: RunFolder, say: Callable[[str], None], *, now: bool = False, timeout_s: float = STOP_S
+) -> Status:
+    """Ask the run's job to save and end, or with `now` to end at once, and wait until it has: how
+    it stands then.
 
-    Workers that a killed job has left are waited for. Raises Refusal where nothing runs here (not-running), and where
-    the job is still there after `timeout_s` (run-busy).
+    Workers that a killed job has left are waited for. Raises Refusal where nothing runs here
+    (not-running), and where the job is still there after `timeout_s` (run-busy).
     """
     if not goes_on(run):
         state = status(run).state
         raise Refusal(
-            "not-running", what="nothing runs that could be stopped", where=run.path,
+            "not-running",
+            what="nothing runs that could be stopped",
+            where=run.path,
             fact="no worker has started yet" if state == "new" else f"its job has ended ({state})",
             remedy=command("status", run.path),
-        )  # fmt: skip
+        )
     began, second = time.monotonic(), now
     _ask(run)
     say("ending its workers at once" if now else "saving")
@@ -206,10 +221,12 @@ def stop(run: RunFolder, say: Callable[[str], None], *, now: bool = False, timeo
         waited = time.monotonic() - began
         if waited > timeout_s:
             raise Refusal(
-                "run-busy", what="the job has not ended yet", where=run.path,
+                "run-busy",
+                what="the job has not ended yet",
+                where=run.path,
                 fact=f"it was asked {format_seconds(waited)} ago and is still there",
                 remedy=command("status" if now else "stop", run.path, *(() if now else ("--now",))),
-            )  # fmt: skip
+            )
         if second and waited > AGAIN_S:
             _ask(run)
             second = False
@@ -222,22 +239,28 @@ def _ask(run: RunFolder) -> None:
     job = job_of(run)
     if job is not None and not job.here:
         raise Refusal(
-            "not-running", what="the run's job is not on this host", where=run.path,
+            "not-running",
+            what="the run's job is not on this host",
+            where=run.path,
             fact=f"it runs on {job.host} as process {job.pid}",
             remedy=f"ssh {job.host} {command('stop', run.path.absolute())}",
-        )  # fmt: skip
+        )
     if job is not None:
         with suppress(ProcessLookupError):  # It has ended just now.
             os.kill(job.pid, signal.SIGTERM)
 
 
 def events(run: RunFolder, *, follow: bool = False) -> Iterator[Event]:
-    """The events of a run, oldest first; with `follow` also those to come, until its job has ended."""
+    """The events of a run, oldest first; with `follow` also those to come, until its job has
+    ended."""
     yield from decoded(lines(run.events, lambda: follow and goes_on(run)), run.events)
 
 
-def lines(path: Path, more: Callable[[], bool] = lambda: False, position: int = 0) -> Iterator[bytes]:
-    """The whole lines of a file after `position`, and those that are added as long as `more` says that some may be."""
+def lines(
+    path: Path, more: Callable[[], bool] = lambda: False, position: int = 0
+) -> Iterator[bytes]:
+    """The whole lines of a file after `position`, and those that are added as long as `more` says
+    that some may be."""
     last = False
     while not last:
         # Asked first: what was added before it said no is read.

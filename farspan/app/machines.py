@@ -1,4 +1,5 @@
-"""What there is and what it can do: this machine, the hosts and links of a cluster, and all of it measured."""
+"""What there is and what it can do: this machine, the hosts and links of a cluster, and all of it
+measured."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ STREAMS = (1, 8)
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """This machine as it was found: versions (None is not installed), devices, and what is wrong."""
+    """This machine as it was found: versions (None is not installed), devices, and what is
+    wrong."""
 
     versions: dict[str, str | None]
     devices: tuple[Device, ...]
@@ -41,10 +43,15 @@ def diagnose(device: str = "auto") -> Diagnosis:
     """What is here, what is missing, and the one command that mends each finding."""
     cluster, left_out, wrong = _describe(device)
     return Diagnosis(
-        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        devices=cluster.devices if cluster else (), disk_free_bytes=shutil.disk_usage(".").free, notes=left_out,
+        versions={
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
+        devices=cluster.devices if cluster else (),
+        disk_free_bytes=shutil.disk_usage(".").free,
+        notes=left_out,
         findings=(*wrong, *_disk_findings()),
-    )  # fmt: skip
+    )
 
 
 def examine(cluster: Cluster) -> tuple[Examination, tuple[Problem, ...]]:
@@ -57,10 +64,15 @@ def examine(cluster: Cluster) -> tuple[Examination, tuple[Problem, ...]]:
 
 
 def probe(
-    cluster: str, out: Path, progress: Progress = silent, *, model: str = "gpt2", seq_len: int | None = None
+    cluster: str,
+    out: Path,
+    progress: Progress = silent,
+    *,
+    model: str = "gpt2",
+    seq_len: int | None = None,
 ) -> Cluster:
-    """Measure a cluster's devices, links and collectives with a model, and write a cluster file of them. A device that
-    fails is refused when the rest is written."""
+    """Measure a cluster's devices, links and collectives with a model, and write a cluster file of
+    them. A device that fails is refused when the rest is written."""
     from farspan.domain.clusterfile import save_cluster
     from farspan.launch.measure import measure
     from farspan.planning.question import model_of
@@ -70,18 +82,28 @@ def probe(
     length = spec.context if seq_len is None else seq_len
     if not 1 <= length <= spec.context:
         raise Refusal(
-            "out-of-range", what=f"{model} takes no sequence of {length} tokens", where="--seq-len",
-            fact=f"its context is {spec.context}", remedy=f"--seq-len {spec.context}",
-        )  # fmt: skip
+            "out-of-range",
+            what=f"{model} takes no sequence of {length} tokens",
+            where="--seq-len",
+            fact=f"its context is {spec.context}",
+            remedy=f"--seq-len {spec.context}",
+        )
     refuse_file(out, f"farspan probe --cluster {cluster} -o {out.with_stem(out.stem + '-2')}")
     measured, failed, left_out = measure(described, spec, notes(progress), seq_len=length)
     arguments = f"--cluster {cluster} --model {model} --seq-len {length}"
-    lost = [f"device {index} of {host} has failed: {problem.fact}" for (host, index), problem in failed.items()]
-    save_cluster(measured, out, "\n# ".join((f"Measured by farspan probe {arguments}.", *left_out, *lost)))
+    lost = [
+        f"device {index} of {host} has failed: {problem.fact}"
+        for (host, index), problem in failed.items()
+    ]
+    save_cluster(
+        measured, out, "\n# ".join((f"Measured by farspan probe {arguments}.", *left_out, *lost))
+    )
     progress(measured)
     for problem in failed.values():
         others = f"; {len(failed) - 1} more have failed" if len(failed) > 1 else ""
-        raise Refusal.of(msgspec.structs.replace(problem, fact=f"{problem.fact}{others}; the rest is in {out}"))
+        raise Refusal.of(
+            msgspec.structs.replace(problem, fact=f"{problem.fact}{others}; the rest is in {out}")
+        )
     return measured
 
 
@@ -118,9 +140,13 @@ def _disk_findings() -> list[Problem]:
     for what, path in (("runs", Path()), ("prepared corpora", corpora)):
         free = shutil.disk_usage(path).free
         if free < LITTLE_DISK:
-            problems.append(Problem(
-                code="disk-full", what=f"there is little disk space for {what}", where=str(path.absolute()),
-                fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
-                remedy=f"du -xh {path.absolute()} | sort -h | tail",
-            ))  # fmt: skip
+            problems.append(
+                Problem(
+                    code="disk-full",
+                    what=f"there is little disk space for {what}",
+                    where=str(path.absolute()),
+                    fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
+                    remedy=f"du -xh {path.absolute()} | sort -h | tail",
+                )
+            )
     return problems

@@ -14,7 +14,14 @@ from farspan.app.resolving import Resolved, prepare
 from farspan.app.updates import Chosen, Note, Progress, Ranked, silent
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.codec import content_hash, convert, parse_json, read_bytes, save, write_atomically
+from farspan.domain.codec import (
+    content_hash,
+    convert,
+    parse_json,
+    read_bytes,
+    save,
+    write_atomically,
+)
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.forecast import Forecast
@@ -42,16 +49,26 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_plan(
-    resolved: Resolved, parallel: ParallelConfig, progress: Progress = silent, *, table: bool = False,
+    resolved: Resolved,
+    parallel: ParallelConfig,
+    progress: Progress = silent,
+    *,
+    table: bool = False,
     trials: bool = True,
-) -> Planned:  # fmt: skip
-    """The best plan of the techniques that run.yaml allows, on all devices or on some; of one that it names, on all.
+) -> Planned:
+    """The best plan of the techniques that run.yaml allows, on all devices or on some; of one that
+    it names, on all.
 
-    With `table` tells how they compare; without `trials` goes by what is predicted. Raises Refusal where none fits.
+    With `table` tells how they compare; without `trials` goes by what is predicted. Raises Refusal
+    where none fits.
     """
     named, several = parallel.technique != "auto", trials and len(resolved.cluster.devices) > 1
     question = choosing.question_of(resolved, parallel)
-    selection = choosing.choose(resolved, parallel, progress, paying=True) if several and not named else None
+    selection = (
+        choosing.choose(resolved, parallel, progress, paying=True)
+        if several and not named
+        else None
+    )
     ranking = question.rank(resolved.cluster) if selection is None else selection.ranking
     if table:
         progress(Ranked(ranking))
@@ -68,8 +85,8 @@ def best_plan(
 
 
 def with_forecast(planned: Planned) -> Planned:
-    """With the loss that its run from random weights is expected to reach, where the fit knows its kind: text is
-    counted, a few seconds."""
+    """With the loss that its run from random weights is expected to reach, where the fit knows its
+    kind: text is counted, a few seconds."""
     train = planned.plan.train
     if train.optimizer.muon is msgspec.UNSET or train.schedule.kind == "constant":
         return planned
@@ -81,9 +98,13 @@ def with_forecast(planned: Planned) -> Planned:
     corpus, folder = resolved.corpus, resolved.corpus_folder
     text, val = TokenFile.open(folder, "train", corpus), TokenFile.open(folder, "val", corpus)
     expected = forecast(
-        counted(text.tokens, val.tokens, corpus.vocab_size, tokens), parameters=parameters(resolved.model),
-        unique_tokens=corpus.train.tokens, tokens=tokens, steps=estimate.steps_done, bigram_nats=corpus.bigram_nats,
-    )  # fmt: skip
+        counted(text.tokens, val.tokens, corpus.vocab_size, tokens),
+        parameters=parameters(resolved.model),
+        unique_tokens=corpus.train.tokens,
+        tokens=tokens,
+        steps=estimate.steps_done,
+        bigram_nats=corpus.bigram_nats,
+    )
     return msgspec.structs.replace(planned, forecast=expected)
 
 
@@ -93,8 +114,8 @@ def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:
 
 
 def write_planned(run: RunFolder, planned: Planned, config: RunConfig, record: RunRecord) -> None:
-    """Write what a run's folder says of its plan, where it runs, and how it was asked for. plan.json comes last: it
-    makes the folder a run."""
+    """Write what a run's folder says of its plan, where it runs, and how it was asked for.
+    plan.json comes last: it makes the folder a run."""
     from farspan.launch.trust import seal
 
     cluster = planned.resolved.cluster
@@ -117,19 +138,29 @@ def whole_plan(document: object, where: Path) -> Plan:
     version = document.get("version") if isinstance(document, dict) else None
     if not isinstance(document, dict) or "replicas" not in document:
         raise Refusal(
-            "file-unreadable", what="this file holds no plan", where=where, fact="it has no key 'replicas'",
+            "file-unreadable",
+            what="this file holds no plan",
+            where=where,
+            fact="it has no key 'replicas'",
             remedy=again,
-        )  # fmt: skip
+        )
     if version != VERSION:
         raise Refusal(
-            "version-mismatch", what="the plan was written by another version of farspan", where=where,
-            fact=f"it is of version {version}, this farspan reads version {VERSION}", remedy=again,
-        )  # fmt: skip
+            "version-mismatch",
+            what="the plan was written by another version of farspan",
+            where=where,
+            fact=f"it is of version {version}, this farspan reads version {VERSION}",
+            remedy=again,
+        )
     plan = convert(document, Plan, str(where))
     if wrong := unsound(plan):
         raise Refusal(
-            "plan-mismatch", what="the plan does not hold together", where=where, fact=wrong, remedy=again,
-        )  # fmt: skip
+            "plan-mismatch",
+            what="the plan does not hold together",
+            where=where,
+            fact=wrong,
+            remedy=again,
+        )
     return plan
 
 
@@ -139,28 +170,41 @@ def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None
     if plan.inputs.cluster != actual:
         devices = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         raise Refusal(
-            "plan-mismatch", what="the plan is for another cluster", where=path,
-            fact=f"it is for cluster {plan.inputs.cluster} (hosts {devices}), this is cluster {actual}", remedy=remedy,
-        )  # fmt: skip
+            "plan-mismatch",
+            what="the plan is for another cluster",
+            where=path,
+            fact=(
+                f"it is for cluster {plan.inputs.cluster} (hosts {devices}), this is cluster "
+                f"{actual}"
+            ),
+            remedy=remedy,
+        )
     check_devices(plan, cluster, path, remedy)
 
 
 def check_devices(plan: Plan, cluster: Cluster, path: object, remedy: str) -> None:
     """Refuse a plan that names devices which the cluster lacks."""
     existing = {(host.name, index) for host in cluster.hosts for index in range(len(host.devices))}
-    lacking = [f"{at.host}, device {at.index}" for at in plan.devices if (at.host, at.index) not in existing]
+    lacking = [
+        f"{at.host}, device {at.index}"
+        for at in plan.devices
+        if (at.host, at.index) not in existing
+    ]
     if lacking:
         raise Refusal(
-            "plan-mismatch", what="the plan names devices that do not exist", where=path,
-            fact="; ".join(lacking), remedy=remedy,
-        )  # fmt: skip
+            "plan-mismatch",
+            what="the plan names devices that do not exist",
+            where=path,
+            fact="; ".join(lacking),
+            remedy=remedy,
+        )
 
 
 def planned_before(
     source: Path | Selection, config: RunConfig, config_path: Path, progress: Progress = silent
 ) -> Planned:
-    """The plan of a file or a selection with what run.yaml says of text and cluster; refuses where the two do not fit
-    together."""
+    """The plan of a file or a selection with what run.yaml says of text and cluster; refuses where
+    the two do not fit together."""
     from farspan import models
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
@@ -170,28 +214,47 @@ def planned_before(
     plan = read_plan(source) if isinstance(source, Path) else _selected(source)
     if not plan.inputs.corpus:
         raise Refusal(
-            "plan-mismatch", what="the plan was made from flags, without text", where=path,
-            fact="it has no hash of a corpus, so nothing says what to train on", remedy=again,
-        )  # fmt: skip
+            "plan-mismatch",
+            what="the plan was made from flags, without text",
+            where=path,
+            fact="it has no hash of a corpus, so nothing says what to train on",
+            remedy=again,
+        )
     cluster, left_out = _cluster(config)
     check_cluster(plan, cluster, path, again)
     folder, manifest = prepare(config, progress)
     if plan.inputs.corpus != manifest.hash:
         raise Refusal(
-            "plan-mismatch", what="the plan is for another text", where=path,
-            fact=f"it is for corpus {plan.inputs.corpus}, {config_path} gives {manifest.hash}", remedy=again,
-        )  # fmt: skip
+            "plan-mismatch",
+            what="the plan is for another text",
+            where=path,
+            fact=f"it is for corpus {plan.inputs.corpus}, {config_path} gives {manifest.hash}",
+            remedy=again,
+        )
     model = _named_model(config, manifest, cluster)
     if model is not None and model != plan.model:
         raise Refusal(
-            "plan-mismatch", what="the plan is for another model", where=path,
-            fact=f"it is for model {content_hash(plan.model)}, {config_path} names {content_hash(model)}", remedy=again,
-        )  # fmt: skip
-    progress(Note(f"as {path} says: model and training are the plan's, text and cluster {config_path}'s"))
+            "plan-mismatch",
+            what="the plan is for another model",
+            where=path,
+            fact=(
+                f"it is for model {content_hash(plan.model)}, {config_path} names "
+                f"{content_hash(model)}"
+            ),
+            remedy=again,
+        )
+    progress(
+        Note(f"as {path} says: model and training are the plan's, text and cluster {config_path}'s")
+    )
     resolved = Resolved(
-        model=plan.model, train=plan.train, cluster=cluster, corpus=manifest, corpus_folder=folder, warnings=left_out,
+        model=plan.model,
+        train=plan.train,
+        cluster=cluster,
+        corpus=manifest,
+        corpus_folder=folder,
+        warnings=left_out,
         origin={},
-    )  # fmt: skip
+    )
     priced = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
     return Planned(plan=plan, estimate=priced, resolved=resolved)
 
@@ -200,14 +263,18 @@ def _selected(selection: Selection) -> Plan:
     ranking = selection.ranking
     if ranking.chosen is None:
         raise Refusal(
-            "cannot-plan", what="the selection chose no plan", where="plan", fact="no plan that was priced can run",
+            "cannot-plan",
+            what="the selection chose no plan",
+            where="plan",
+            fact="no plan that was priced can run",
             remedy="look at its ranking: print(selection.ranking.listed)",
-        )  # fmt: skip
+        )
     return lasting(ranking.candidates[ranking.chosen].plan, ranking.cluster)
 
 
 def _cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:
-    """The run's cluster: the one that it names, or this machine with a note on each GPU that is left out."""
+    """The run's cluster: the one that it names, or this machine with a note on each GPU that is
+    left out."""
     from farspan.launch.probe import Probe
 
     require_torch()

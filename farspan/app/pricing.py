@@ -1,4 +1,5 @@
-"""Questions that need no run: what each technique would take, what fits, what to rent, a plan for another system."""
+"""Questions that need no run: what each technique would take, what fits, what to rent, a plan for
+another system."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ LOOSEST = 10.0
 
 
 class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A question in flags: a model and its training on a cluster, by name, and the techniques that are compared (none:
-    all)."""
+    """A question in flags: a model and its training on a cluster, by name, and the techniques that
+    are compared (none: all)."""
 
     question: Question
     cluster: str | None = None
@@ -56,20 +57,27 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
 
         if not 0 <= self.tolerance <= LOOSEST:
             raise Refusal(
-                "out-of-range", what=f"the tolerance {self.tolerance:g} is out of range", where="--tolerance",
-                fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}", remedy="--tolerance 0.1",
-            )  # fmt: skip
+                "out-of-range",
+                what=f"the tolerance {self.tolerance:g} is out of range",
+                where="--tolerance",
+                fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}",
+                remedy="--tolerance 0.1",
+            )
         known = techniques.names()
         for name in self.allow:
             if name not in known:
                 match = nearest(name, known)
                 raise Refusal(
-                    "out-of-range", what=f"there is no technique {name!r}", where="--technique",
-                    fact=f"known: {', '.join(known)}", remedy=f"--technique {match or known[0]}",
-                )  # fmt: skip
+                    "out-of-range",
+                    what=f"there is no technique {name!r}",
+                    where="--technique",
+                    fact=f"known: {', '.join(known)}",
+                    remedy=f"--technique {match or known[0]}",
+                )
 
 
-# -- every technique priced --------------------------------------------------------------------------------------------
+# -- every technique priced
+#   --------------------------------------------------------------------------------------------
 
 
 def price_model(query: PlanQuery) -> Ranking:
@@ -77,15 +85,22 @@ def price_model(query: PlanQuery) -> Ranking:
     query.check()
     if query.cluster is None:
         raise Refusal(
-            "usage", what="--model needs --cluster", where="farspan plan",
+            "usage",
+            what="--model needs --cluster",
+            where="farspan plan",
             fact="without it there is nothing to plan for",
             remedy=f"farspan plan --model {query.question.model} --cluster fabric/gat-amst",
-        )  # fmt: skip
+        )
     model, cluster = model_of(query.question.model), clusters.find(query.cluster)
     return rank(
-        model, cluster, query.train(model, cluster), engine("farspan"), objective=query.objective or "time",
-        allow=query.allow, tolerance=query.tolerance,
-    )  # fmt: skip
+        model,
+        cluster,
+        query.train(model, cluster),
+        engine("farspan"),
+        objective=query.objective or "time",
+        allow=query.allow,
+        tolerance=query.tolerance,
+    )
 
 
 def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuery) -> Ranking:
@@ -93,28 +108,53 @@ def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuer
     from farspan.app.resolving import allowed
 
     return rank(
-        resolved.model, resolved.cluster, resolved.train, engine("farspan"),
-        objective=query.objective or parallel.objective, allow=query.allow or allowed(parallel),
-        tolerance=query.tolerance, corpus=resolved.corpus.hash,
-    )  # fmt: skip
+        resolved.model,
+        resolved.cluster,
+        resolved.train,
+        engine("farspan"),
+        objective=query.objective or parallel.objective,
+        allow=query.allow or allowed(parallel),
+        tolerance=query.tolerance,
+        corpus=resolved.corpus.hash,
+    )
 
 
 def as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
     """A candidate, or a technique without a plan, as `--json` has it."""
-    names = [f"{host.name}/{device.backend}:{i}" for host in cluster.hosts for i, device in enumerate(host.devices)]
+    names = [
+        f"{host.name}/{device.backend}:{i}"
+        for host in cluster.hosts
+        for i, device in enumerate(host.devices)
+    ]
     devices = [names[place] for place in candidate.places]
     about = {"technique": candidate.technique, "where": candidate.where, "devices": devices}
     if isinstance(candidate, Refused):
-        return {**about, "fits": False, "problem": candidate.problem, "unchosen": None, "estimate": None, "plan": None}
+        return {
+            **about,
+            "fits": False,
+            "problem": candidate.problem,
+            "unchosen": None,
+            "estimate": None,
+            "plan": None,
+        }
     memory = dict(zip(devices, (part.total for part in candidate.estimate.memory), strict=True))
-    estimate = {**candidate.estimate.as_json(), "minutes": candidate.time_s / 60, "memory_bytes": memory}
+    estimate = {
+        **candidate.estimate.as_json(),
+        "minutes": candidate.time_s / 60,
+        "memory_bytes": memory,
+    }
     return {
-        **about, "fits": True, "problem": None, "unchosen": candidate.unchosen, "estimate": estimate,
+        **about,
+        "fits": True,
+        "problem": None,
+        "unchosen": candidate.unchosen,
+        "estimate": estimate,
         "plan": lasting(candidate.plan, cluster),
-    }  # fmt: skip
+    }
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------
+# -- what fits
+#   ------------------------------------------------------------------------------------------------
 
 
 def _ground(query: PlanQuery) -> Ground:
@@ -125,8 +165,8 @@ def _ground(query: PlanQuery) -> Ground:
 
 
 def fit(what: Fitting, query: PlanQuery) -> Fit:
-    """The largest model (of the family that is asked for), the most sequences at once, or the least memory a device.
-    Raises Refusal where nothing fits."""
+    """The largest model (of the family that is asked for), the most sequences at once, or the least
+    memory a device. Raises Refusal where nothing fits."""
     from farspan.planning import fit as fitting
     from farspan.planning.choose_model import DEFAULT_FAMILY
     from farspan.planning.question import CONTEXT, VOCABULARY
@@ -136,7 +176,9 @@ def fit(what: Fitting, query: PlanQuery) -> Fit:
     model = model_of(name) if name else None
     if what == "model":
         shape = (
-            (DEFAULT_FAMILY, VOCABULARY, CONTEXT) if model is None else (model.family, model.vocab_size, model.context)
+            (DEFAULT_FAMILY, VOCABULARY, CONTEXT)
+            if model is None
+            else (model.family, model.vocab_size, model.context)
         )
         answer = fitting.largest_model(ground, *shape)
     else:
@@ -149,7 +191,9 @@ def fit(what: Fitting, query: PlanQuery) -> Fit:
 
 def demand_a_fit(query: PlanQuery, ranking: Ranking) -> None:
     """Refuses where no technique has a plan on any part because memory is short."""
-    if not ranking.candidates and any(refused.problem.code == "out-of-memory" for refused in ranking.refused):
+    if not ranking.candidates and any(
+        refused.problem.code == "out-of-memory" for refused in ranking.refused
+    ):
         raise _nothing_fits(query, _ground(query), ranking.model)
 
 
@@ -165,20 +209,31 @@ def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> 
     miss = None if model is None else misfit(ground, model)
     if model is None or miss is None:
         return Refusal(
-            "cannot-plan", what="no technique has a plan for these devices", where=f"--cluster {query.cluster}",
-            fact="memory is not what is lacking", remedy="farspan plan, with the same arguments: it says why for each",
-        )  # fmt: skip
+            "cannot-plan",
+            what="no technique has a plan for these devices",
+            where=f"--cluster {query.cluster}",
+            fact="memory is not what is lacking",
+            remedy="farspan plan, with the same arguments: it says why for each",
+        )
     count = format_count(parameters(model))
     return Refusal(
         "out-of-memory",
-        what=f"{model.family} of {count} parameters fits nowhere here; least is lacking by {miss.technique}",
-        where=miss.lacks.name, fact=f"{_short_of(miss)}. {_nearest(miss)}", remedy=_remedy(query, miss),
-    )  # fmt: skip
+        what=(
+            f"{model.family} of {count} parameters fits nowhere here; least is lacking by "
+            f"{miss.technique}"
+        ),
+        where=miss.lacks.name,
+        fact=f"{_short_of(miss)}. {_nearest(miss)}",
+        remedy=_remedy(query, miss),
+    )
 
 
 def _short_of(miss: Misfit) -> str:
     room = miss.lacks
-    text = f"needs {format_bytes(room.used)}, may use {format_bytes(room.usable)}: short of {format_bytes(-room.spare)}"
+    text = (
+        f"needs {format_bytes(room.used)}, may use {format_bytes(room.usable)}: short of "
+        f"{format_bytes(-room.spare)}"
+    )
     return f"{text}; {miss.host}" if miss.host is not None and miss.host != room else text
 
 
@@ -186,19 +241,28 @@ def _nearest(miss: Misfit) -> str:
     fits = []
     if miss.smaller is not None:
         model = miss.smaller.plan.model
-        size = f"{format_count(miss.smaller.amount)} parameters ({model.layers} layers x {model.d_model})"
+        size = (
+            f"{format_count(miss.smaller.amount)} parameters ({model.layers} layers x "
+            f"{model.d_model})"
+        )
         fits.append(f"{size} by {miss.smaller.technique} on {miss.smaller.where}")
     if miss.seq_len is not None:
         fits.append(f"sequences of {miss.seq_len} tokens")
     if miss.devices is not None:
         fits.append(f"{miss.devices} devices (every host {miss.times} times)")
-    return f"What fits: {'; or '.join(fits)}" if fits else "Nothing near it fits: rent more, farspan plan --rent"
+    return (
+        f"What fits: {'; or '.join(fits)}"
+        if fits
+        else "Nothing near it fits: rent more, farspan plan --rent"
+    )
 
 
 def _remedy(query: PlanQuery, miss: Misfit) -> str:
     model = query.question.model
     if miss.seq_len is not None:
-        return command("plan", "--model", model, "--cluster", query.cluster, "--seq-len", miss.seq_len)
+        return command(
+            "plan", "--model", model, "--cluster", query.cluster, "--seq-len", miss.seq_len
+        )
     if miss.smaller is not None and reproduced(miss.smaller):
         return command("plan", "--model", miss.smaller.typed, "--cluster", query.cluster)
     if miss.smaller is not None:
@@ -206,15 +270,20 @@ def _remedy(query: PlanQuery, miss: Misfit) -> str:
     return command("plan", "--rent", "--model", model)
 
 
-# -- what to rent ------------------------------------------------------------------------------------------------------
+# -- what to rent
+#   ------------------------------------------------------------------------------------------------
 
 
 def rent(
-    query: PlanQuery, *, hours: float | None = None, usd: float | None = None, kinds: Sequence[str] = (),
+    query: PlanQuery,
+    *,
+    hours: float | None = None,
+    usd: float | None = None,
+    kinds: Sequence[str] = (),
     network: str = "10Gbit/s",
-) -> Rent:  # fmt: skip
-    """The catalogue's devices (of these `kinds`, or all) and counts by time and dollars, for a run that may take so
-    many hours and dollars."""
+) -> Rent:
+    """The catalogue's devices (of these `kinds`, or all) and counts by time and dollars, for a run
+    that may take so many hours and dollars."""
     from farspan.planning.quantities import positive
     from farspan.planning.rent import Budget
     from farspan.planning.rent import rent as rank_offers
@@ -222,16 +291,24 @@ def rent(
     query.check()
     model = model_of(query.question.model)
     budget = Budget(
-        *(scale * positive(float, value, f"--{name}", "24") if value is not None else float("inf")
-          for name, value, scale in (("hours", hours, 3600.0), ("usd", usd, 1.0)))
-    )  # fmt: skip
+        *(
+            scale * positive(float, value, f"--{name}", "24") if value is not None else float("inf")
+            for name, value, scale in (("hours", hours, 3600.0), ("usd", usd, 1.0))
+        )
+    )
     return rank_offers(
-        model, query.train, engine("farspan"), budget=budget, allow=query.allow, kinds=kinds,
+        model,
+        query.train,
+        engine("farspan"),
+        budget=budget,
+        allow=query.allow,
+        kinds=kinds,
         bandwidth=positive(parse_rate, network, "--network", "100Gbit/s"),
-    )  # fmt: skip
+    )
 
 
-# -- other systems -----------------------------------------------------------------------------------------------------
+# -- other systems
+#   ------------------------------------------------------------------------------------------------
 
 
 def export(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Exported]:
@@ -246,8 +323,8 @@ def export(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Expor
 
 
 def exportable(ranking: Ranking, system: str) -> Plan | None:
-    """The chosen plan where another system can run it, None where nothing is chosen; a Refusal names the best candidate
-    that it can run."""
+    """The chosen plan where another system can run it, None where nothing is chosen; a Refusal
+    names the best candidate that it can run."""
     from farspan.planning.export import evened
     from farspan.planning.export import system as find_system
 
@@ -259,12 +336,21 @@ def exportable(ranking: Ranking, system: str) -> Plan | None:
     if not reasons:
         return plan
     eligible = (candidate for candidate in ranking.candidates if candidate.eligible)
-    able = next((candidate for candidate in eligible if not known.reasons(evened(candidate.plan))), None)
+    able = next(
+        (candidate for candidate in eligible if not known.reasons(evened(candidate.plan))), None
+    )
     fact = "it can run none of the other plans either"
     if able is not None:
-        fact = f"the best plan it can run: {able.technique} on {able.where}, {format_seconds(able.time_s)}"
+        fact = (
+            f"the best plan it can run: {able.technique} on {able.where}, "
+            f"{format_seconds(able.time_s)}"
+        )
     raise Refusal(
-        "cannot-export", what=f"{system} cannot run {plan.technique}: {'; '.join(reasons)}",
-        where=f"--export {system}", fact=fact,
-        remedy=f"add --technique {able.technique}" if able else "farspan train --plan, which runs any plan",
-    )  # fmt: skip
+        "cannot-export",
+        what=f"{system} cannot run {plan.technique}: {'; '.join(reasons)}",
+        where=f"--export {system}",
+        fact=fact,
+        remedy=f"add --technique {able.technique}"
+        if able
+        else "farspan train --plan, which runs any plan",
+    )

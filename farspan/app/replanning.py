@@ -1,7 +1,8 @@
-"""Going on with a run on other machines, or by another technique: a new plan for what is left of it.
+"""Going on with a run on other machines, or by another technique: a new plan for what is left of
+it.
 
-The model, the text and the training stay what they were, so that the checkpoint fits; a synchronous run keeps its
-losses. What the old plan was lies in `plans/` of the run's folder.
+The model, the text and the training stay what they were, so that the checkpoint fits; a synchronous
+run keeps its losses. What the old plan was lies in `plans/` of the run's folder.
 """
 
 from __future__ import annotations
@@ -31,35 +32,45 @@ HERE = "here"
 
 
 def replan(
-    run: RunFolder, progress: Progress = silent, *, cluster: str | None = None, technique: str | None = None
+    run: RunFolder,
+    progress: Progress = silent,
+    *,
+    cluster: str | None = None,
+    technique: str | None = None,
 ) -> Planned:
-    """Plan what is left of a run for another cluster (None: the same; `here`: this machine), by a technique or the
-    best. Says what changes, and makes the new plan the run's. Raises Refusal where nothing fits, and where the run is
-    being trained."""
+    """Plan what is left of a run for another cluster (None: the same; `here`: this machine), by a
+    technique or the best. Says what changes, and makes the new plan the run's. Raises Refusal where
+    nothing fits, and where the run is being trained."""
     from farspan.launch.lock import locked
 
     with locked(run.lock, "this run is being trained already", run.path):
         config = load_yaml(run.config, RunConfig)
         parallel = _parallel(config.parallel, cluster, technique)
         asked = msgspec.structs.replace(config, parallel=parallel)
-        planned = best_plan(_left(run, _cluster(asked, run, cluster)), _exact(parallel, run.load_plan()), progress)
+        planned = best_plan(
+            _left(run, _cluster(asked, run, cluster)), _exact(parallel, run.load_plan()), progress
+        )
         adopt(run, planned, progress, asked)
     return planned
 
 
 def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
-    """A plan for what is left of a run without some hosts of its cluster, by what is predicted alone: nothing is tried
-    while machines wait. Raises Refusal where nothing fits."""
+    """A plan for what is left of a run without some hosts of its cluster, by what is predicted
+    alone: nothing is tried while machines wait. Raises Refusal where nothing fits."""
     whole, config = load_cluster_json(run.cluster), load_yaml(run.config, RunConfig)
     sites = tuple(
         msgspec.structs.replace(site, hosts=hosts)
-        for site in whole.sites if (hosts := tuple(host for host in site.hosts if host.name not in gone))
-    )  # fmt: skip
+        for site in whole.sites
+        if (hosts := tuple(host for host in site.hosts if host.name not in gone))
+    )
     if not sites:
         raise Refusal(
-            "cannot-plan", what="no host of the run is there", where=run.cluster,
-            fact=f"{', '.join(sorted(gone))} cannot be worked with", remedy=command("resume", run.path),
-        )  # fmt: skip
+            "cannot-plan",
+            what="no host of the run is there",
+            where=run.cluster,
+            fact=f"{', '.join(sorted(gone))} cannot be worked with",
+            remedy=command("resume", run.path),
+        )
     names = {site.name for site in sites} | {host.name for site in sites for host in site.hosts}
     links = tuple(link for link in whole.links if {link.a, link.b} <= names)
     parallel = msgspec.structs.replace(config.parallel, technique="auto", workers="auto")
@@ -67,15 +78,20 @@ def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
     return best_plan(left, _exact(parallel, run.load_plan()), trials=False)
 
 
-def adopt(run: RunFolder, planned: Planned, progress: Progress = silent, asked: RunConfig | None = None) -> None:
-    """Say what a plan for the rest of a run changes, and make it the run's; `asked` is its new run.yaml, if any."""
+def adopt(
+    run: RunFolder, planned: Planned, progress: Progress = silent, asked: RunConfig | None = None
+) -> None:
+    """Say what a plan for the rest of a run changes, and make it the run's; `asked` is its new
+    run.yaml, if any."""
     old, record = run.load_plan(), load(run.record, RunRecord)
     config = asked or load_yaml(run.config, RunConfig)
     progress(Note(_change(run, old, planned, status(run).saved_step or 0)))
     run.plans.mkdir(exist_ok=True)
     save(old, run.plans / f"{old.hash}.json")
     if asked is not None:
-        record = msgspec.structs.replace(record, launcher=clusters.launcher(asked.parallel), asked=asked)
+        record = msgspec.structs.replace(
+            record, launcher=clusters.launcher(asked.parallel), asked=asked
+        )
     write_planned(run, planned, config, record)
 
 
@@ -83,9 +99,14 @@ def _left(run: RunFolder, cluster: Cluster) -> Resolved:
     """What a run still has to be planned for."""
     plan, record = run.load_plan(), load(run.record, RunRecord)
     return Resolved(
-        model=plan.model, train=plan.train, cluster=cluster, corpus=load(run.corpus, CorpusManifest),
-        corpus_folder=record.corpus_folder, warnings=(), origin={},
-    )  # fmt: skip
+        model=plan.model,
+        train=plan.train,
+        cluster=cluster,
+        corpus=load(run.corpus, CorpusManifest),
+        corpus_folder=record.corpus_folder,
+        warnings=(),
+        origin={},
+    )
 
 
 def _parallel(given: ParallelConfig, cluster: str | None, technique: str | None) -> ParallelConfig:
@@ -93,7 +114,9 @@ def _parallel(given: ParallelConfig, cluster: str | None, technique: str | None)
     if cluster is None:
         return msgspec.structs.replace(given, technique=technique or "auto")
     name = None if cluster == HERE else cluster
-    return msgspec.structs.replace(given, cluster=name, technique=technique or "auto", workers="auto")
+    return msgspec.structs.replace(
+        given, cluster=name, technique=technique or "auto", workers="auto"
+    )
 
 
 def _exact(given: ParallelConfig, old: Plan) -> ParallelConfig:
@@ -129,7 +152,8 @@ def _change(run: RunFolder, old: Plan, planned: Planned, step: int) -> str:
         return text
     before = load_estimate(run.estimate)
     return (
-        f"{text} (before, by {_called(old)}: {short_time(before.step_s)} a step, {format_bytes(before.memory_bytes)})"
+        f"{text} (before, by {_called(old)}: {short_time(before.step_s)} a step, "
+        f"{format_bytes(before.memory_bytes)})"
     )
 
 

@@ -1,4 +1,5 @@
-"""A run's report: what it took beside what was predicted, and what planning again with that would give."""
+"""A run's report: what it took beside what was predicted, and what planning again with that would
+give."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ GAIN = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run, what it took in all, how its devices compare with their predictions, and the page of all that."""
+    """A run, what it took in all, how its devices compare with their predictions, and the page of
+    all that."""
 
     run: RunHistory
     measurement: Measurement | None
@@ -43,7 +45,8 @@ class Report:
 
 
 def write_report(path: Path, *, page: bool = True) -> Report:
-    """The report of the run in a folder; its page is written unless it is there already and is not asked for."""
+    """The report of the run in a folder; its page is written unless it is there already and is not
+    asked for."""
     from farspan.report.compared import compare
     from farspan.report.history import open_run
     from farspan.report.measure import measure
@@ -67,15 +70,20 @@ def compare_runs(paths: Sequence[Path]) -> Versus:
 
     if len({path.resolve() for path in paths}) < 2:
         raise Refusal(
-            "usage", what="one run cannot be compared", where="farspan compare", fact="name two runs or more",
+            "usage",
+            what="one run cannot be compared",
+            where="farspan compare",
+            fact="name two runs or more",
             remedy=command("report", *paths[:1]),
-        )  # fmt: skip
+        )
     return versus([open_run(path) for path in dict.fromkeys(paths)])
 
 
-def _planned_again(run: RunHistory, paces: dict[int, float], links: dict[tuple[str, str], float]) -> str:
-    """What the planner would choose if it knew these ranks' paces, measured over assumed compute time, and those of the
-    links between two hosts; "" where it cannot be asked."""
+def _planned_again(
+    run: RunHistory, paces: dict[int, float], links: dict[tuple[str, str], float]
+) -> str:
+    """What the planner would choose if it knew these ranks' paces, measured over assumed compute
+    time, and those of the links between two hosts; "" where it cannot be asked."""
     from farspan import models
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
@@ -84,10 +92,17 @@ def _planned_again(run: RunHistory, paces: dict[int, float], links: dict[tuple[s
     folder, plan = RunFolder(run.folder), run.plan
     try:
         parallel = load_yaml(folder.config, RunConfig).parallel
-        cluster = paced(load_cluster_json(folder.cluster), {
-            (plan.devices[rank].host, plan.devices[rank].index): pace for rank, pace in paces.items()
-        }, links)  # fmt: skip
-        ranking = question(plan.model, plan.train, cluster, plan.inputs.corpus, parallel).rank(cluster)
+        cluster = paced(
+            load_cluster_json(folder.cluster),
+            {
+                (plan.devices[rank].host, plan.devices[rank].index): pace
+                for rank, pace in paces.items()
+            },
+            links,
+        )
+        ranking = question(plan.model, plan.train, cluster, plan.inputs.corpus, parallel).rank(
+            cluster
+        )
     except Refusal:
         return ""
     if ranking.chosen is None:
@@ -99,14 +114,19 @@ def _planned_again(run: RunHistory, paces: dict[int, float], links: dict[tuple[s
         parallel.objective == "time" and speed <= (1 + GAIN) * old
     ):
         return "planned again with this pace, no plan would be faster than this one"
-    return f"planned again with this pace, {called(best)} would be chosen: {speed / old:.2g}x as many tokens a second"
+    return (
+        f"planned again with this pace, {called(best)} would be chosen: {speed / old:.2g}x as "
+        "many tokens a second"
+    )
 
 
 def paced(
-    cluster: Cluster, paces: dict[tuple[str, int], float], links: dict[tuple[str, str], float] | None = None
+    cluster: Cluster,
+    paces: dict[tuple[str, int], float],
+    links: dict[tuple[str, str], float] | None = None,
 ) -> Cluster:
-    """The cluster whose devices, by host and place in it, take so many times as long to compute, and whose links, by
-    two hosts at their ends, to carry messages."""
+    """The cluster whose devices, by host and place in it, take so many times as long to compute,
+    and whose links, by two hosts at their ends, to carry messages."""
 
     def device_of(host: Host, index: int) -> Device:
         device = host.devices[index]
@@ -116,7 +136,9 @@ def paced(
     for (a, b), pace in (links or {}).items():
         site_a, site_b = cluster.site_of(a), cluster.site_of(b)
         pairs = (
-            [(a, b)] if site_a.name == site_b.name else [(x.name, y.name) for x in site_a.hosts for y in site_b.hosts]
+            [(a, b)]
+            if site_a.name == site_b.name
+            else [(x.name, y.name) for x in site_a.hosts for y in site_b.hosts]
         )
         known_links = [link for pair in pairs if (link := cluster.link(*pair)) is not None]
         slower += [msgspec.structs.replace(link, pace=link.pace * pace) for link in known_links]

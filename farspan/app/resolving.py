@@ -30,7 +30,8 @@ PROBE_S = 3.0
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """run.yaml made concrete on a cluster whose devices keep the pace of a trial, or of the estimator."""
+    """run.yaml made concrete on a cluster whose devices keep the pace of a trial, or of the
+    estimator."""
 
     model: ModelSpec
     train: TrainSpec
@@ -49,33 +50,43 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         muon = optimizer.pop("muon", {})
         optimizer = {"optimizer": "muon" if muon else "adamw", **optimizer}
         optimizer |= {"embedding": muon["embedding"]} if muon else {}
-        parts["train"].update(optimizer, **parts["train"].pop("schedule"), **msgspec.to_builtins(self.train.regular))
+        parts["train"].update(
+            optimizer, **parts["train"].pop("schedule"), **msgspec.to_builtins(self.train.regular)
+        )
         parts["train"].pop("regularization", None)
         return {
-            f"{part}.{key}": (value, self.origin.get(f"{part}.{key}", self.origin.get(part, "default")))
+            f"{part}.{key}": (
+                value,
+                self.origin.get(f"{part}.{key}", self.origin.get(part, "default")),
+            )
             for part, fields in parts.items()
             for key, value in fields.items()
         }
 
 
 def prepare(config: RunConfig, progress: Progress = silent) -> tuple[Path, CorpusManifest]:
-    """Tokenizer and token files of the run's text, made or found: their folder and what is in it."""
+    """Tokenizer and token files of the run's text, made or found: their folder and what is in
+    it."""
     from farspan.corpus.prepare import prepare as prepare_corpus
     from farspan.corpus.processes import usable_cores
     from farspan.planning.quantities import check
 
     check(config)
     folder, manifest = prepare_corpus(
-        config.data_config, config.tokenizer_config, cache_folder() / "corpora", workers=usable_cores(),
+        config.data_config,
+        config.tokenizer_config,
+        cache_folder() / "corpora",
+        workers=usable_cores(),
         say=notes(progress),
-    )  # fmt: skip
+    )
     for kinds in manifest.skipped_kinds:
         progress(Note(f"skipped {kinds}"))
     return folder, manifest
 
 
 def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> Resolved:
-    """Prepare the text, find the cluster, and settle model and training; with `trial` on the first device's real speed.
+    """Prepare the text, find the cluster, and settle model and training; with `trial` on the first
+    device's real speed.
 
     Without a trial nothing of the cluster is touched: its figures and the estimator stand for it.
     """
@@ -91,28 +102,46 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
     folder, manifest = prepare(config, progress)
     if trial or given is None:
         with _prober(config, given) as (probe, cluster):
-            settled = resolve_config(config, manifest, cluster, **_trials(config, probe, cluster, progress))
-        cluster = model_speed.calibrated(cluster, settled.model, settled.train, engine, settled.probe)
+            settled = resolve_config(
+                config, manifest, cluster, **_trials(config, probe, cluster, progress)
+            )
+        cluster = model_speed.calibrated(
+            cluster, settled.model, settled.train, engine, settled.probe
+        )
     else:
         cluster = given
         precisions = (
-            model_speed.common_precisions(cluster) if config.train.precision == "auto" else (config.train.precision,)
+            model_speed.common_precisions(cluster)
+            if config.train.precision == "auto"
+            else (config.train.precision,)
         )
         settled = resolve_config(
-            config, manifest, cluster, matmul_flops=lambda: model_speed.product_flops(cluster, engine, precisions),
-            measure=lambda model, train: model_speed.predicted(model, train, cluster, engine, precisions),
-        )  # fmt: skip
+            config,
+            manifest,
+            cluster,
+            matmul_flops=lambda: model_speed.product_flops(cluster, engine, precisions),
+            measure=lambda model, train: model_speed.predicted(
+                model, train, cluster, engine, precisions
+            ),
+        )
     return Resolved(
-        model=settled.model, train=settled.train, cluster=cluster, corpus=manifest, corpus_folder=folder,
-        warnings=(*left_out, *settled.warnings), origin=settled.origin,
-    )  # fmt: skip
+        model=settled.model,
+        train=settled.train,
+        cluster=cluster,
+        corpus=manifest,
+        corpus_folder=folder,
+        warnings=(*left_out, *settled.warnings),
+        origin=settled.origin,
+    )
 
 
 def tried_here(
-    config: RunConfig, asked: Callable[[Cluster], tuple[ModelSpec, TrainSpec]], progress: Progress = silent
+    config: RunConfig,
+    asked: Callable[[Cluster], tuple[ModelSpec, TrainSpec]],
+    progress: Progress = silent,
 ) -> Cluster:
-    """This machine as a cluster, whose devices keep the pace of a trial of the model and the training that `asked`
-    means on it, as for a run.yaml without a cluster."""
+    """This machine as a cluster, whose devices keep the pace of a trial of the model and the
+    training that `asked` means on it, as for a run.yaml without a cluster."""
     from farspan.domain.engine import engine as find_engine
     from farspan.planning import model_speed
 
@@ -121,7 +150,9 @@ def tried_here(
         progress(Note(note))
     with _prober(config, None) as (probe, cluster):
         model, train = asked(cluster)
-        only = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, precision=train.precision))
+        only = msgspec.structs.replace(
+            config, train=msgspec.structs.replace(config.train, precision=train.precision)
+        )
         measured = _trials(only, probe, cluster, progress)["measure"](model, train)
     return model_speed.calibrated(cluster, model, train, engine, measured)
 
@@ -138,13 +169,21 @@ def allowed(parallel: ParallelConfig) -> tuple[str, ...]:
 
 @contextmanager
 def _prober(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, Cluster]]:
-    """A probe process on the first host, and the cluster: the given one, or what the process finds here."""
+    """A probe process on the first host, and the cluster: the given one, or what the process finds
+    here."""
     from farspan.launch.probe import Probe
 
     require_torch()
-    with Probe(given.machines[0], threads=given.devices[0].slot.threads, device=0) if given else Probe() as probe:
+    with (
+        Probe(given.machines[0], threads=given.devices[0].slot.threads, device=0)
+        if given
+        else Probe() as probe
+    ):
         workers = config.parallel.workers
-        yield probe, given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
+        yield (
+            probe,
+            given or probe.describe(config.parallel.device, None if workers == "auto" else workers),
+        )
 
 
 class _Trials(TypedDict):
@@ -158,18 +197,26 @@ def _trials(config: RunConfig, probe: Probe, cluster: Cluster, progress: Progres
     from farspan.planning import model_speed
 
     device, kind = first_device(cluster), cluster.devices[0].kind
-    precisions = cluster.devices[0].sheet.precisions if config.train.precision == "auto" else (config.train.precision,)
+    precisions = (
+        cluster.devices[0].sheet.precisions
+        if config.train.precision == "auto"
+        else (config.train.precision,)
+    )
 
     def matmul_flops() -> float:
         return (
-            len(cluster.devices) / model_speed.crowding(cluster) * max(probe.matmul_flops(device, precisions).values())
+            len(cluster.devices)
+            / model_speed.crowding(cluster)
+            * max(probe.matmul_flops(device, precisions).values())
         )
 
     def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
         fitting = model_speed.fitting(model, train, cluster, engine("farspan"))
         if isinstance(fitting, Problem) and len(cluster.devices) == 1:
             raise Refusal.of(fitting)
-        if isinstance(fitting, Problem):  # A model that one device cannot hold may still be divided over several.
+        if isinstance(
+            fitting, Problem
+        ):  # A model that one device cannot hold may still be divided over several.
             progress(Note(f"the model is not tried on one {kind}, which cannot hold it: predicted"))
             return model_speed.predicted(model, train, cluster, engine("farspan"), precisions)
         progress(Note(f"trying the model on {kind}: {', '.join(precisions)}"))

@@ -22,12 +22,18 @@ TOKEN = "FARSPAN_TOKEN"
 
 
 def serve(
-    run: RunFolder, progress: Progress = silent, *, host: str = "127.0.0.1", port: int = 8000, token: str | None = None
+    run: RunFolder,
+    progress: Progress = silent,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
 ) -> None:
-    """Serve the run's index until the process is asked to end. `token` may also be in $FARSPAN_TOKEN.
+    """Serve the run's index until the process is asked to end. `token` may also be in
+    $FARSPAN_TOKEN.
 
-    Raises Refusal, also for an address that others can reach without a token (out-of-range), and where another program
-    listens there (port-taken).
+    Raises Refusal, also for an address that others can reach without a token (out-of-range), and
+    where another program listens there (port-taken).
     """
     try:
         from farspan.retrieval.serve.server import Address
@@ -36,10 +42,15 @@ def serve(
         if error.name not in ("fastapi", "starlette", "uvicorn"):
             raise
         raise Refusal(
-            "extra-missing", what="the server needs a library that is not installed", where="farspan serve",
-            fact=f"there is no module {error.name}", remedy="pip install 'farspan[serve]'",
-        ) from None  # fmt: skip
-    address = Address(run=run.path, host=host, port=port, token=token or os.environ.get(TOKEN) or None)
+            "extra-missing",
+            what="the server needs a library that is not installed",
+            where="farspan serve",
+            fact=f"there is no module {error.name}",
+            remedy="pip install 'farspan[serve]'",
+        ) from None
+    address = Address(
+        run=run.path, host=host, port=port, token=token or os.environ.get(TOKEN) or None
+    )
     serve_at(address, served(run), lambda: searcher(run), notes(progress))
 
 
@@ -50,16 +61,24 @@ def served(run: RunFolder) -> Served:
     from farspan.retrieval.serve.forms import ModelAbout, TextAbout
     from farspan.retrieval.serve.site import Served
 
-    plan, corpus, record = run.load_plan(), load(run.corpus, CorpusManifest), load(run.record, RunRecord)
+    plan, corpus, record = (
+        run.load_plan(),
+        load(run.corpus, CorpusManifest),
+        load(run.record, RunRecord),
+    )
     return Served(
-        name=run.path.resolve().name, report=run.report,
+        name=run.path.resolve().name,
+        report=run.report,
         created=int(datetime.fromisoformat(record.created).timestamp()),
-        model=ModelAbout(line=model_line(plan), parameters=parameters(plan.model), context=plan.model.context),
+        model=ModelAbout(
+            line=model_line(plan), parameters=parameters(plan.model), context=plan.model.context
+        ),
         text=TextAbout(
-            source=corpus.source, documents=corpus.train.documents + corpus.val.documents,
+            source=corpus.source,
+            documents=corpus.train.documents + corpus.val.documents,
             bytes=corpus.train.text_bytes + corpus.val.text_bytes,
         ),
-    )  # fmt: skip
+    )
 
 
 def searcher(run: RunFolder) -> IndexSearcher:

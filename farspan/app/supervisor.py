@@ -1,7 +1,7 @@
 """The supervisor of a run, one a job: it starts the workers, and after a fault starts them again.
 
-It is the process that trains the run, so it ends with it. A host that stays away is waited for as long as a plan
-without it would lose; then that plan is followed.
+It is the process that trains the run, so it ends with it. A host that stays away is waited for as
+long as a plan without it would lose; then that plan is followed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from farspan.launch.workers import Held, Workers
 
 #: How often hosts that are away are looked for, and the user's wish to stop.
 POLL_S, LOOK_S = 1.0, 0.1
-#: Spares are started when workers have trained so long: they import for seconds, which short runs do not get back.
+#: Spares are started when workers have trained so long: they import for seconds, which short runs
+#: do not get back.
 SPARES_AFTER_S = 10.0
 #: Steps whose median says what a step takes.
 RECENT = 20
@@ -63,12 +64,14 @@ class Supervisor:
         #: The first start of this job that trained, and when it did by the monotonic clock.
         self._first: Started | None = None
         self._first_at = self._started_at = 0.0
-        #: When workers of the last start were seen to fail, if they were, and when its fault was seen.
+        #: When workers of the last start were seen to fail, if they were, and when its fault was
+        #: seen.
         self._failed_at: float | None = None
         self._seen_at = 0.0
 
     def train(self) -> Finished | None:
-        """The last event of the run. Raises Refusal with the cause where it cannot go on, or was asked to stop."""
+        """The last event of the run. Raises Refusal with the cause where it cannot go on, or was
+        asked to stop."""
         with Lease(self._run) as lease, closing(Spares()) as spares, self._passing_signals():
             while True:
                 try:
@@ -78,7 +81,8 @@ class Supervisor:
                         raise
                     self._go_on(refusal.problem)
 
-    # -- one start -----------------------------------------------------------------------------------------------------
+    # -- one start
+    #   --------------------------------------------------------------------------------------------
 
     def _start(self, lease: Lease, spares: Spares) -> Finished | None:
         plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
@@ -97,7 +101,11 @@ class Supervisor:
                     self._take(event)
                     self._hear(event)
                     finished = event if isinstance(event, Finished) else None
-                    if not spared and isinstance(event, Step) and self._trained_s() > SPARES_AFTER_S:
+                    if (
+                        not spared
+                        and isinstance(event, Step)
+                        and self._trained_s() > SPARES_AFTER_S
+                    ):
                         spares.fill(plan, workers.hosts, self._run.logs, lease.keep_open)
                         spared = True
         finally:
@@ -106,7 +114,11 @@ class Supervisor:
 
     def _cluster(self) -> Cluster:
         name = load_yaml(self._run.config, RunConfig).parallel.cluster or ""
-        return clusters.find(name) if clusters.is_external(name) else load_cluster_json(self._run.cluster)
+        return (
+            clusters.find(name)
+            if clusters.is_external(name)
+            else load_cluster_json(self._run.cluster)
+        )
 
     def _show(self, plan: Plan) -> None:
         if self._shown != plan.hash:
@@ -122,7 +134,9 @@ class Supervisor:
             if self._first is None:
                 self._first, self._first_at = event, now
             if self._fault is not None:
-                again_s = max(0, self._step - event.step) * statistics.median(self._steps_s or [0.0])
+                again_s = max(0, self._step - event.step) * statistics.median(
+                    self._steps_s or [0.0]
+                )
                 self._faults.cost(now, now - self._seen_at + again_s)
             self._step = event.step
         elif isinstance(event, Step):
@@ -135,14 +149,21 @@ class Supervisor:
 
     def _used_s(self) -> float:
         """The seconds that the run has used up, those between starts among them."""
-        return 0.0 if self._first is None else (self._first.used_s or 0.0) + time.monotonic() - self._first_at
+        return (
+            0.0
+            if self._first is None
+            else (self._first.used_s or 0.0) + time.monotonic() - self._first_at
+        )
 
-    # -- after a fault -------------------------------------------------------------------------------------------------
+    # -- after a fault
+    #   --------------------------------------------------------------------------------------------
 
     def _go_on(self, problem: Problem) -> None:
-        """Returns when the run can be started again. Raises Refusal where it ends: with the cause, or as asked."""
+        """Returns when the run can be started again. Raises Refusal where it ends: with the cause,
+        or as asked."""
         now = time.monotonic()
-        # Workers get some seconds to say what it was; while they were started nothing was seen before it failed.
+        # Workers get some seconds to say what it was; while they were started nothing was seen
+        # before it failed.
         self._seen_at = now if self._failed_at is None else self._failed_at
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
         if (end := self._faults.end(fault, trained=self._first is not None)) is not None:
@@ -153,7 +174,8 @@ class Supervisor:
         self._fault = Fault(problem=problem, at=at, step=self._step, replanned=replanned)
 
     def _until_all_are_there(self) -> bool:
-        """Wait for hosts that are away, or go on without them: whether the plan is another one then."""
+        """Wait for hosts that are away, or go on without them: whether the plan is another one
+        then."""
         began, gone, left, price_s = time.monotonic(), set[str](), None, 0.0
         while now := self._away():
             if now != gone:
@@ -170,12 +192,15 @@ class Supervisor:
     def _away(self) -> set[str]:
         """Hosts of the plan that cannot be worked with now."""
         if ":" in load(self._run.record, RunRecord).launcher:
-            return set()  # Nodes of a Ray cluster that runs already may be entered by nobody: Ray says which are there.
+            # Nodes of a Ray cluster that runs already may be entered by nobody: Ray says which are
+            # there.
+            return set()
         planned = {device.host for device in self._run.load_plan().devices}
         return away([host for host in self._cluster().hosts if host.name in planned])
 
     def _left(self, gone: Collection[str]) -> tuple[Planned | None, float]:
-        """A plan without these hosts, if one may be followed and fits, and the seconds that it would lose."""
+        """A plan without these hosts, if one may be followed and fits, and the seconds that it
+        would lose."""
         if self._on_fault == "wait":
             return None, 0.0
         try:
@@ -185,7 +210,9 @@ class Supervisor:
         plan = self._run.load_plan()
         slower = left.estimate.step_s / left.estimate.token_efficiency
         ratio = slower / (before.step_s / before.token_efficiency)
-        rest_s = (plan.train.steps - self._step) * statistics.median(self._steps_s or [before.step_s])
+        rest_s = (plan.train.steps - self._step) * statistics.median(
+            self._steps_s or [before.step_s]
+        )
         lost_s = rest_s * (ratio - 1)
         if (deadline_s := plan.train.deadline_s) is not None:
             lost_s = min(lost_s, max(0.0, deadline_s - self._used_s()) * (1 - 1 / ratio))
@@ -198,16 +225,20 @@ class Supervisor:
             time.sleep(LOOK_S)
         if self._asked:
             raise Refusal(
-                "interrupted", what="stopped as asked, before workers were started again", where=self._run.path,
-                fact="what the last checkpoint has is kept", remedy=command("resume", self._run.path),
-            )  # fmt: skip
+                "interrupted",
+                what="stopped as asked, before workers were started again",
+                where=self._run.path,
+                fact="what the last checkpoint has is kept",
+                remedy=command("resume", self._run.path),
+            )
 
     @property
     def workers(self) -> Workers | None:
         """Those that run now."""
         return self._workers
 
-    # -- signals -------------------------------------------------------------------------------------------------------
+    # -- signals
+    #   --------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Have workers save and end; a second call ends them at once."""
@@ -217,8 +248,8 @@ class Supervisor:
 
     @contextmanager
     def _passing_signals(self) -> Iterator[None]:
-        """Meanwhile Ctrl-C and SIGTERM ask to save and end; a second one to end at once. Only the main thread can take
-        signals: elsewhere they stay with whom they belong to."""
+        """Meanwhile Ctrl-C and SIGTERM ask to save and end; a second one to end at once. Only the
+        main thread can take signals: elsewhere they stay with whom they belong to."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -227,7 +258,9 @@ class Supervisor:
             self._progress(Note("saving; once more to stop at once"))
             self.stop()
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:

@@ -21,7 +21,9 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
 
 
-def start(path: Path, config: RunConfig, progress: Progress = silent, *, table: bool = False) -> RunFolder:
+def start(
+    path: Path, config: RunConfig, progress: Progress = silent, *, table: bool = False
+) -> RunFolder:
     """Plan what `config` asks for, tell what that will take, and make its run directory at `path`.
 
     With `table` the techniques are compared on this cluster first.
@@ -42,11 +44,15 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
     run = RunFolder(path)
     run.make()
     record = RunRecord(
-        corpus=str(resolved.corpus_folder.resolve()), command=tuple(sys.argv),
-        created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=resolved.warnings,
+        corpus=str(resolved.corpus_folder.resolve()),
+        command=tuple(sys.argv),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        warnings=resolved.warnings,
         initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
-        launcher=clusters.launcher(config.parallel), asked=config, forecast=planned.forecast,
-    )  # fmt: skip
+        launcher=clusters.launcher(config.parallel),
+        asked=config,
+        forecast=planned.forecast,
+    )
     write_atomically(run.corpus, to_json(resolved.corpus))
     write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())
     write_planned(run, planned, config, record)
@@ -56,26 +62,33 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
 def _refuse_full_devices(planned: Planned) -> None:
     """Refuse a plan that a device cannot hold."""
     hosts = {host.name: host.devices for host in planned.resolved.cluster.hosts}
-    used = sorted(r for replica in planned.plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
+    used = sorted(
+        r for replica in planned.plan.replicas for stage in replica.stages for r in stage.mesh.ranks
+    )
     for rank, memory in zip(used, planned.estimate.memory, strict=True):
         at = planned.plan.devices[rank]
         usable = hosts[at.host][at.index].memory
         if memory.total > usable:
             raise Refusal(
-                "out-of-memory", what="the plan needs more memory than a device has",
+                "out-of-memory",
+                what="the plan needs more memory than a device has",
                 where=f"{at.host}, device {at.index}",
                 fact=f"predicted {format_bytes(memory.total)}, there is {format_bytes(usable)}",
                 remedy="set train.recompute: true, or a smaller size, in run.yaml",
-            )  # fmt: skip
+            )
 
 
 def resume(
-    run: RunFolder, progress: Progress = silent, *, trust: bool = False, cluster: str | None = None,
+    run: RunFolder,
+    progress: Progress = silent,
+    *,
+    trust: bool = False,
+    cluster: str | None = None,
     technique: str | None = None,
-) -> Report:  # fmt: skip
-    """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's commands are run
-    also where it was not made here; without, such a run is refused. For another cluster or technique it plans what is
-    left again."""
+) -> Report:
+    """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's
+    commands are run also where it was not made here; without, such a run is refused. For another
+    cluster or technique it plans what is left again."""
     from farspan.app.replanning import replan
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
@@ -95,8 +108,8 @@ def resume(
 def train(run: RunFolder, progress: Progress = silent) -> Report:
     """Train the run's plan from where it stands, telling its events; then write its report.
 
-    On the main thread Ctrl-C and SIGTERM save first and then raise Refusal (interrupted). No worker is left behind,
-    however it ends.
+    On the main thread Ctrl-C and SIGTERM save first and then raise Refusal (interrupted). No worker
+    is left behind, however it ends.
     """
     from farspan.app.supervisor import Supervisor
     from farspan.report.tensorboard import TensorBoard
@@ -106,7 +119,12 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     board, ended, reported = TensorBoard(run.tensorboard), None, None
     if record.launcher != "local" or len({device.host for device in plan.devices}) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
-        progress(Note(f"starting {counted(len(plan.devices), 'worker')} on {hosts} through {record.launcher}"))
+        progress(
+            Note(
+                f"starting {counted(len(plan.devices), 'worker')} on {hosts} through "
+                f"{record.launcher}"
+            )
+        )
     try:
         with registered(run):
             ended = Supervisor(run, progress, board.show).train()
@@ -116,7 +134,10 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
             reported = write_report(run.path)
     if ended is not None and ended.reason == "interrupted":
         raise Refusal(
-            "interrupted", what=f"stopped as asked; step {ended.step:,} of {plan.train.steps:,} is saved",
-            where=run.path, fact="nothing of it is lost", remedy=command("resume", run.path),
-        )  # fmt: skip
+            "interrupted",
+            what=f"stopped as asked; step {ended.step:,} of {plan.train.steps:,} is saved",
+            where=run.path,
+            fact="nothing of it is lost",
+            remedy=command("resume", run.path),
+        )
     return reported or write_report(run.path)

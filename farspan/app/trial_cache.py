@@ -15,27 +15,34 @@ from farspan.semantics.identity import cluster_hash, plan_key
 
 
 class TrialCache:
-    """Runs plans of one run for a few steps. What was measured of a plan on a cluster once is kept, and found again."""
+    """Runs plans of one run for a few steps. What was measured of a plan on a cluster once is kept,
+    and found again."""
 
     def __init__(self, resolved: Resolved, launcher: str, *, again: bool = False) -> None:
         self._resolved, self._launcher, self._again = resolved, launcher, again
         self._folder = cache_folder() / "trials"
 
     def __call__(self, plan: Plan, step_s: float) -> Trial:
-        # How many steps are asked for follows from a prediction, which is another one after each probe.
-        return self.run(plan, limits(plan, self._resolved.cluster, step_s, steps_for(step_s)), least=0)
+        # How many steps are asked for follows from a prediction, which is another one after each
+        # probe.
+        return self.run(
+            plan, limits(plan, self._resolved.cluster, step_s, steps_for(step_s)), least=0
+        )
 
     def run(self, plan: Plan, within: Limits, least: int | None = None) -> Trial:
-        """A trial, or one that is kept and has timed so many steps at least, all that are asked for unless said: then
-        it took no time."""
+        """A trial, or one that is kept and has timed so many steps at least, all that are asked for
+        unless said: then it took no time."""
         key = content_hash(cluster_hash(self._resolved.cluster), plan_key(plan), __version__)
         path = self._folder / f"{key}.json"
         if path.exists() and not self._again:
             kept = load(path, Trial)
             if kept.step_s is None or len(kept.steps) >= (within.steps if least is None else least):
                 return msgspec.structs.replace(kept, took_s=0.0)
-        result = trial(plan, self._resolved.corpus_folder, self._resolved.cluster, self._launcher, within)
-        # Another time it may not fail; who was killed may have been so for another program's memory.
+        result = trial(
+            plan, self._resolved.corpus_folder, self._resolved.cluster, self._launcher, within
+        )
+        # Another time it may not fail; who was killed may have been so for another program's
+        # memory.
         if result.problem is None or result.problem.code == "out-of-memory":
             self._folder.mkdir(parents=True, exist_ok=True)
             save(result, path)

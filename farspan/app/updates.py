@@ -1,7 +1,8 @@
 """What a function of the API tells while it works: one callback takes every update, by its type.
 
-Updates are `Note`, `Ranked`, `Tried`, `Chosen`, `Training` and `Faulted` of this file, `Planned` of `plans`, the
-events of a run (`domain.results`), the `Work` on an index, and `Ended`, after which no live display is wanted.
+Updates are `Note`, `Ranked`, `Tried`, `Chosen`, `Training` and `Faulted` of this file, `Planned` of
+`plans`, the events of a run (`domain.results`), the `Work` on an index, and `Ended`, after which no
+live display is wanted.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Training(msgspec.Struct, frozen=True):
 
 
 class Faulted(msgspec.Struct, frozen=True):
-    """Workers of a run were lost, and it starts again by itself: why, when that was seen (seconds since the epoch),
-    the last step that was heard of, and what a person is told."""
+    """Workers of a run were lost, and it starts again by itself: why, when that was seen (seconds
+    since the epoch), the last step that was heard of, and what a person is told."""
 
     problem: Problem
     at: float

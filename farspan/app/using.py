@@ -1,4 +1,5 @@
-"""A trained model in use: text after a prompt, and the model as a folder that other programs load."""
+"""A trained model in use: text after a prompt, and the model as a folder that other programs
+load."""
 
 from __future__ import annotations
 
@@ -16,26 +17,40 @@ if TYPE_CHECKING:
 Format = Literal["huggingface", "sentence-transformers"]
 
 
-def generate(run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int) -> tuple[str, int]:
+def generate(
+    run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
+) -> tuple[str, int]:
     """Text that the model writes after a prompt, and the step that its weights are from."""
     from farspan.runtime.inference import load
     from farspan.runtime.model.generate import generate as write
 
     trained = load(run)
     text = write(
-        trained.model, trained.tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        trained.model,
+        trained.tokenizer,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
     )
     return text, trained.step
 
 
 def export(
-    run: RunFolder, out: Path | None = None, *, dtype: Literal["fp32", "bf16"] = "fp32", format: Format = "huggingface"
+    run: RunFolder,
+    out: Path | None = None,
+    *,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    format: Format = "huggingface",
 ) -> tuple[Path, int]:
-    """Write the model, with a model card, as a Hugging Face folder that transformers loads (by default RUN/export), or
-    the embedder of the run's index as one that sentence-transformers loads (by default RUN/sentence-transformers).
+    """Write the model, with a model card, as a Hugging Face folder that transformers loads (by
+    default RUN/export), or the embedder of the run's index as one that sentence-transformers loads
+    (by default RUN/sentence-transformers).
 
-    Returns the folder, and the step that its weights are from. Refuses (run-exists) a folder that has something in it,
-    and (no-index) an embedder where there is no index, or one of other weights.
+    Returns the folder, and the step that its weights are from. Refuses (run-exists) a folder that
+    has something in it, and (no-index) an embedder where there is no index, or one of other
+    weights.
     """
     embedder = format == "sentence-transformers"
     out = out or run.path / ("sentence-transformers" if embedder else "export")
@@ -47,7 +62,9 @@ def export(
     return out, trained.step
 
 
-def _write_model(run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]) -> None:
+def _write_model(
+    run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]
+) -> None:
     from farspan.report.history import open_run
     from farspan.report.model_card import model_card
     from farspan.runtime.model.huggingface import export as write
@@ -55,12 +72,18 @@ def _write_model(run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(model_card(open_run(run.path), trained.step))
     write(
-        out, trained.model.state_dict(), trained.model.spec, tokenizer=run.tokenizer,
-        end_of_text=trained.tokenizer.end_of_text, dtype=dtype,
-    )  # fmt: skip
+        out,
+        trained.model.state_dict(),
+        trained.model.spec,
+        tokenizer=run.tokenizer,
+        end_of_text=trained.tokenizer.end_of_text,
+        dtype=dtype,
+    )
 
 
-def _write_embedder(run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]) -> None:
+def _write_embedder(
+    run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]
+) -> None:
     """Refuses (no-index) where there is no index of these weights."""
     from farspan.app.indexing import origin, refuse_other_model
     from farspan.report.history import open_run
@@ -73,5 +96,9 @@ def _write_embedder(run: RunFolder, trained: Trained, out: Path, dtype: Literal[
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(embedder_card(open_run(run.path), trained.step, manifest.dim))
     write_sentence_transformers(
-        out, trained, tokenizer=run.tokenizer, fitted=run.index / manifest.files / FITTED, dtype=dtype
+        out,
+        trained,
+        tokenizer=run.tokenizer,
+        fitted=run.index / manifest.files / FITTED,
+        dtype=dtype,
     )

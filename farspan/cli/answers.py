@@ -21,7 +21,8 @@ def say_answer(answer: Answer, console: Console) -> None:
 
 
 def place(result: Result) -> str:
-    """Where a passage stands, as one would cite it: `notes/a.md:12, Methods > Sampling` or `a.pdf, page 3`."""
+    """Where a passage stands, as one would cite it: `notes/a.md:12, Methods > Sampling` or `a.pdf,
+    page 3`."""
     line = f":{result.line}" if result.line and not result.page else ""
     page = f", page {result.page}" if result.page else ""
     above = f", {' > '.join(result.headings)}" if result.headings else ""

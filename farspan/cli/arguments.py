@@ -18,30 +18,48 @@ from farspan.domain.run import RunFolder
 def takes_config(parser: argparse.ArgumentParser) -> None:
     """The arguments that `load_config` reads."""
     parser.add_argument(
-        "config", metavar="RUN.YAML", nargs="?", default="run.yaml", type=Path, help="what to train (default: run.yaml)"
+        "config",
+        metavar="RUN.YAML",
+        nargs="?",
+        default="run.yaml",
+        type=Path,
+        help="what to train (default: run.yaml)",
     )
     for key in ("cluster", "launcher"):
-        parser.add_argument(f"--{key}", metavar=key.upper(), help=f"short for --set parallel.{key}={key.upper()}")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of run.yaml")
+        parser.add_argument(
+            f"--{key}", metavar=key.upper(), help=f"short for --set parallel.{key}={key.upper()}"
+        )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of run.yaml"
+    )
 
 
 def load_config(given: argparse.Namespace) -> RunConfig:
-    """run.yaml with `--set key.key=value` on top; each override is checked like a line of the file."""
+    """run.yaml with `--set key.key=value` on top; each override is checked like a line of the
+    file."""
     path: Path = given.config
     if path.name == "run.yaml" and not path.exists() and path.absolute().parent.is_dir():
         raise Refusal(
-            "path-missing", what="there is no run.yaml here", where=path.absolute(), fact="it says what to train",
+            "path-missing",
+            what="there is no run.yaml here",
+            where=path.absolute(),
+            fact="it says what to train",
             remedy=command("init", "FOLDER", "--out", path),
-        )  # fmt: skip
+        )
     config = load_yaml(path, RunConfig)
-    short = [f"parallel.{key}={value}" for key in ("cluster", "launcher") if (value := getattr(given, key))]
+    short = [
+        f"parallel.{key}={value}"
+        for key in ("cluster", "launcher")
+        if (value := getattr(given, key))
+    ]
     for override in (*short, *given.set):
         config = overridden(config, override)
     return config
 
 
 def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
-    """A problem with a key of run.yaml, at the option that set it, or else at the file that was given."""
+    """A problem with a key of run.yaml, at the option that set it, or else at the file that was
+    given."""
     if problem.key is None or not hasattr(given, "config"):
         return problem
     short = {key: value for key in ("cluster", "launcher") if (value := getattr(given, key))}
@@ -56,13 +74,20 @@ def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
 
 def words_again(given: argparse.Namespace) -> list[object]:
     """The arguments that `load_config` read, for a command that goes on with the same run."""
-    flags = [word for key in ("cluster", "launcher") if (value := getattr(given, key)) for word in (f"--{key}", value)]
+    flags = [
+        word
+        for key in ("cluster", "launcher")
+        if (value := getattr(given, key))
+        for word in (f"--{key}", value)
+    ]
     return [given.config, *flags, *(word for override in given.set for word in ("--set", override))]
 
 
 def takes_run(parser: argparse.ArgumentParser, name: str = "run", nargs: str | None = "?") -> None:
     """The argument that `find_run` reads: a word of its own, or an option."""
-    parser.add_argument(name, metavar="RUN", nargs=nargs, help="run directory (default: the newest under runs/)")
+    parser.add_argument(
+        name, metavar="RUN", nargs=nargs, help="run directory (default: the newest under runs/)"
+    )
 
 
 def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
@@ -86,9 +111,12 @@ def _started() -> list[Path]:
     started = sorted(Path("runs").glob("*/plan.json"), key=lambda path: path.stat().st_mtime)
     if not started:
         raise Refusal(
-            "not-a-run", what="there is no run here", where=Path("runs").absolute(),
-            fact="no folder in it has a plan.json", remedy="farspan train run.yaml",
-        )  # fmt: skip
+            "not-a-run",
+            what="there is no run here",
+            where=Path("runs").absolute(),
+            fact="no folder in it has a plan.json",
+            remedy="farspan train run.yaml",
+        )
     return started
 
 
@@ -102,9 +130,16 @@ def positive(text: str) -> int:
 def takes_embedding(parser: argparse.ArgumentParser) -> None:
     """Where vectors go, and what makes them."""
     parser.add_argument(
-        "--store", metavar="NAME[:LOCATION]", help="where vectors go (default: index.store of the run's run.yaml)"
+        "--store",
+        metavar="NAME[:LOCATION]",
+        help="where vectors go (default: index.store of the run's run.yaml)",
     )
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
+        "--device",
+        choices=("auto", "cpu", "cuda", "mps"),
+        default="auto",
+        help="what embeds (default: the fastest)",
     )
-    parser.add_argument("--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)")
+    parser.add_argument(
+        "--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)"
+    )

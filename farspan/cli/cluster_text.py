@@ -14,11 +14,20 @@ def say_cluster(cluster: Cluster, console: Console) -> None:
     console.say(count(cluster))
     for site in cluster.sites:
         lease = f", lease {format_seconds(site.lease_s)}" if site.lease_s else ""
-        egress = f", egress ${site.egress_usd_per_byte * 1e9:g}/GB" if site.egress_usd_per_byte else ""
-        lan = "" if site.lan_bandwidth is None else f", {format_rate(site.lan_bandwidth)} between its hosts"
+        egress = (
+            f", egress ${site.egress_usd_per_byte * 1e9:g}/GB" if site.egress_usd_per_byte else ""
+        )
+        lan = (
+            ""
+            if site.lan_bandwidth is None
+            else f", {format_rate(site.lan_bandwidth)} between its hosts"
+        )
         console.say(f"site {site.name}{lease}{egress}{lan}")
         for host in site.hosts:
-            console.say(f"  host {host.name}" + ("" if host.nic is None else f", card {format_rate(host.nic)}"))
+            console.say(
+                f"  host {host.name}"
+                + ("" if host.nic is None else f", card {format_rate(host.nic)}")
+            )
             lines = [_device(device) for device in host.devices]
             for line in dict.fromkeys(lines):
                 console.say(f"    {lines.count(line)} x {line}")
@@ -30,18 +39,25 @@ def say_cluster(cluster: Cluster, console: Console) -> None:
 def count(cluster: Cluster) -> str:
     kinds = [device.kind for device in cluster.devices]
     parts = " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    return f"{parts} in {counted(len(cluster.hosts), 'host')} at {counted(len(cluster.sites), 'site')}"
+    return (
+        f"{parts} in {counted(len(cluster.hosts), 'host')} at {counted(len(cluster.sites), 'site')}"
+    )
 
 
 def _device(device: Device) -> str:
-    rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.sheet.flops.items())
+    rates = ", ".join(
+        f"{dtype} {format_flops(flops)}" for dtype, flops in device.sheet.flops.items()
+    )
     price = f"${device.usd_per_hour:g}/h" if device.usd_per_hour is not None else "price unknown"
     bandwidth = f", {format_bytes(device.sheet.bandwidth)}/s" if device.sheet.bandwidth else ""
     watts = f", {device.sheet.watts:g} W" if device.sheet.watts else ""
-    measured = f", {counted(len(device.times.rates), 'rate')} measured" if device.times.rates else ""
+    measured = (
+        f", {counted(len(device.times.rates), 'rate')} measured" if device.times.rates else ""
+    )
     measured += f", {counted(len(device.times.units), 'pass')} timed" if device.times.units else ""
     return (
-        f"{device.kind}: {format_bytes(device.memory)}{bandwidth}, {rates}{watts}, {price}{measured} [{device.origin}]"
+        f"{device.kind}: {format_bytes(device.memory)}{bandwidth}, {rates}{watts}, "
+        f"{price}{measured} [{device.origin}]"
     )
 
 

@@ -1,4 +1,5 @@
-"""Where a command speaks: people read text on standard output; `--json` gives one object there and nothing else."""
+"""Where a command speaks: people read text on standard output; `--json` gives one object there and
+nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import msgspec
 
 
 class Console:
-    """`say` for people, `answer` for programs. With `--json` all that is said goes to standard error."""
+    """`say` for people, `answer` for programs. With `--json` all that is said goes to standard
+    error."""
 
     def __init__(self, json: bool) -> None:
         self.json = json

@@ -1,4 +1,5 @@
-"""A job in a process of its own session: started, waited for until it trains, and left to itself."""
+"""A job in a process of its own session: started, waited for until it trains, and left to
+itself."""
 
 from __future__ import annotations
 
@@ -24,12 +25,15 @@ from farspan.domain.run import RunFolder
 
 def takes_detach(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--detach", action="store_true", help="train in a process of its own, which outlives this terminal"
+        "--detach",
+        action="store_true",
+        help="train in a process of its own, which outlives this terminal",
     )
 
 
 def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
-    """Start `farspan WORDS...`, which trains `run`, show what it says until it has made a step, and leave it alone.
+    """Start `farspan WORDS...`, which trains `run`, show what it says until it has made a step, and
+    leave it alone.
 
     What it refuses before is refused here. Ctrl-C stops it until then.
     """
@@ -41,13 +45,19 @@ def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
         said.seek(0, os.SEEK_END)
         with tempfile.TemporaryFile() as answer:
             job = _started(words, answer, taking)
-            trains = _waited(job, lambda: _trains(run, job.pid, position), lambda: _echo(said, console))
+            trains = _waited(
+                job, lambda: _trains(run, job.pid, position), lambda: _echo(said, console)
+            )
             if not trains:
                 answer.seek(0)
                 _ended(job, answer.read(), run, console)
                 return
     console.say(f"\nthe job goes on without this terminal, as process {job.pid}")
-    for what, line in (("status", ("status",)), ("progress", ("logs", "-f")), ("end it", ("stop",))):
+    for what, line in (
+        ("status", ("status",)),
+        ("progress", ("logs", "-f")),
+        ("end it", ("stop",)),
+    ):
         console.say(f"  {what:<9} {command(*line, run.path)}")
     console.answer({"run": str(run.path), "job": jobs.job_of(run)})
 
@@ -57,28 +67,40 @@ def _for_this_user(path: str, flags: int) -> int:
 
 
 def _started(words: Sequence[object], answer: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """The process of the job. What it says goes to the log, and its result or problem, as one object, to `answer`."""
+    """The process of the job. What it says goes to the log, and its result or problem, as one
+    object, to `answer`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "farspan", *map(str, words), "--json"], stdin=subprocess.DEVNULL, stdout=answer,
-        stderr=log, start_new_session=True, env={**os.environ, "COLUMNS": str(width())},
-    )  # fmt: skip
+        [sys.executable, "-m", "farspan", *map(str, words), "--json"],
+        stdin=subprocess.DEVNULL,
+        stdout=answer,
+        stderr=log,
+        start_new_session=True,
+        env={**os.environ, "COLUMNS": str(width())},
+    )
 
 
 def _trains(run: RunFolder, pid: int, position: int) -> bool:
-    """Whether the job of this process has made a step since the run's events were so long, and has more to do."""
+    """Whether the job of this process has made a step since the run's events were so long, and has
+    more to do."""
     job = jobs.job_of(run)
     if job is None or job.pid != pid:  # Another's, until this one is refused.
         return False
-    kinds = [type(event) for event in decoded(jobs.lines(run.events, position=position), run.events)]
+    kinds = [
+        type(event) for event in decoded(jobs.lines(run.events, position=position), run.events)
+    ]
     return Step in kinds and Finished not in kinds
 
 
-def _waited(job: subprocess.Popen[bytes], trains: Callable[[], bool], echo: Callable[[], None]) -> bool:
-    """Wait until the job trains; False where it has ended before. Ctrl-C is passed on, and its end waited for."""
+def _waited(
+    job: subprocess.Popen[bytes], trains: Callable[[], bool], echo: Callable[[], None]
+) -> bool:
+    """Wait until the job trains; False where it has ended before. Ctrl-C is passed on, and its end
+    waited for."""
     asked = False
     while True:
         try:
-            # Asked first: what it said before its end is shown, and of its first step soon after that.
+            # Asked first: what it said before its end is shown, and of its first step soon after
+            # that.
             ended = job.poll() is not None
             done = not asked and not ended and trains()
             if not ended:
@@ -109,11 +131,18 @@ def _ended(job: subprocess.Popen[bytes], answer: bytes, run: RunFolder, console:
     """Answer as a job that has ended, and refuse what it refuses."""
     log = jobs.log_file(run)
     if not answer:
-        how = signal.Signals(-job.returncode).name if job.returncode < 0 else f"exit code {job.returncode}"
+        how = (
+            signal.Signals(-job.returncode).name
+            if job.returncode < 0
+            else f"exit code {job.returncode}"
+        )
         raise Refusal(
-            "worker-lost", what="the job ended without a word", where=log, fact=f"ended by {how}",
+            "worker-lost",
+            what="the job ended without a word",
+            where=log,
+            fact=f"ended by {how}",
             remedy=f"tail {log}",
-        )  # fmt: skip
+        )
     jobs.planning_log(run).unlink(missing_ok=True)  # Of a run that was not made: it has been shown.
     result: dict[str, Any] = msgspec.json.decode(answer)
     if "problem" not in result:

@@ -12,7 +12,14 @@ from farspan.cli.paint import paint, painter, width
 from farspan.cli.plan_table import paragraph
 from farspan.domain.model import parameters
 from farspan.domain.problems import Refusal, command
-from farspan.domain.units import counted, format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.domain.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_usd,
+    short_time,
+)
 from farspan.domain.words import joined, listed, stage_words
 from farspan.report.tables import table_lines
 
@@ -21,7 +28,19 @@ if TYPE_CHECKING:
     from farspan.domain.plan import Replica
 
 #: Options of `farspan plan` that ask something else.
-OTHERS = ("model", "fit", "rent", "export", "plan", "diff", "html", "technique", "objective", "all", "resolved")
+OTHERS = (
+    "model",
+    "fit",
+    "rent",
+    "export",
+    "plan",
+    "diff",
+    "html",
+    "technique",
+    "objective",
+    "all",
+    "resolved",
+)
 
 
 def priced(given: argparse.Namespace, console: Console) -> bool:
@@ -29,15 +48,21 @@ def priced(given: argparse.Namespace, console: Console) -> bool:
     if given.price is None:
         if given.engine is not None:
             raise Refusal(
-                "usage", what="--engine needs --price", where="farspan plan", fact="techniques plan for farspan's own",
+                "usage",
+                what="--engine needs --price",
+                where="farspan plan",
+                fact="techniques plan for farspan's own",
                 remedy=command("plan", "--price", "plan.yaml", "--engine", given.engine),
-            )  # fmt: skip
+            )
         return False
     if other := next((name for name in OTHERS if getattr(given, name)), None):
         raise Refusal(
-            "usage", what=f"--{other} does not go with --price", where="farspan plan",
-            fact="a plan that is given is priced as it is", remedy=f"leave out --{other}",
-        )  # fmt: skip
+            "usage",
+            what=f"--{other} does not go with --price",
+            where="farspan plan",
+            fact="a plan that is given is priced as it is",
+            remedy=f"leave out --{other}",
+        )
     found = _priced(given, console)
     say(found, console)
     if given.show:
@@ -46,8 +71,14 @@ def priced(given: argparse.Namespace, console: Console) -> bool:
         from farspan.report.plan_terminal import show
 
         console.say()
-        for line in show(picture(found.plan, found.estimate, costs_of(found.plan, found.cluster)), width()):
-            console.say("".join(paint(text, tint, painter(json=console.json)) for text, tint in line).rstrip())
+        for line in show(
+            picture(found.plan, found.estimate, costs_of(found.plan, found.cluster)), width()
+        ):
+            console.say(
+                "".join(
+                    paint(text, tint, painter(json=console.json)) for text, tint in line
+                ).rstrip()
+            )
     if given.out:
         from farspan.app.plans import write_plan
 
@@ -69,7 +100,8 @@ def _priced(given: argparse.Namespace, console: Console) -> PricedPlan:
 
 
 def say(found: PricedPlan, console: Console) -> None:
-    """The plan, what a step of it takes, what every device holds, what it sends, and what all of that assumes."""
+    """The plan, what a step of it takes, what every device holds, what it sends, and what all of
+    that assumes."""
     colours = painter(json=console.json)
     console.say(paragraph(_question(found)))
     console.say()
@@ -90,7 +122,10 @@ def say(found: PricedPlan, console: Console) -> None:
     for line in _memory(found, colours=colours):
         console.say(line)
     console.say(paragraph(_verdict(found)))
-    parts = (("What it sends", _sent(found)), ("Assumed", [f"{said}." for said in found.assumptions]))
+    parts = (
+        ("What it sends", _sent(found)),
+        ("Assumed", [f"{said}." for said in found.assumptions]),
+    )
     for heading, sentences in parts:
         if sentences:
             console.say(f"\n{paint(heading, 'strong', colours)}")
@@ -103,15 +138,19 @@ def _question(found: PricedPlan) -> str:
     kinds = [found.cluster.devices[place].kind for place in _places(found)]
     devices = joined([f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)])
     return (
-        f"{model.family}, {model.layers} layers x {model.d_model}, {format_count(parameters(model))} parameters; "
-        f"{counted(train.steps, 'step')} of {train.batch} x {train.seq_len} tokens, {train.precision}; {devices}; "
+        f"{model.family}, {model.layers} layers x {model.d_model}, "
+        f"{format_count(parameters(model))} parameters; "
+        f"{counted(train.steps, 'step')} of {train.batch} x {train.seq_len} tokens, "
+        f"{train.precision}; {devices}; "
         f"engine {found.plan.engine}"
     )
 
 
 def _places(found: PricedPlan) -> list[int]:
     """The place in the cluster of each rank's device."""
-    names = [(host.name, index) for host in found.cluster.hosts for index in range(len(host.devices))]
+    names = [
+        (host.name, index) for host in found.cluster.hosts for index in range(len(host.devices))
+    ]
     return [names.index((at.host, at.index)) for at in found.plan.devices]
 
 
@@ -123,30 +162,44 @@ def _on(found: PricedPlan, ranks: tuple[int, ...]) -> str:
             runs[-1] = (at.host, runs[-1][1], at.index)
         else:
             runs.append((at.host, at.index, at.index))
-    return joined([f"{host}:{first}" + (f"-{last}" if last > first else "") for host, first, last in runs])
+    return joined(
+        [f"{host}:{first}" + (f"-{last}" if last > first else "") for host, first, last in runs]
+    )
 
 
 def _parts(replica: Replica) -> str:
     text = f"{counted(replica.microbatches, 'microbatch')} a step"
     if len(replica.stages) == 1:
         return text
-    edges = listed([f"{edge.bits} bits over {counted(edge.streams, 'stream')}" for edge in replica.edges])
+    edges = listed(
+        [f"{edge.bits} bits over {counted(edge.streams, 'stream')}" for edge in replica.edges]
+    )
     return f"{text}, in flight {', '.join(map(str, replica.in_flight))}; between stages {edges}"
 
 
 def _step(found: PricedPlan) -> str:
     parts = {
-        "compute": found.compute_s, "communication that nothing hides": found.communication_s,
+        "compute": found.compute_s,
+        "communication that nothing hides": found.communication_s,
         "waiting for other stages": found.bubble_s,
-    }  # fmt: skip
+    }
     low, high = (short_time(factor * found.step_s) for factor in found.interval)
-    split = joined([f"{short_time(part)} {name}" for name, part in parts.items() if part >= 0.0005 * found.step_s])
+    split = joined(
+        [
+            f"{short_time(part)} {name}"
+            for name, part in parts.items()
+            if part >= 0.0005 * found.step_s
+        ]
+    )
     return f"A step takes {short_time(found.step_s)} ({low} to {high}): {split}."
 
 
 def _speed(found: PricedPlan) -> str:
     peak = "" if found.mfu is None else f", {found.mfu:.1%} of the data sheets'"
-    text = f"{found.tokens_per_s:,.0f} tokens a second, {found.tflops_per_device:.3g} TFLOP/s a device{peak}."
+    text = (
+        f"{found.tokens_per_s:,.0f} tokens a second, {found.tflops_per_device:.3g} TFLOP/s a "
+        f"device{peak}."
+    )
     if found.plan.train.steps == 1:
         return text
     money = "" if found.usd is None else f", {'free' if found.usd == 0 else format_usd(found.usd)}"
@@ -164,11 +217,26 @@ def _memory(found: PricedPlan, *, colours: bool) -> list[str]:
         used = f"{part.total / 1e9:.2f} of {device.memory / 1e9:.3g}"
         lines.setdefault((at.host, device.kind, used, *holds), []).append(rank)
     rows = [
-        [_on(found, tuple(sorted(ranks, key=lambda rank: found.plan.devices[rank].index))), *key[1:]]
+        [
+            _on(found, tuple(sorted(ranks, key=lambda rank: found.plan.devices[rank].index))),
+            *key[1:],
+        ]
         for key, ranks in lines.items()
     ]
-    heads = ("devices", "kind", "GB each", "weights", "gradients", "optimizer", "activations", "logits", "rest")
-    return table_lines(heads, rows, right=range(2, len(heads)), width=width(), gap=1, wrap=(0, 1), colours=colours)
+    heads = (
+        "devices",
+        "kind",
+        "GB each",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "rest",
+    )
+    return table_lines(
+        heads, rows, right=range(2, len(heads)), width=width(), gap=1, wrap=(0, 1), colours=colours
+    )
 
 
 def _verdict(found: PricedPlan) -> str:
@@ -180,11 +248,15 @@ def _verdict(found: PricedPlan) -> str:
     if not short:
         return "It fits: every device has room for what it holds."
     lacking, name = max(short)
-    return f"It does not fit: {counted(len(short), 'device')} short of memory, {name} of {format_bytes(lacking)} most."
+    return (
+        f"It does not fit: {counted(len(short), 'device')} short of memory, {name} of "
+        f"{format_bytes(lacking)} most."
+    )
 
 
 def _sent(found: PricedPlan) -> list[str]:
-    """A sentence for everything that devices send each other in a step, before anything hides it."""
+    """A sentence for everything that devices send each other in a step, before anything hides
+    it."""
     from farspan.estimate.traffic import traffic
     from farspan.planning.why import costs_of, exchange_line
 

@@ -1,4 +1,5 @@
-"""What a person sees while an index is made: a live line on a terminal, a plain one now and then where it is piped."""
+"""What a person sees while an index is made: a live line on a terminal, a plain one now and then
+where it is piped."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _NAMES = {"embedding": "embedding", "fitting": "fitting", "storing": "storing"}
 
 
 class IndexProgress:
-    """Shows how far work is: `with IndexProgress(console, clock) as shown: build(..., Work(clock, shown.show))`."""
+    """Shows how far work is: `with IndexProgress(console, clock) as shown: build(..., Work(clock,
+    shown.show))`."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console, self._clock = console, clock
@@ -26,14 +28,21 @@ class IndexProgress:
         self._work = IndexWork(clock)
         self._live: Live | None = None
         if console.is_terminal:
-            self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+            self._live = Live(
+                console=console, get_renderable=self._render, refresh_per_second=4, transient=True
+            )
 
     def __enter__(self) -> IndexProgress:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 

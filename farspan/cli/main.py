@@ -1,4 +1,5 @@
-"""The command line: `farspan COMMAND`. Each command is one file in `commands/`; its file name is its name."""
+"""The command line: `farspan COMMAND`. Each command is one file in `commands/`; its file name is
+its name."""
 
 from __future__ import annotations
 
@@ -27,9 +28,23 @@ from farspan.domain.problems import Refusal, command, nearest
 
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
 ORDER = (
-    "demo", "init", "prepare", "plan", "train", "resume", "status", "logs", "stop", "report", "generate", "embed",
-    "tune", "search", "serve", "export",
-)  # fmt: skip
+    "demo",
+    "init",
+    "prepare",
+    "plan",
+    "train",
+    "resume",
+    "status",
+    "logs",
+    "stop",
+    "report",
+    "generate",
+    "embed",
+    "tune",
+    "search",
+    "serve",
+    "export",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,24 +52,37 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
-        self.add_argument("--json", action="store_true", help="print one JSON object, nothing else, on standard output")
+        self.add_argument(
+            "--json",
+            action="store_true",
+            help="print one JSON object, nothing else, on standard output",
+        )
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(
-            "usage", what=message, where=self.prog, fact=" ".join(self.format_usage().split()),
+            "usage",
+            what=message,
+            where=self.prog,
+            fact=" ".join(self.format_usage().split()),
             remedy=f"{self.prog} --help",
-        )  # fmt: skip
+        )
 
 
 def own_names() -> list[str]:
     """The commands of this package, without importing any."""
-    return [module.name for module in pkgutil.iter_modules(commands.__path__) if not module.name.startswith("_")]
+    return [
+        module.name
+        for module in pkgutil.iter_modules(commands.__path__)
+        if not module.name.startswith("_")
+    ]
 
 
 def names() -> list[str]:
     """Every command, those of other packages too, without importing any."""
     known = [*own_names(), *extensions("commands")]
-    return sorted(known, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+    return sorted(
+        known, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)
+    )
 
 
 def load(name: str) -> ModuleType:
@@ -64,9 +92,12 @@ def load(name: str) -> ModuleType:
     if (point := extensions("commands").get(name)) is None:
         match = nearest(name, names())
         raise Refusal(
-            "usage", what=f"there is no command {name!r}", where="farspan", fact=f"commands: {', '.join(names())}",
+            "usage",
+            what=f"there is no command {name!r}",
+            where="farspan",
+            fact=f"commands: {', '.join(names())}",
             remedy=f"farspan {match} --help" if match else "farspan --help",
-        )  # fmt: skip
+        )
     module: ModuleType = point.load()
     return module
 
@@ -93,7 +124,11 @@ def help_line(name: str) -> str:
 
 def parser_of(name: str) -> Parser:
     module = load(name)
-    parser = Parser(prog=f"farspan {name}", description=module.__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(
+        prog=f"farspan {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     module.configure(parser)
     return parser
 
@@ -124,7 +159,10 @@ def main(arguments: list[str] | None = None) -> int:
             problem = at_option(problem, given)
         print(problem, file=sys.stderr)
         fields = msgspec.to_builtins(problem)
-        printable = {key: _printable(value) if isinstance(value, str) else value for key, value in fields.items()}
+        printable = {
+            key: _printable(value) if isinstance(value, str) else value
+            for key, value in fields.items()
+        }
         console.answer({"problem": printable})
         return problem.exit_code
     return 0
@@ -136,36 +174,54 @@ def _printable(text: str) -> str:
 
 
 def as_refusal(error: BaseException, words: list[str]) -> Refusal:
-    """What the end of a command means to its user. Raises again what is a fault of farspan itself."""
+    """What the end of a command means to its user. Raises again what is a fault of farspan
+    itself."""
     name = " ".join(["farspan", *words[:1]])
     match error:
         case Refusal():
             return error
         case KeyboardInterrupt():
             return Refusal(
-                "interrupted", what="stopped as asked", where=name,
-                fact="what was finished so far is kept and used again", remedy=command(*words),
-            )  # fmt: skip
+                "interrupted",
+                what="stopped as asked",
+                where=name,
+                fact="what was finished so far is kept and used again",
+                remedy=command(*words),
+            )
         case ModuleNotFoundError(name=str(module)) if not module.startswith("farspan"):
             return Refusal(
-                "extra-missing", what="a library is missing that this needs", where=name,
-                fact=f"{module} is not installed for {sys.executable}", remedy="pip install 'farspan[train]'",
-            )  # fmt: skip
+                "extra-missing",
+                what="a library is missing that this needs",
+                where=name,
+                fact=f"{module} is not installed for {sys.executable}",
+                remedy="pip install 'farspan[train]'",
+            )
         case RuntimeError() if "home directory" in str(error):  # As pathlib has it.
             return Refusal(
-                "path-missing", what="there is no such home folder", where=name,
-                fact="a path that begins with ~NAME lies in the home folder of a user, and none has this name",
+                "path-missing",
+                what="there is no such home folder",
+                where=name,
+                fact=(
+                    "a path that begins with ~NAME lies in the home folder of a user, and none "
+                    "has this name"
+                ),
                 remedy="write ~/ for your own home folder, or the whole path",
-            )  # fmt: skip
+            )
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return Refusal(
-                "disk-full", what="a file could not be written", where=error.filename or name,
-                fact=error.strerror or str(error), remedy="free some space: df -h",
-            )  # fmt: skip
+                "disk-full",
+                what="a file could not be written",
+                where=error.filename or name,
+                fact=error.strerror or str(error),
+                remedy="free some space: df -h",
+            )
         case OSError():
             where = error.filename or name
             return Refusal(
-                "path-unusable", what="the system refuses this path", where=where, fact=error.strerror or str(error),
+                "path-unusable",
+                what="the system refuses this path",
+                where=where,
+                fact=error.strerror or str(error),
                 remedy=f"ls -ld {shlex.quote(str(where))}",
-            )  # fmt: skip
+            )
     raise error

@@ -30,13 +30,22 @@ SHOWN = 12
 def asked_of(given: argparse.Namespace) -> PlanQuery:
     """What the flags ask."""
     question = Question(
-        model=given.model or "", tokens=given.tokens, batch=given.batch, seq_len=given.seq_len,
-        precision=given.precision, attention=given.attention, recompute=given.recompute, wan_bits=given.wan_bits,
-    )  # fmt: skip
+        model=given.model or "",
+        tokens=given.tokens,
+        batch=given.batch,
+        seq_len=given.seq_len,
+        precision=given.precision,
+        attention=given.attention,
+        recompute=given.recompute,
+        wan_bits=given.wan_bits,
+    )
     return PlanQuery(
-        question=question, cluster=given.cluster, objective=given.objective, allow=tuple(given.technique),
+        question=question,
+        cluster=given.cluster,
+        objective=given.objective,
+        allow=tuple(given.technique),
         tolerance=given.tolerance,
-    )  # fmt: skip
+    )
 
 
 def answered(given: argparse.Namespace, query: PlanQuery, console: Console) -> bool:
@@ -47,10 +56,12 @@ def answered(given: argparse.Namespace, query: PlanQuery, console: Console) -> b
         system(given.export)
     if given.plan and not given.export:
         raise Refusal(
-            "usage", what="--plan needs --export", where="farspan plan",
+            "usage",
+            what="--plan needs --export",
+            where="farspan plan",
             fact="a plan that is made already is not ranked again",
             remedy=command("plan", "--plan", given.plan, "--export", "torchtitan"),
-        )  # fmt: skip
+        )
     if given.fit:
         _need(given, *(("cluster",) if given.fit == "model" else ("cluster", "model")))
         fit = pricing.fit(given.fit, query)
@@ -67,19 +78,26 @@ def answered(given: argparse.Namespace, query: PlanQuery, console: Console) -> b
     return True
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------
+# -- what fits
+#   ------------------------------------------------------------------------------------------------
 
 
 def _need(given: argparse.Namespace, *flags: str) -> None:
     for flag in flags:
         if getattr(given, flag) is None:
             question = f"--fit {given.fit}" if given.fit else "--rent"
-            examples = {"model": given.model or "gpt2m", "cluster": given.cluster or "fabric/gat-amst"}
+            examples = {
+                "model": given.model or "gpt2m",
+                "cluster": given.cluster or "fabric/gat-amst",
+            }
             words = [word for name in flags for word in (f"--{name}", examples[name])]
             raise Refusal(
-                "usage", what=f"{question} needs --{flag}", where="farspan plan", fact=f"no --{flag} was given",
+                "usage",
+                what=f"{question} needs --{flag}",
+                where="farspan plan",
+                fact=f"no --{flag} was given",
                 remedy=command("plan", *question.split(), *words),
-            )  # fmt: skip
+            )
 
 
 def say_fit(fit: Fit, given: argparse.Namespace, console: Console) -> None:
@@ -90,26 +108,43 @@ def say_fit(fit: Fit, given: argparse.Namespace, console: Console) -> None:
         console.say(f"largest model that fits: {shape}, {format_count(best.amount)} parameters")
     elif fit.asked == "batch":
         console.say(
-            f"largest batch computed at once: {counted(best.amount, 'sequence')} of {best.plan.train.seq_len} tokens"
+            f"largest batch computed at once: {counted(best.amount, 'sequence')} of "
+            f"{best.plan.train.seq_len} tokens"
         )
-        console.say(f"  {best.micro_rows} on the busiest device; gradients are not accumulated, pipelines not counted")
+        console.say(
+            f"  {best.micro_rows} on the busiest device; gradients are not accumulated, pipelines "
+            "not counted"
+        )
     else:
-        console.say(f"least memory a device: {format_bytes(best.amount)}, every device alike, for {shape}")
+        console.say(
+            f"least memory a device: {format_bytes(best.amount)}, every device alike, for {shape}"
+        )
     again = ", computing activations again" if best.recompute else ""
     console.say(f"  by {best.technique} on {best.where}{again}")
     console.say(f"  fullest: {best.binds}")
     if fit.next_amount is not None:
-        console.say(f"  next: {_amount(fit, fit.next_amount)}, which nothing fits; by {best.technique} then")
+        console.say(
+            f"  next: {_amount(fit, fit.next_amount)}, which nothing fits; by {best.technique} then"
+        )
         console.say(f"        {fit.next_lacks}")
     console.say()
     rows: list[tuple[str, ...]] = [
-        ("technique", "where", "most" if fit.asked != "memory" else "least", "at once", "recompute", "fullest")
+        (
+            "technique",
+            "where",
+            "most" if fit.asked != "memory" else "least",
+            "at once",
+            "recompute",
+            "fullest",
+        )
     ]
     rows += [_row(fit, limit) for limit in fit.limits]
     for line in table_lines(rows[0], rows[1:], right={2, 3}, width=width()):
         console.say(line)
     if fit.asked == "model" and pricing.reproduced(best):
-        console.say(f"\nprice it: {command('plan', '--model', best.typed, '--cluster', given.cluster)}")
+        console.say(
+            f"\nprice it: {command('plan', '--model', best.typed, '--cluster', given.cluster)}"
+        )
 
 
 def _amount(fit: Fit, amount: int) -> str:
@@ -120,36 +155,60 @@ def _amount(fit: Fit, amount: int) -> str:
 
 def _row(fit: Fit, limit: Limit) -> tuple[str, ...]:
     return (
-        limit.technique, limit.where, _amount(fit, limit.amount), str(limit.micro_rows),
-        "yes" if limit.recompute else "no", str(limit.binds).split(" usable")[0],
-    )  # fmt: skip
+        limit.technique,
+        limit.where,
+        _amount(fit, limit.amount),
+        str(limit.micro_rows),
+        "yes" if limit.recompute else "no",
+        str(limit.binds).split(" usable")[0],
+    )
 
 
-# -- what to rent ------------------------------------------------------------------------------------------------------
+# -- what to rent
+#   ------------------------------------------------------------------------------------------------
 
 
 def _rent(given: argparse.Namespace, query: PlanQuery, console: Console) -> None:
     _need(given, "model")
-    rented = pricing.rent(query, hours=given.hours, usd=given.usd, kinds=given.device, network=given.network)
+    rented = pricing.rent(
+        query, hours=given.hours, usd=given.usd, kinds=given.device, network=given.network
+    )
     model = model_of(given.model)
     limited = given.hours is not None or given.usd is not None
     say_rent(rented, model, console, limited=limited)
-    answer: dict[str, Any] = {"candidates": [], "chosen": rented.chosen, "frontier": rented.frontier}
+    answer: dict[str, Any] = {
+        "candidates": [],
+        "chosen": rented.chosen,
+        "frontier": rented.frontier,
+    }
     for offer in rented.offers:
-        answer["candidates"].append({
-            **pricing.as_json(offer.best, offer.cluster), "kind": offer.kind, "count": offer.count,
-            "usd_per_hour": offer.usd_per_hour, "price": {"source": offer.source, "checked": offer.checked},
-            "meets_budget": offer.meets, "pipelines_searched": offer.searched,
-        })  # fmt: skip
+        answer["candidates"].append(
+            {
+                **pricing.as_json(offer.best, offer.cluster),
+                "kind": offer.kind,
+                "count": offer.count,
+                "usd_per_hour": offer.usd_per_hour,
+                "price": {"source": offer.source, "checked": offer.checked},
+                "meets_budget": offer.meets,
+                "pipelines_searched": offer.searched,
+            }
+        )
     console.answer(answer)
 
 
 def say_rent(rented: Rent, model: ModelSpec, console: Console, *, limited: bool) -> None:
     """The frontier, the cheapest others, and what all of it assumes."""
     count = format_count(parameters(model))
-    console.say(f"{model.family} of {count} parameters; * is the choice, + the frontier of time against dollars")
+    console.say(
+        f"{model.family} of {count} parameters; * is the choice, + the frontier of time against "
+        "dollars"
+    )
     console.say()
-    others = [i for i, offer in enumerate(rented.offers) if offer.time_s < float("inf") and i not in rented.frontier]
+    others = [
+        i
+        for i, offer in enumerate(rented.offers)
+        if offer.time_s < float("inf") and i not in rented.frontier
+    ]
     others.sort(key=lambda i: (not rented.offers[i].meets, i))
     rows: list[tuple[str, ...]] = [
         ("", "devices", "technique", "time", "cost", "an hour", "GB/device", "budget", "price of")
@@ -162,12 +221,16 @@ def say_rent(rented: Rent, model: ModelSpec, console: Console, *, limited: bool)
         console.say(line)
     misfits = sum(offer.time_s == float("inf") for offer in rented.offers)
     meets = sum(offer.meets for offer in rented.offers)
-    console.say(f"\n{len(rented.offers)} offers; {misfits} have too little memory" + (
-        f"; {meets} meet the budget" if limited else ""))  # fmt: skip
+    console.say(
+        f"\n{len(rented.offers)} offers; {misfits} have too little memory"
+        + (f"; {meets} meet the budget" if limited else "")
+    )
     dates = sorted(offer.checked for offer in rented.offers)
     console.say(
-        f"Assumes list prices of {dates[0]} to {dates[-1]} (catalog/devices.yaml names each source), hosts of up to 8 "
-        f"devices,\n{format_rate(rented.bandwidth)} and a round trip of {format_seconds(rented.rtt_s)} between hosts."
+        f"Assumes list prices of {dates[0]} to {dates[-1]} (catalog/devices.yaml names each "
+        "source), hosts of up to 8 "
+        f"devices,\n{format_rate(rented.bandwidth)} and a round trip of "
+        f"{format_seconds(rented.rtt_s)} between hosts."
     )
 
 
@@ -176,12 +239,20 @@ def _offer_row(mark: str, offer: Offer, *, limited: bool) -> tuple[str, ...]:
     assert isinstance(candidate, Candidate)
     meets = ("meets" if offer.meets else "beyond") if limited else ""
     return (
-        mark, candidate.where, candidate.technique, format_seconds(candidate.time_s), f"${offer.usd:,.2f}",
-        f"${offer.usd_per_hour:,.2f}", f"{candidate.estimate.memory_bytes / 1e9:.1f}", meets, offer.checked,
-    )  # fmt: skip
+        mark,
+        candidate.where,
+        candidate.technique,
+        format_seconds(candidate.time_s),
+        f"${offer.usd:,.2f}",
+        f"${offer.usd_per_hour:,.2f}",
+        f"{candidate.estimate.memory_bytes / 1e9:.1f}",
+        meets,
+        offer.checked,
+    )
 
 
-# -- other systems -----------------------------------------------------------------------------------------------------
+# -- other systems
+#   ------------------------------------------------------------------------------------------------
 
 
 def write_export(plan: Plan, given: argparse.Namespace, console: Console) -> dict[str, Any]:

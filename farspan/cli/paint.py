@@ -8,9 +8,18 @@ import sys
 
 #: SGR codes (ECMA-48) by what is painted; stages take the numbered ones in turn.
 CODES = {
-    "good": "1;32", "soft": "2", "strong": "1", "bad": "31", "warn": "33",
-    "0": "34", "1": "33", "2": "32", "3": "35", "4": "36", "5": "31",
-}  # fmt: skip
+    "good": "1;32",
+    "soft": "2",
+    "strong": "1",
+    "bad": "31",
+    "warn": "33",
+    "0": "34",
+    "1": "33",
+    "2": "32",
+    "3": "35",
+    "4": "36",
+    "5": "31",
+}
 #: Where no terminal says how wide it is, and the bounds within which one is believed.
 WIDTH, NARROWEST, WIDEST = 100, 76, 110
 

@@ -25,10 +25,35 @@ if TYPE_CHECKING:
 SHOWN = 8
 #: Assumptions below the table; `--why` has them all.
 ASSUMED = 3
-HEADS = ("#", "technique", "where", "GB/device", "step %", "tok/s", "TFLOP/s", "minutes", "cost", "verdict")
+HEADS = (
+    "#",
+    "technique",
+    "where",
+    "GB/device",
+    "step %",
+    "tok/s",
+    "TFLOP/s",
+    "minutes",
+    "cost",
+    "verdict",
+)
 #: The same where the terminal is narrow.
-NARROW = ("#", "technique", "where", "GB", "step %", "tok/s", "TFLOP/s", "minutes", "cost", "verdict")
-LEGEND = "step %: compute / communication that nothing hides / waiting for other stages; minutes: predicted (interval)"
+NARROW = (
+    "#",
+    "technique",
+    "where",
+    "GB",
+    "step %",
+    "tok/s",
+    "TFLOP/s",
+    "minutes",
+    "cost",
+    "verdict",
+)
+LEGEND = (
+    "step %: compute / communication that nothing hides / waiting for other stages; minutes: "
+    "predicted (interval)"
+)
 WHERE = HEADS.index("where")
 #: Columns that are aligned to the left.
 LEFT = {"technique", "where", "verdict"}
@@ -37,20 +62,29 @@ STYLES = {"good": "bold green", "soft": "dim", "": ""}
 
 
 def say_ranking(
-    ranking: Ranking, console: Console, *, everything: bool = False, more: str = "farspan plan --all"
+    ranking: Ranking,
+    console: Console,
+    *,
+    everything: bool = False,
+    more: str = "farspan plan --all",
 ) -> None:
     """The question, the table, what is chosen and what that assumes."""
     console.say(paragraph(question(ranking)))
     console.say()
     if everything or len(ranking.cluster.devices) > 1 or ranking.chosen is None:
-        for line in table(ranking, everything=everything, colours=painter(json=console.json), more=more):
+        for line in table(
+            ranking, everything=everything, colours=painter(json=console.json), more=more
+        ):
             console.say(line)
         console.say()
     console.say(paragraph(choice(ranking)))
     if ranking.chosen is None:
         return
     if len(ranking.cluster.devices) == 1:
-        console.say("The other techniques divide work between devices; --all lists why each has no plan for one.")
+        console.say(
+            "The other techniques divide work between devices; --all lists why each has no plan "
+            "for one."
+        )
     known = ranking.candidates[ranking.chosen].estimate.assumptions
     rest = f"; {len(known) - ASSUMED} more with --why" if len(known) > ASSUMED else ""
     console.say(paragraph(f"Assumes: {'; '.join(known[:ASSUMED])}{rest}."))
@@ -60,12 +94,16 @@ def question(ranking: Ranking) -> str:
     """`gpt2, 24 layers x 1024, 355 M parameters; 16.8 M tokens ...; 4 a30 at gat and amst`."""
 
     model, cluster = ranking.model, ranking.cluster
-    text = f"{model.family}, {model.layers} layers x {model.d_model}, {format_count(parameters(model))} parameters"
+    text = (
+        f"{model.family}, {model.layers} layers x {model.d_model}, "
+        f"{format_count(parameters(model))} parameters"
+    )
     if ranking.candidates:
         train = ranking.candidates[0].plan.train
         tokens = format_count(train.steps * train.tokens_per_step)
         text += (
-            f"; {tokens} tokens in {counted(train.steps, 'step')} of {train.batch} x {train.seq_len}, {train.precision}"
+            f"; {tokens} tokens in {counted(train.steps, 'step')} of {train.batch} x "
+            f"{train.seq_len}, {train.precision}"
         )
     where = joined([site.name for site in cluster.sites])
     text += f"; {devices_line(cluster, range(len(cluster.devices)))} at {where}"
@@ -73,12 +111,17 @@ def question(ranking: Ranking) -> str:
 
 
 def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
-    """The candidates, a line each (two where the part's name is long), and what of them is not shown."""
+    """The candidates, a line each (two where the part's name is long), and what of them is not
+    shown."""
     candidates, best = ranking.candidates, dict[str, int]()
     for i, candidate in enumerate(candidates):
         best.setdefault(candidate.technique, i)
     # What one device takes by itself says what all the others are worth.
-    alone = [i for i, candidate in enumerate(candidates) if candidate.eligible and len(candidate.places) == 1][:1]
+    alone = [
+        i
+        for i, candidate in enumerate(candidates)
+        if candidate.eligible and len(candidate.places) == 1
+    ][:1]
     always = range(len(candidates)) if everything else {*range(SHOWN), *best.values(), *alone}
     shown = [i for i in range(len(candidates)) if i in always]
     rows = [_cells(ranking, i) for i in shown]
@@ -88,9 +131,15 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
             text = f"{i + 1} {candidates[i].technique} is not chosen: {candidates[i].unchosen}"
             output.append(paint(paragraph(text, indent=4), "soft", colours))
     if hidden := len(candidates) - len(shown):
-        output.append(paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours))
+        output.append(
+            paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours)
+        )
     if rows:
-        tried = "; *: measured in a trial" if any(candidates[i].trial is not None for i in shown) else ""
+        tried = (
+            "; *: measured in a trial"
+            if any(candidates[i].trial is not None for i in shown)
+            else ""
+        )
         output.append(paint(paragraph(LEGEND + tried, indent=4), "soft", colours))
     return output + _refused(ranking, colours)
 
@@ -98,19 +147,28 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
 def _cells(ranking: Ranking, index: int) -> list[str]:
     candidate = ranking.candidates[index]
     priced, plan = candidate.estimate, candidate.plan
-    ranks = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
+    ranks = sorted(
+        rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
+    )
     capacity = [ranking.cluster.devices[candidate.places[rank]].memory for rank in ranks]
     used, of = max(
-        ((part.total, size) for part, size in zip(priced.memory, capacity, strict=True)), key=lambda p: p[0] / p[1]
+        ((part.total, size) for part, size in zip(priced.memory, capacity, strict=True)),
+        key=lambda p: p[0] / p[1],
     )
     low, high = (seconds / 60 for seconds in bounds(candidate))
     minutes = f"{_short(candidate.time_s / 60)} ({_short(low)}-{_short(high)})"
     return [
-        str(index + 1), candidate.technique + ("*" if candidate.trial is not None and candidate.eligible else ""),
-        candidate.where, f"{_short(used / 1e9)} of {_short(of / 1e9)}",
-        _split(candidate), format_count(priced.tokens_per_s).replace(" ", ""), f"{priced.tflops_per_device:.3g}",
-        minutes, spent(candidate), verdict(ranking, candidate),
-    ]  # fmt: skip
+        str(index + 1),
+        candidate.technique + ("*" if candidate.trial is not None and candidate.eligible else ""),
+        candidate.where,
+        f"{_short(used / 1e9)} of {_short(of / 1e9)}",
+        _split(candidate),
+        format_count(priced.tokens_per_s).replace(" ", ""),
+        f"{priced.tflops_per_device:.3g}",
+        minutes,
+        spent(candidate),
+        verdict(ranking, candidate),
+    ]
 
 
 def _short(number: float) -> str:
@@ -123,7 +181,9 @@ def _short(number: float) -> str:
 
 
 def _tint(ranking: Ranking, index: int) -> str:
-    return "good" if index == ranking.chosen else "" if ranking.candidates[index].eligible else "soft"
+    return (
+        "good" if index == ranking.chosen else "" if ranking.candidates[index].eligible else "soft"
+    )
 
 
 def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool) -> list[str]:
@@ -132,7 +192,14 @@ def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool)
     if sum(max(map(len, column)) + 1 for column in zip(HEADS, *rows, strict=True)) > width() + 1:
         heads, rows = NARROW, [[_terse(cell) for cell in row] for row in rows]
     return table_lines(
-        heads, rows, right=right, width=width(), gap=1, wrap=(WHERE,), colours=colours, tints=[STYLES[t] for t in tints]
+        heads,
+        rows,
+        right=right,
+        width=width(),
+        gap=1,
+        wrap=(WHERE,),
+        colours=colours,
+        tints=[STYLES[t] for t in tints],
     )
 
 
@@ -149,7 +216,10 @@ def _refused(ranking: Ranking, colours: bool) -> list[str]:
     """A paragraph for each reason why techniques have no plan."""
     paragraphs = []
     for reason, alike in refused_by_reason(ranking).items():
-        text = f"{', '.join(refused.technique for refused in alike)}: {verdict(ranking, alike[0])}: {reason}"
+        text = (
+            f"{', '.join(refused.technique for refused in alike)}: {verdict(ranking, alike[0])}: "
+            f"{reason}"
+        )
         paragraphs.append(paint(paragraph(text, indent=4), "soft", colours))
     return paragraphs
 
@@ -159,15 +229,24 @@ def told(ranking: Ranking, index: int | None) -> Told:
     from farspan.report.plan_page import Told
 
     reasons = why(ranking)
-    parts = (("Why", reasons.against), ("What is left out", reasons.left_out), ("What is not known", reasons.unknown))
+    parts = (
+        ("Why", reasons.against),
+        ("What is left out", reasons.left_out),
+        ("What is not known", reasons.unknown),
+    )
     candidate = None if index is None else ranking.candidates[index]
     instead = "" if index == ranking.chosen else "Another is chosen: "
     return Told(
-        title="Nothing fits" if candidate is None else called(candidate), question=question(ranking),
-        choice=instead + reasons.choice, tiles=() if candidate is None else _tiles(ranking, candidate), heads=HEADS,
-        rows=tuple(tuple(_cells(ranking, i)) for i in range(len(ranking.candidates))), marked=index,
-        refused=tuple(_refused(ranking, colours=False)), why=parts,
-    )  # fmt: skip
+        title="Nothing fits" if candidate is None else called(candidate),
+        question=question(ranking),
+        choice=instead + reasons.choice,
+        tiles=() if candidate is None else _tiles(ranking, candidate),
+        heads=HEADS,
+        rows=tuple(tuple(_cells(ranking, i)) for i in range(len(ranking.candidates))),
+        marked=index,
+        refused=tuple(_refused(ranking, colours=False)),
+        why=parts,
+    )
 
 
 def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str], ...]:
@@ -176,9 +255,21 @@ def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str]
     peak = "" if priced.mfu is None else f" · MFU {priced.mfu:.1%}"
     energy = "energy unknown" if priced.kwh is None else f"{_short(priced.kwh)} kWh at most"
     return (
-        ("Time", format_seconds(candidate.time_s), f"{format_seconds(low)} to {format_seconds(high)}"),
-        ("Step", short_time(priced.step_s), f"compute / communication / waiting {_split(candidate)} %"),
-        ("Tokens a second", f"{priced.tokens_per_s:,.0f}", f"{priced.tflops_per_device:.3g} TFLOP/s a device{peak}"),
+        (
+            "Time",
+            format_seconds(candidate.time_s),
+            f"{format_seconds(low)} to {format_seconds(high)}",
+        ),
+        (
+            "Step",
+            short_time(priced.step_s),
+            f"compute / communication / waiting {_split(candidate)} %",
+        ),
+        (
+            "Tokens a second",
+            f"{priced.tokens_per_s:,.0f}",
+            f"{priced.tflops_per_device:.3g} TFLOP/s a device{peak}",
+        ),
         ("Memory", format_bytes(priced.memory_bytes), "of the fullest device"),
         ("Money", spent(candidate), energy),
         ("Verdict", verdict(ranking, candidate), devices_line(ranking.cluster, candidate.places)),
@@ -225,7 +316,10 @@ def say_difference(difference: PlanDifference, console: Console) -> None:
         console.say()
     else:
         console.say("the two plans are configured alike")
-    figures = [(row.what, row.a, row.b, "" if row.ratio is None else f"{row.ratio:.3g}") for row in difference.figures]
+    figures = [
+        (row.what, row.a, row.b, "" if row.ratio is None else f"{row.ratio:.3g}")
+        for row in difference.figures
+    ]
     _say_columns([heads, *figures], console, colours)
     if difference.same:
         console.say()
@@ -240,6 +334,10 @@ def _say_columns(rows: Sequence[Sequence[str]], console: Console, colours: bool)
 def paragraph(text: str, *, indent: int = 0, hang: int = 0) -> str:
     """Text in lines of the terminal's width."""
     return textwrap.fill(
-        text, width(), initial_indent=" " * indent, subsequent_indent=" " * (indent + hang), break_on_hyphens=False,
+        text,
+        width(),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hang),
+        break_on_hyphens=False,
         break_long_words=False,
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""What `farspan plan` shows of a ranking: table, reasons, two plans side by side, pictures; and the plan as a file."""
+"""What `farspan plan` shows of a ranking: table, reasons, two plans side by side, pictures; and the
+plan as a file."""
 
 from __future__ import annotations
 
@@ -97,15 +98,20 @@ def _side(name: str, ranking: Ranking) -> PlanSide:
 
     if _is_file(name):
         plan = read_plan(Path(name))
-        check_cluster(plan, ranking.cluster, Path(name), "give --cluster the one that the plan was made for")
+        check_cluster(
+            plan, ranking.cluster, Path(name), "give --cluster the one that the plan was made for"
+        )
         priced = estimate(plan, models.graph(plan.model), ranking.cluster, engine(plan.engine))
         return PlanSide(name=f"{plan.technique} in {Path(name).name}", plan=plan, estimate=priced)
     index = _index(name, ranking)
     if index is None:
         raise Refusal(
-            "cannot-plan", what="nothing is chosen, so nothing compares with it", where=f"--diff {name}",
-            fact="the table says why", remedy="name two candidates of the table: --diff 1 2",
-        )  # fmt: skip
+            "cannot-plan",
+            what="nothing is chosen, so nothing compares with it",
+            where=f"--diff {name}",
+            fact="the table says why",
+            remedy="name two candidates of the table: --diff 1 2",
+        )
     candidate = ranking.candidates[index]
     return PlanSide(name=called(candidate), plan=candidate.plan, estimate=candidate.estimate)
 
@@ -119,7 +125,9 @@ def _unknown(name: str, known: Any, count: int = 0) -> Refusal:
     match = nearest(name, names)
     numbers = f", numbers 1 to {count}" if count else ", a number of the table, or a plan file"
     return Refusal(
-        "out-of-range", what=f"there is no candidate {name!r}", where="farspan plan",
+        "out-of-range",
+        what=f"there is no candidate {name!r}",
+        where="farspan plan",
         fact=f"known: {', '.join(names)}{numbers}",
         remedy=f"use {match!r}" if match else command("plan", "--help"),
-    )  # fmt: skip
+    )

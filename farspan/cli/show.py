@@ -1,4 +1,5 @@
-"""What a person sees of the updates that the API tells: lines, tables, and a live display while something runs."""
+"""What a person sees of the updates that the API tells: lines, tables, and a live display while
+something runs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from farspan.planning.outcome import trial_line, why
 
 
 class Show:
-    """Takes updates: `with Show(console) as show: train(folder, show)`. A live display ends with what it shows."""
+    """Takes updates: `with Show(console) as show: train(folder, show)`. A live display ends with
+    what it shows."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -27,7 +29,12 @@ class Show:
     def __enter__(self) -> Show:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         self._end()
 
     def __call__(self, update: object) -> None:
@@ -58,7 +65,9 @@ class Show:
     def _planned(self, planned: Planned) -> None:
         from farspan.report.text import plan_line
 
-        self._console.say(plan_line(planned.plan, planned.estimate, planned.resolved.corpus, planned.forecast))
+        self._console.say(
+            plan_line(planned.plan, planned.estimate, planned.resolved.corpus, planned.forecast)
+        )
         for warning in planned.resolved.warnings:
             self._console.say(f"warning: {warning}")
 

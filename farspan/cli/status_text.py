@@ -20,23 +20,32 @@ def listed(statuses: Sequence[Status], *, json: bool) -> list[str]:
     """A line a run. `saved` is how long ago the newest checkpoint was written."""
     rows = [_row(status) for status in statuses]
     return table_lines(
-        HEADS, rows, right=range(2, len(HEADS)), width=width(), wrap=(0, 1), colours=painter(json=json),
+        HEADS,
+        rows,
+        right=range(2, len(HEADS)),
+        width=width(),
+        wrap=(0, 1),
+        colours=painter(json=json),
         tints=[TINTS.get(status.state, "") for status in statuses],
-    )  # fmt: skip
+    )
 
 
 def _row(status: Status) -> tuple[str, ...]:
     return (
-        status.run, _state(status), f"{status.step:,}", f"{status.step / status.steps:.0%}",
+        status.run,
+        _state(status),
+        f"{status.step:,}",
+        f"{status.step / status.steps:.0%}",
         "" if status.loss is None else f"{status.loss:.3f}",
         "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f}",
         "" if status.saved_s is None else roughly(status.saved_s),
         "" if status.left_s is None else roughly(status.left_s),
-    )  # fmt: skip
+    )
 
 
 def _state(status: Status) -> str:
-    """`running, pid 1234`, `running on box`, `finished`, `finished, deadline`, `failed, out-of-memory`, `lost`."""
+    """`running, pid 1234`, `running on box`, `finished`, `finished, deadline`, `failed,
+    out-of-memory`, `lost`."""
     job = status.job
     match status.state:
         case "running" if job is not None:
@@ -67,10 +76,15 @@ def _sentence(status: Status, now: float) -> str:
     job = status.job
     match status.state:
         case "running" if job is not None:
-            return f"running for {format_seconds(max(0.0, now - job.started))}, process {job.pid} on {job.host}"
+            return (
+                f"running for {format_seconds(max(0.0, now - job.started))}, process {job.pid} on "
+                f"{job.host}"
+            )
         case "lost":
             who = "its job" if job is None else f"process {job.pid} on {job.host}"
-            return f"lost: {who} is gone without a word" + ("; its workers save and end" if status.saving else "")
+            return f"lost: {who} is gone without a word" + (
+                "; its workers save and end" if status.saving else ""
+            )
         case "finished":
             return ENDINGS.get(status.reason or "", status.reason or "")
         case "failed":

@@ -1,4 +1,5 @@
-"""The readable text of an HTML page, its headings marked as in Markdown, with the standard library's parser."""
+"""The readable text of an HTML page, its headings marked as in Markdown, with the standard
+library's parser."""
 
 from __future__ import annotations
 
@@ -6,14 +7,41 @@ import re
 from html.parser import HTMLParser
 
 _SILENT = {"script", "style", "noscript", "template", "svg", "nav", "title"}
-_INLINE = {"a", "abbr", "b", "bdi", "bdo", "cite", "code", "dfn", "em", "font", "i", "kbd", "mark", "q", "s", "samp",
-           "small", "span", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr"}  # fmt: skip
+_INLINE = {
+    "a",
+    "abbr",
+    "b",
+    "bdi",
+    "bdo",
+    "cite",
+    "code",
+    "dfn",
+    "em",
+    "font",
+    "i",
+    "kbd",
+    "mark",
+    "q",
+    "s",
+    "samp",
+    "small",
+    "span",
+    "strong",
+    "sub",
+    "sup",
+    "time",
+    "tt",
+    "u",
+    "var",
+    "wbr",
+}
 _HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
 _LINES = {"br", "dd", "div", "dt", "li", "option", "td", "th", "tr"}
 
 
 def read_html(page: str) -> tuple[str, str]:
-    """(title, text): the <title> or else the first <h1>; blocks on lines of their own, <pre> as it is written."""
+    """(title, text): the <title> or else the first <h1>; blocks on lines of their own, <pre> as it
+    is written."""
     parser = _Parser()
     parser.feed(page)
     parser.close()

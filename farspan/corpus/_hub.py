@@ -1,4 +1,5 @@
-"""The Hugging Face hub, asked only where it answers: its libraries try for minutes to reach one that does not."""
+"""The Hugging Face hub, asked only where it answers: its libraries try for minutes to reach one
+that does not."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ from contextlib import contextmanager
 
 #: What a connection may take: ten round trips around the world, or a name that is looked up twice.
 _CONNECT_S = 4.0
-#: What an answer may take once it is connected, and the statuses with which a hub says that it cannot answer now.
+#: What an answer may take once it is connected, and the statuses with which a hub says that it
+#: cannot answer now.
 _ANSWER_S, _AWAY = 10.0, (500, 502, 503, 504)
 
 
 @contextmanager
 def hub() -> Iterator[str | None]:
-    """Within, the hub's libraries use only what they have in their cache if the hub cannot be reached.
+    """Within, the hub's libraries use only what they have in their cache if the hub cannot be
+    reached.
 
-    Gives why it cannot, or None. HF_ENDPOINT says where the hub is, HF_HUB_OFFLINE that it is not to be asked.
+    Gives why it cannot, or None. HF_ENDPOINT says where the hub is, HF_HUB_OFFLINE that it is not
+    to be asked.
     """
     from huggingface_hub import constants
 
@@ -42,10 +46,16 @@ def _unreachable(endpoint: str) -> str | None:
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
         url = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
     host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
-    fault = _in_time(lambda: socket.create_connection((host, port), timeout=_CONNECT_S).close(), _CONNECT_S)
+    fault = _in_time(
+        lambda: socket.create_connection((host, port), timeout=_CONNECT_S).close(), _CONNECT_S
+    )
     if fault is None and not url.scheme.startswith("socks"):  # Which urllib does not speak.
         fault = _in_time(lambda: _ask(endpoint), _ANSWER_S)
-    return f"{host}:{port} cannot be reached ({fault}), and the cache does not have it" if fault else None
+    return (
+        f"{host}:{port} cannot be reached ({fault}), and the cache does not have it"
+        if fault
+        else None
+    )
 
 
 def _in_time(attempt: Callable[[], None], seconds: float) -> str | None:
@@ -61,7 +71,8 @@ def _in_time(attempt: Callable[[], None], seconds: float) -> str | None:
         except (OSError, http.client.HTTPException) as error:
             faults[:] = [getattr(error, "strerror", None) or str(error)]
 
-    # Looking up a name has no time limit of its own, and a host with many addresses would be waited for at each.
+    # Looking up a name has no time limit of its own, and a host with many addresses would be waited
+    # for at each.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -72,7 +83,8 @@ def _ask(endpoint: str) -> None:
     """Ask a URL for anything; raises OSError where nothing answers, or only that it cannot now."""
     question = urllib.request.Request(endpoint, method="HEAD")
     try:
-        # Of its own, as urlopen keeps for ever what the environment's proxies were at its first call.
+        # Of its own, as urlopen keeps for ever what the environment's proxies were at its first
+        # call.
         urllib.request.build_opener().open(question, timeout=_ANSWER_S).close()
     except urllib.error.HTTPError as error:
         if error.code in _AWAY:

@@ -1,18 +1,21 @@
 """The same BPE for tiktoken, only where both give the same ids for every text.
 
-tokenizers merges, again and again, the leftmost adjacent pair (A, B) with the lowest place in its merge list.
-tiktoken merges the leftmost adjacent pair whose joined bytes AB are a token, lowest rank first. With ranks in the
-order of the merge list they differ only if AB is the token T of another merge (C, D), and then only if A and B can
-ever stand side by side. Checked here for every token T: tokenizers' BPE of T's own bytes gives T.
+tokenizers merges, again and again, the leftmost adjacent pair (A, B) with the lowest place in its
+merge list. tiktoken merges the leftmost adjacent pair whose joined bytes AB are a token, lowest
+rank first. With ranks in the order of the merge list they differ only if AB is the token T of
+another merge (C, D), and then only if A and B can ever stand side by side. Checked here for every
+token T: tokenizers' BPE of T's own bytes gives T.
 
-That excludes it. Suppose A B were first adjacent at some moment, inside a longer piece. Up to there no merge crossed
-their outer borders, so the merges inside are a prefix of the merges done on T's bytes alone (both go by rank, then
-leftmost). On T alone that prefix ends in (A, B), which is not in the merge list: BPE of T would stop there with two
-tokens, not one. So the two procedures choose the same pair at every step. The whole-piece look-up that tiktoken does
-first returns T for T's bytes, as BPE does.
+That excludes it. Suppose A B were first adjacent at some moment, inside a longer piece. Up to there
+no merge crossed their outer borders, so the merges inside are a prefix of the merges done on T's
+bytes alone (both go by rank, then leftmost). On T alone that prefix ends in (A, B), which is not in
+the merge list: BPE of T would stop there with two tokens, not one. So the two procedures choose the
+same pair at every step. The whole-piece look-up that tiktoken does first returns T for T's bytes,
+as BPE does.
 
-Around the BPE the same pieces must be cut: GPT-2's expression, no normalizer, no added token that is matched in text
-(special ones are switched off). The two regex engines sort all Unicode code points alike: tests walk all of them.
+Around the BPE the same pieces must be cut: GPT-2's expression, no normalizer, no added token that
+is matched in text (special ones are switched off). The two regex engines sort all Unicode code
+points alike: tests walk all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 #: GPT-2's pre-tokenization, as in tokenizers' ByteLevel.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
-#: Stands between texts that are encoded in one call; its rank is the last. No cleaned text holds it.
+#: Stands between texts that are encoded in one call; its rank is the last. No cleaned text holds
+#: it.
 SEPARATOR = "\0"
 
 
@@ -44,7 +48,8 @@ def byte_characters() -> dict[str, int]:
 def as_tiktoken(
     inner: tokenizers.Tokenizer, end_of_text: int
 ) -> tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None:
-    """tiktoken's encoding and the id of each of its ranks, last that of `end_of_text`; None without a proof."""
+    """tiktoken's encoding and the id of each of its ranks, last that of `end_of_text`; None without
+    a proof."""
     from tokenizers import Tokenizer, models
 
     content = json.loads(inner.to_str())
@@ -56,11 +61,15 @@ def as_tiktoken(
     tokens = [*byte_of, *(left + right for left, right in merges)]
     bare = Tokenizer(models.BPE(vocab, merges))
     encodings = bare.encode_batch_fast(tokens, add_special_tokens=False)
-    if len(set(tokens)) < len(tokens) or [e.ids for e in encodings] != [[vocab.get(token)] for token in tokens]:
+    if len(set(tokens)) < len(tokens) or [e.ids for e in encodings] != [
+        [vocab.get(token)] for token in tokens
+    ]:
         return None
     import tiktoken
 
-    ranks = {bytes(byte_of[character] for character in token): rank for rank, token in enumerate(tokens)}
+    ranks = {
+        bytes(byte_of[character] for character in token): rank for rank, token in enumerate(tokens)
+    }
     encoding = tiktoken.Encoding(
         "farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={SEPARATOR: len(ranks)}
     )
@@ -70,7 +79,13 @@ def as_tiktoken(
 def _plain(content: dict[str, Any]) -> bool:
     """Byte-level BPE, split as GPT-2 does, and nothing else that changes what is encoded."""
     model, splitter = content["model"], content["pre_tokenizer"] or {}
-    changes = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"
+    changes = (
+        "dropout",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "byte_fallback",
+        "ignore_merges",
+    )
     return (
         model["type"] == "BPE"
         and not any(model.get(change) for change in changes)

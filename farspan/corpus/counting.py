@@ -1,5 +1,6 @@
-"""How well counts of a few tokens in a row, and what a piece of text has said before, predict the validation tokens, of
-how much text: what the difficulty of a text is known by before a model has read it."""
+"""How well counts of a few tokens in a row, and what a piece of text has said before, predict the
+validation tokens, of how much text: what the difficulty of a text is known by before a model has
+read it."""
 
 from __future__ import annotations
 
@@ -16,33 +17,42 @@ Probabilities = npt.NDArray[np.float64]
 
 #: Tokens counted at most (a few seconds), and validation tokens that are predicted.
 MOST_TOKENS, VAL_TOKENS = 1 << 21, 1 << 16
-#: Text is drawn in pieces of so many tokens, in an order of this seed: the first of a file say little of the rest.
+#: Text is drawn in pieces of so many tokens, in an order of this seed: the first of a file say
+#: little of the rest.
 PIECE, SEED = 256, 0
-#: Steps of expectation and maximization to the shares of the three predictions (`mixed_nats`): they stand by then.
+#: Steps of expectation and maximization to the shares of the three predictions (`mixed_nats`): they
+#: stand by then.
 ROUNDS = 20
 #: Pieces that are compared with themselves at once: 64 KiB each.
 AT_ONCE = 32
 #: What every count is discounted by, as usual (Chen and Goodman 1999, section 2.8).
 DISCOUNT = 0.75
-#: Tokens in a row. Two are what a model learns first; what texts of one kind repeat, such as licences and synopses, is
-#: longer.
+#: Tokens in a row. Two are what a model learns first; what texts of one kind repeat, such as
+#: licences and synopses, is longer.
 FEW, MANY = 2, 6
 
 
 def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple[Counted, ...]:
-    """Of counts over a sixteenth, a quarter and all of so many tokens of `train`, how well they predict `val`; of fewer
-    where there are not so many."""
+    """Of counts over a sixteenth, a quarter and all of so many tokens of `train`, how well they
+    predict `val`; of fewer where there are not so many."""
     pieces, held_out = _drawn(train, min(tokens, MOST_TOKENS)), _drawn(val, VAL_TOKENS)
     if not (len(pieces) and len(held_out)):
         return ()
     cached, known = cache_probabilities(held_out), held_out.ravel()
     found = []
     for size in sorted({max(1, len(pieces) // part) for part in (16, 4, 1)}):
-        few, many = (ngram_probabilities(pieces[:size].ravel(), known, vocab_size, order) for order in (FEW, MANY))
-        found.append(Counted(
-            tokens=float(size * PIECE), few=-float(np.mean(np.log(few))), few_again=mixed_nats(few, cached),
-            many_again=mixed_nats(many, cached),
-        ))  # fmt: skip
+        few, many = (
+            ngram_probabilities(pieces[:size].ravel(), known, vocab_size, order)
+            for order in (FEW, MANY)
+        )
+        found.append(
+            Counted(
+                tokens=float(size * PIECE),
+                few=-float(np.mean(np.log(few))),
+                few_again=mixed_nats(few, cached),
+                many_again=mixed_nats(many, cached),
+            )
+        )
     return tuple(found)
 
 
@@ -54,8 +64,9 @@ def _drawn(tokens: Tokens, count: float) -> Tokens:
 
 
 class Grams(NamedTuple):
-    """The distinct n tokens in a row of a text, numbered from 0: the number of the n - 1 before the last of each, where
-    each stands first, and the number at every place of the text and of another one, -1 where it is not known."""
+    """The distinct n tokens in a row of a text, numbered from 0: the number of the n - 1 before the
+    last of each, where each stands first, and the number at every place of the text and of another
+    one, -1 where it is not known."""
 
     histories: Tokens
     first: Tokens
@@ -64,11 +75,13 @@ class Grams(NamedTuple):
 
 
 def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int) -> Probabilities:
-    """Of each token of `val` (int64), by interpolated Kneser-Ney counts of `train`, which has `order` tokens or more.
+    """Of each token of `val` (int64), by interpolated Kneser-Ney counts of `train`, which has
+    `order` tokens or more.
 
-    p_n(w|h) = max(c(hw) - d, 0) / c(h) + d N(h) / c(h) p_(n-1)(w|h'), for n = 1 to `order`, where c counts tokens at
-    the highest order and distinct tokens before them at the others, and N(h) the distinct tokens after h (Chen and
-    Goodman 1999, equations 25 to 28). Without h in `train`, or n - 1 tokens before it in `val`, a token has p_(n-1).
+    p_n(w|h) = max(c(hw) - d, 0) / c(h) + d N(h) / c(h) p_(n-1)(w|h'), for n = 1 to `order`, where c
+    counts tokens at the highest order and distinct tokens before them at the others, and N(h) the
+    distinct tokens after h (Chen and Goodman 1999, equations 25 to 28). Without h in `train`, or n
+    - 1 tokens before it in `val`, a token has p_(n-1).
     """
     nothing = np.zeros(1, np.int64)
     levels = [Grams(nothing, nothing, np.zeros(len(train), np.int64), np.zeros(len(val), np.int64))]
@@ -76,7 +89,8 @@ def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int)
         levels.append(_longer(levels[-1], train[n - 1 :], val[n - 1 :], vocab_size))
     probability = np.full(len(val), 1.0 / vocab_size)
     for n, (before, grams) in enumerate(itertools.pairwise(levels), 1):
-        # A number per gram: its places, or the distinct tokens before it, which are as many as longer grams end so.
+        # A number per gram: its places, or the distinct tokens before it, which are as many as
+        # longer grams end so.
         ends = grams.own if n == order else grams.own[levels[n + 1].first + 1]
         counts = np.bincount(ends, minlength=len(grams.first))
         totals = np.bincount(grams.histories, weights=counts, minlength=len(before.first))
@@ -85,7 +99,9 @@ def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int)
         total = np.where(history >= 0, totals[history], 0.0)
         own = np.maximum(np.where(grams.other >= 0, counts[grams.other], 0) - DISCOUNT, 0.0)
         lower, least = probability[n - 1 :], np.maximum(total, 1.0)
-        probability[n - 1 :] = np.where(total > 0, own / least + DISCOUNT * kinds[history] / least * lower, lower)
+        probability[n - 1 :] = np.where(
+            total > 0, own / least + DISCOUNT * kinds[history] / least * lower, lower
+        )
     return probability
 
 
@@ -96,12 +112,14 @@ def _longer(grams: Grams, train: Tokens, val: Tokens, vocab_size: int) -> Grams:
     before = grams.other[: len(val)]
     wanted = before * vocab_size + val
     at = np.minimum(np.searchsorted(seen, wanted), len(seen) - 1)
-    return Grams(seen // vocab_size, first, numbers, np.where((before >= 0) & (seen[at] == wanted), at, -1))
+    return Grams(
+        seen // vocab_size, first, numbers, np.where((before >= 0) & (seen[at] == wanted), at, -1)
+    )
 
 
 def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
-    """Of each token by counts of its own piece so far, 0 where they know nothing: of the tokens, and of what followed
-    the token before it (Kuhn and De Mori 1990)."""
+    """Of each token by counts of its own piece so far, 0 where they know nothing: of the tokens,
+    and of what followed the token before it (Kuhn and De Mori 1990)."""
     single, pair = np.zeros(pieces.shape), np.zeros(pieces.shape)
     earlier = np.tril(np.ones((PIECE, PIECE), bool), -1)
     for start in range(0, len(pieces), AT_ONCE):

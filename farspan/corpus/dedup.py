@@ -1,7 +1,9 @@
-"""Which documents are copies of one another: MinHash signatures, locality-sensitive hashing, exact verification.
+"""Which documents are copies of one another: MinHash signatures, locality-sensitive hashing, exact
+verification.
 
-Near duplicates share at least THRESHOLD of their word triples (Jaccard). Signatures and triples lie in files, one
-set a shard; in memory are about 40 bytes a document. Two documents of Jaccard 0.8 are missed with probability 2e-5.
+Near duplicates share at least THRESHOLD of their word triples (Jaccard). Signatures and triples lie
+in files, one set a shard; in memory are about 40 bytes a document. Two documents of Jaccard 0.8 are
+missed with probability 2e-5.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ BANDS, ROWS = 28, 5
 SHINGLE_WORDS = 3
 #: Of longer documents the smallest hashes are kept: an unbiased Jaccard estimate within 0.006.
 MAX_SHINGLES = 4096
-#: In a bucket each document is compared with this many next larger ones, so that templates stay affordable.
+#: In a bucket each document is compared with this many next larger ones, so that templates stay
+#: affordable.
 WINDOW = 32
 
 # A word, or one character of a script written without spaces.
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+")
-_SEEDS = np.frombuffer(hashlib.shake_128(b"farspan minhash").digest(8 * BANDS * ROWS), "<u4").reshape(2, -1)
+_SEEDS = np.frombuffer(
+    hashlib.shake_128(b"farspan minhash").digest(8 * BANDS * ROWS), "<u4"
+).reshape(2, -1)
 _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
 
 U32 = npt.NDArray[np.uint32]
@@ -41,7 +46,8 @@ def text_hash(text: str) -> int:
 
 
 def shingles(text: str) -> U32:
-    """Sorted distinct hashes of the text's word triples, lower case; of a text of fewer words, of all its words."""
+    """Sorted distinct hashes of the text's word triples, lower case; of a text of fewer words, of
+    all its words."""
     words = _WORD.findall(text.lower()) or [text]
     hashes = np.array([zlib.crc32(word.encode()) for word in words], np.uint64)
     width = min(SHINGLE_WORDS, len(words))
@@ -55,7 +61,8 @@ def shingles(text: str) -> U32:
 
 
 def jaccard(a: U32, b: U32) -> float:
-    """Jaccard similarity of two shingle sets; of truncated ones, estimated on their common range."""
+    """Jaccard similarity of two shingle sets; of truncated ones, estimated on their common
+    range."""
     if len(a) == MAX_SHINGLES or len(b) == MAX_SHINGLES:
         top = min(s[-1] for s in (a, b) if len(s) == MAX_SHINGLES)
         a, b = a[a <= top], b[b <= top]
@@ -64,8 +71,8 @@ def jaccard(a: U32, b: U32) -> float:
 
 
 def sign(stem: Path) -> None:
-    """Write of a shard: .marks.npy [1 + BANDS, documents], text hashes and then band hashes; the documents' shingles
-    one after the other (.shingles), and where each ends (.ends.npy)."""
+    """Write of a shard: .marks.npy [1 + BANDS, documents], text hashes and then band hashes; the
+    documents' shingles one after the other (.shingles), and where each ends (.ends.npy)."""
     texts = [document.text for document in read_lines(stem.with_suffix(".docs"))]
     sets = [shingles(text) for text in texts]
     hashes = np.array([text_hash(text) for text in texts], np.uint64)
@@ -101,17 +108,23 @@ class Shards:
     def marks(self, row: int) -> U64:
         """Of every document the text hash (row 0) or the hash of band `row`, from 1."""
         return np.concatenate(
-            [np.array(np.load(stem.with_suffix(".marks.npy"), mmap_mode="r")[row]) for stem in self.stems]
+            [
+                np.array(np.load(stem.with_suffix(".marks.npy"), mmap_mode="r")[row])
+                for stem in self.stems
+            ]
         )
 
     def shingles(self, document: int) -> U32:
         shard = int(np.searchsorted(self.first, document, side="right")) - 1
         size, end = int(self.sizes[document]), int(self._ends[document])
-        return np.fromfile(self.stems[shard].with_suffix(".shingles"), np.uint32, size, offset=4 * (end - size))
+        return np.fromfile(
+            self.stems[shard].with_suffix(".shingles"), np.uint32, size, offset=4 * (end - size)
+        )
 
 
 def clusters(shards: Shards) -> npt.NDArray[np.int64]:
-    """For each document the first document of its cluster of exact and near duplicates (itself if it has none)."""
+    """For each document the first document of its cluster of exact and near duplicates (itself if
+    it has none)."""
     parent = np.arange(len(shards.sizes))
     for copies in _buckets(shards.marks(0)):
         parent[copies] = copies[0]

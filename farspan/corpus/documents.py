@@ -1,4 +1,5 @@
-"""Documents as text that can be trained on, and as files: one JSON object a line, compressed with zstd."""
+"""Documents as text that can be trained on, and as files: one JSON object a line, compressed with
+zstd."""
 
 from __future__ import annotations
 
@@ -11,19 +12,26 @@ import zstandard
 
 from farspan.domain.corpus import Document
 
-#: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a validation part.
+#: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a
+#: validation part.
 PART_CHARS = 1 << 18
 #: What is no part of a text around it: byte-order mark and blank space.
 _OUTER = "\ufeff \t\n\v\f"
 
 
 def encodable(text: str) -> str:
-    """The text with halves of surrogate pairs joined, and those without their other half as U+FFFD."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    """The text with halves of surrogate pairs joined, and those without their other half as
+    U+FFFD."""
+    return (
+        text
+        if text.isascii()
+        else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    )
 
 
 def clean(text: str) -> str:
-    """Text that UTF-8 can hold, with Unix line ends, without byte-order mark, NUL or outer blank space."""
+    """Text that UTF-8 can hold, with Unix line ends, without byte-order mark, NUL or outer blank
+    space."""
     return _unix(text).strip(_OUTER)
 
 
@@ -32,7 +40,8 @@ def _unix(text: str) -> str:
 
 
 def parts(blocks: Iterable[str]) -> Iterator[str]:
-    """A stream of text in parts of at most PART_CHARS characters, cut at a paragraph, a line or a space."""
+    """A stream of text in parts of at most PART_CHARS characters, cut at a paragraph, a line or a
+    space."""
     held = ""
     for block in blocks:
         held += block
@@ -50,7 +59,8 @@ def numbered(title: str, number: int) -> str:
 
 
 def cut(document: Document) -> Iterator[Document]:
-    """The document cleaned, in parts that are not blank, each with the line and page that it begins on."""
+    """The document cleaned, in parts that are not blank, each with the line and page that it begins
+    on."""
     title, origin = " ".join(clean(document.title).split()), encodable(document.origin)
     metadata = {clean(key): clean(value) for key, value in document.metadata.items()}
     whole, line, page = _unix(document.text).rstrip(_OUTER), document.line, document.page
@@ -60,10 +70,16 @@ def cut(document: Document) -> Iterator[Document]:
         inner = part.strip("\n")
         blank += part[: len(part) - len(part.lstrip("\n"))]
         line, page = _after(blank, line, page)
-        # Some blank space, such as U+3000, is not what `clean` takes away; a part of nothing else says nothing.
+        # Some blank space, such as U+3000, is not what `clean` takes away; a part of nothing else
+        # says nothing.
         if part.strip():
             yield Document(
-                title=numbered(title, number), text=inner, origin=origin, metadata=metadata, line=line, page=page
+                title=numbered(title, number),
+                text=inner,
+                origin=origin,
+                metadata=metadata,
+                line=line,
+                page=page,
             )
         blank = part[len(part) - len(part.lstrip("\n")) :]
 
@@ -82,7 +98,9 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
 
 def open_zst(path: Path) -> io.BufferedReader:
     """The decompressed bytes of a .zst file of any number of frames, as a stream."""
-    reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+    reader = zstandard.ZstdDecompressor().stream_reader(
+        path.open("rb"), read_across_frames=True, closefd=True
+    )
     return io.BufferedReader(reader, buffer_size=1 << 18)
 
 
@@ -95,5 +113,6 @@ def read_lines(path: Path) -> Iterator[Document]:
 
 
 def read_documents(folder: Path) -> Iterator[Document]:
-    """The kept documents of a prepared corpus, in the order of its token files: all of train, then all of val."""
+    """The kept documents of a prepared corpus, in the order of its token files: all of train, then
+    all of val."""
     return read_lines(folder / "documents.jsonl.zst")

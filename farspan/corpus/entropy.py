@@ -1,4 +1,5 @@
-"""How well counting predicts the validation tokens: the yardsticks printed beside a model's loss."""
+"""How well counting predicts the validation tokens: the yardsticks printed beside a model's
+loss."""
 
 from __future__ import annotations
 
@@ -10,55 +11,70 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[Any]
 
-#: Tokens looked at: all of a corpus up to this size, else blocks spread evenly over it, so that memory is bounded.
+#: Tokens looked at: all of a corpus up to this size, else blocks spread evenly over it, so that
+#: memory is bounded.
 _TRAIN_TOKENS, EXACT_TOKENS, _BLOCK = 1 << 26, 1 << 19, 1 << 16
 #: Beside a validation there is less time: about a second for so many tokens of the training split.
 _FEW_TRAIN_TOKENS, _LARGE_BLOCK = 1 << 24, 1 << 20
-#: Weights of the unigram in the bigram estimate; the best one is reported, which favours the yardstick.
+#: Weights of the unigram in the bigram estimate; the best one is reported, which favours the
+#: yardstick.
 _PRIOR_COUNTS = (3, 10, 30, 100, 300, 1000, 3000)
 
 
 def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float]:
-    """(unigram, bigram) cross-entropy of `val` under the counts of `train`, nats a token: of all of it where it has
-    EXACT_TOKENS at most.
+    """(unigram, bigram) cross-entropy of `val` under the counts of `train`, nats a token: of all of
+    it where it has EXACT_TOKENS at most.
 
-    Unigram: p1(b) = (count(b) + 1) / (N + V). Bigram, Dirichlet-smoothed towards it:
-    p(b|a) = (count(ab) + w p1(b)) / (count(a) + w), for the w of a few that fits best. Bigrams are counted only for
-    the pairs that occur in `val`: exact, without a table of V^2.
+    Unigram: p1(b) = (count(b) + 1) / (N + V). Bigram, Dirichlet-smoothed towards it: p(b|a) =
+    (count(ab) + w p1(b)) / (count(a) + w), for the w of a few that fits best. Bigrams are counted
+    only for the pairs that occur in `val`: exact, without a table of V^2.
     """
     held_out = list(_blocks(val, EXACT_TOKENS, _BLOCK))
     pairs = np.concatenate([_pairs(block, vocab_size) for block in held_out])
-    return _crossed(_blocks(train, _TRAIN_TOKENS, _BLOCK), pairs, np.concatenate(held_out), vocab_size)
+    return _crossed(
+        _blocks(train, _TRAIN_TOKENS, _BLOCK), pairs, np.concatenate(held_out), vocab_size
+    )
 
 
-def entropies_of(train: Tokens, contexts: Tokens, targets: Tokens, vocab_size: int) -> tuple[float, float]:
+def entropies_of(
+    train: Tokens, contexts: Tokens, targets: Tokens, vocab_size: int
+) -> tuple[float, float]:
     """As `entropies`, of these tokens (n,) alone, each after its context (n,)."""
     pairs = contexts.astype(np.int64) * vocab_size + targets
     return _crossed(_blocks(train, _FEW_TRAIN_TOKENS, _LARGE_BLOCK), pairs, targets, vocab_size)
 
 
-def _crossed(train: Iterable[Tokens], held_out: Tokens, targets: Tokens, vocab_size: int) -> tuple[float, float]:
+def _crossed(
+    train: Iterable[Tokens], held_out: Tokens, targets: Tokens, vocab_size: int
+) -> tuple[float, float]:
     """Of single tokens and of pairs, under the counts of blocks of tokens."""
     wanted, times = np.unique(held_out, return_counts=True)
     singles, pairs = np.zeros(vocab_size, np.int64), np.zeros(len(wanted), np.int64)
     for block in train:
         singles += np.bincount(block, minlength=vocab_size)
         block_pairs = np.sort(_pairs(block, vocab_size))
-        pairs += np.searchsorted(block_pairs, wanted, side="right") - np.searchsorted(block_pairs, wanted, side="left")
+        pairs += np.searchsorted(block_pairs, wanted, side="right") - np.searchsorted(
+            block_pairs, wanted, side="left"
+        )
     logs = np.log((singles + 1) / (singles.sum() + vocab_size))
     unigram = -float(np.mean(logs[targets]))
     if not len(wanted):
         return unigram, unigram
     first, second = wanted // vocab_size, wanted % vocab_size
     bigrams = [
-        -float(np.average(np.log((pairs + w * np.exp(logs[second])) / (singles[first] + w)), weights=times))
+        -float(
+            np.average(
+                np.log((pairs + w * np.exp(logs[second])) / (singles[first] + w)), weights=times
+            )
+        )
         for w in _PRIOR_COUNTS
     ]
     return unigram, min(bigrams)
 
 
 def _blocks(tokens: Tokens, limit: int, size: int) -> Iterator[Tokens]:
-    """The tokens in blocks of `size`; of more than `limit` tokens, evenly spread blocks of that sum."""
+    """The tokens in blocks of `size`; of more than `limit` tokens, evenly spread blocks of that
+    sum."""
     stride = max(1, -(-len(tokens) // limit))
     for start in range(0, len(tokens), size)[::stride]:
         yield np.asarray(tokens[start : start + size]).astype(np.int64)

@@ -1,7 +1,8 @@
-"""Stages that go shard by shard: spool a source to shards, encode a shard, join the shards to token files.
+"""Stages that go shard by shard: spool a source to shards, encode a shard, join the shards to token
+files.
 
-A shard is about SHARD_BYTES of text. Each stage writes its files beside the shard and one marker last, so that work
-that was interrupted goes on after the last finished shard.
+A shard is about SHARD_BYTES of text. Each stage writes its files beside the shard and one marker
+last, so that work that was interrupted goes on after the last finished shard.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class FinishedShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spool(source: Source, work: Path) -> list[FinishedShard]:
-    """Write the source's documents, cleaned, to WORK/00000.docs and so on; finished shards are kept as they are."""
+    """Write the source's documents, cleaned, to WORK/00000.docs and so on; finished shards are kept
+    as they are."""
     shards: list[FinishedShard] = []
     while (marker := work / f"{len(shards):05}.shard").exists():
         shards.append(load(marker, FinishedShard))
@@ -58,7 +60,8 @@ def spool(source: Source, work: Path) -> list[FinishedShard]:
 
 
 def _content(document: Document) -> bytes:
-    """All of a document but its place, so that a corpus keeps its hash when places come to be known."""
+    """All of a document but its place, so that a corpus keeps its hash when places come to be
+    known."""
     names = ("title", "text", "origin", "metadata")
     return msgspec.json.encode({name: getattr(document, name) for name in names})
 
@@ -73,7 +76,8 @@ def _shardful(documents: Iterator[Document]) -> list[Document]:
 
 
 def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], workers: int) -> None:
-    """Call `function(stem, ...)` for every job, in `workers` processes; those done before are left alone."""
+    """Call `function(stem, ...)` for every job, in `workers` processes; those done before are left
+    alone."""
     run = functools.partial(_once, function)
     if workers == 1:
         for job in jobs:
@@ -109,8 +113,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def encode_shard(stem: Path, tokenizer_file: Path) -> None:
-    """Encode the kept documents: each split's tokens (.bin), documents (.zst), and their tokens and UTF-8 bytes
-    (.sizes.npy [2, documents])."""
+    """Encode the kept documents: each split's tokens (.bin), documents (.zst), and their tokens and
+    UTF-8 bytes (.sizes.npy [2, documents])."""
     tokenizer = _tokenizer(tokenizer_file)
     dtype = token_dtype(tokenizer.vocab_size)
     for split, fate in _SPLITS.items():
@@ -128,7 +132,8 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
 
 
 def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
-    """Concatenate what `encode_shard` wrote, in a new FOLDER: {train,val}.{bin,idx} and documents.jsonl.zst."""
+    """Concatenate what `encode_shard` wrote, in a new FOLDER: {train,val}.{bin,idx} and
+    documents.jsonl.zst."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     splits = {}
@@ -138,9 +143,13 @@ def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
                 for stem in stems:
                     tokens.write(stem.with_suffix(f".{split}.bin").read_bytes())
                     documents.write(stem.with_suffix(f".{split}.zst").read_bytes())
-            lengths, text_bytes = np.hstack([np.load(stem.with_suffix(f".{split}.sizes.npy")) for stem in stems])
+            lengths, text_bytes = np.hstack(
+                [np.load(stem.with_suffix(f".{split}.sizes.npy")) for stem in stems]
+            )
             offsets = np.concatenate([[0], np.cumsum(lengths)])
             offsets.astype("<i8").tofile(folder / f"{split}.idx")
             total_bytes = int(text_bytes.sum())
-            splits[split] = Split(tokens=int(offsets[-1]), documents=len(lengths), text_bytes=total_bytes)
+            splits[split] = Split(
+                tokens=int(offsets[-1]), documents=len(lengths), text_bytes=total_bytes
+            )
     return splits

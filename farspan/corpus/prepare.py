@@ -1,4 +1,5 @@
-"""From a source to a prepared corpus: spool, find duplicates, split, train the tokenizer, encode, join, rename."""
+"""From a source to a prepared corpus: spool, find duplicates, split, train the tokenizer, encode,
+join, rename."""
 
 from __future__ import annotations
 
@@ -32,17 +33,20 @@ from farspan.domain.units import counted, format_bytes, format_count, parse_frac
 _FORMAT = "3"
 #: Text a tokenizer is trained on; more changes merges little and costs memory.
 _SAMPLE_BYTES = 16 << 20
-#: Disk needed for each byte of text: shards 0.3, shingles 0.7, tokens twice 0.6 each, documents twice 0.3 each.
+#: Disk needed for each byte of text: shards 0.3, shingles 0.7, tokens twice 0.6 each, documents
+#: twice 0.3 each.
 _DISK_FACTOR = 3
 _SKIPPED_SHOWN = 100
-#: Work that was refused or interrupted is gone on with at the next try; what nobody has tried for so long is given up.
+#: Work that was refused or interrupted is gone on with at the next try; what nobody has tried for
+#: so long is given up.
 _ABANDONED_S = 7 * 86_400
 
 Say = Callable[[str], None]
 
 
 def auto_vocab(text_bytes: int) -> int:
-    """4,096 tokens below 4 MiB of text, doubled for every eightfold: 8,192 to 32 MiB, and so on to 65,536."""
+    """4,096 tokens below 4 MiB of text, doubled for every eightfold: 8,192 to 32 MiB, and so on to
+    65,536."""
     steps = sum(text_bytes >= limit for limit in (4 << 20, 32 << 20, 256 << 20, 2 << 30))
     return 4096 << steps
 
@@ -52,8 +56,9 @@ def prepare(
 ) -> tuple[Path, CorpusManifest]:
     """Make, or find, the corpus of `data` under `root`; the folder's name is the manifest's hash.
 
-    `workers` processes share the work and change nothing in the result. Refuses what cannot be read, a corpus that
-    is empty or whose validation split would be, a tokenizer that does not fit, and a disk with too little room.
+    `workers` processes share the work and change nothing in the result. Refuses what cannot be
+    read, a corpus that is empty or whose validation split would be, a tokenizer that does not fit,
+    and a disk with too little room.
     """
     source = open_source(data.source)
     key = _key(source, data, tokenizer)
@@ -75,8 +80,8 @@ def prepare(
 
 
 class Text(NamedTuple):
-    """The documents of a source that are kept, those of the training split first, of which there are `train`, and the
-    fingerprint of the source."""
+    """The documents of a source that are kept, those of the training split first, of which there
+    are `train`, and the fingerprint of the source."""
 
     documents: list[Document]
     train: int
@@ -84,11 +89,19 @@ class Text(NamedTuple):
 
 
 def read_text(
-    data: DataConfig, tokenizer: TokenizerConfig, prepared: Path, root: Path, *, workers: int, say: Say
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    prepared: Path,
+    root: Path,
+    *,
+    workers: int,
+    say: Say,
 ) -> Text:
-    """What the source of the corpus at `prepared` holds today, without duplicates and split as a corpus is.
+    """What the source of the corpus at `prepared` holds today, without duplicates and split as a
+    corpus is.
 
-    Where the source is as it was, these are the corpus's own documents. Refuses what cannot be read.
+    Where the source is as it was, these are the corpus's own documents. Refuses what cannot be
+    read.
     """
     source = open_source(data.source)
     fingerprint = source.fingerprint()
@@ -98,17 +111,24 @@ def read_text(
     say("the text has changed since the corpus was made")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
-        stems = [Path(folder) / f"{number:05}" for number in range(len(_spool(source, data, Path(folder), say)))]
+        stems = [
+            Path(folder) / f"{number:05}"
+            for number in range(len(_spool(source, data, Path(folder), say)))
+        ]
         pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
         _decide(stems, data, splits=False)
-        train, val = ([document for stem in stems for document in pack.chosen(stem, fate)]
-                      for fate in (pack.TRAIN, pack.VAL))  # fmt: skip
+        train, val = (
+            [document for stem in stems for document in pack.chosen(stem, fate)]
+            for fate in (pack.TRAIN, pack.VAL)
+        )
     return Text(train + val, len(train), fingerprint)
 
 
 def _key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
     share = parse_fraction(data.val)
-    return content_hash(_FORMAT, source.fingerprint(), share, data.dedup, tokenizer, _file_digest(tokenizer.use))
+    return content_hash(
+        _FORMAT, source.fingerprint(), share, data.dedup, tokenizer, _file_digest(tokenizer.use)
+    )
 
 
 def _build(
@@ -126,7 +146,9 @@ def _build(
         text_bytes = sum(shard.text_bytes for shard in shards)
         vocab = auto_vocab(text_bytes) if config.vocab == "auto" else config.vocab
         say(f"training a tokenizer of {vocab:,} tokens")
-        pack.each_shard(learn, [(tokenizer_file, vocab, stems[:: -(-text_bytes // _SAMPLE_BYTES)])], workers)
+        pack.each_shard(
+            learn, [(tokenizer_file, vocab, stems[:: -(-text_bytes // _SAMPLE_BYTES)])], workers
+        )
     words = tokenizers.load(tokenizer_file)
     vocab_size = config.vocab if config.use and config.vocab != "auto" else words.vocab_size
     say(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
@@ -140,11 +162,18 @@ def _build(
     coded = (_file_digest(tokenizer_file), vocab_size, words.end_of_text)
     manifest = CorpusManifest(
         hash=content_hash(_FORMAT, [s.digest for s in shards], fates, *coded),
-        source=data.source, vocab_size=vocab_size, end_of_text=words.end_of_text,
-        dtype="uint16" if dtype.itemsize == 2 else "uint32", train=splits["train"], val=splits["val"],
-        unigram_nats=unigram, bigram_nats=bigram, exact_duplicates=exact, near_duplicates=near,
+        source=data.source,
+        vocab_size=vocab_size,
+        end_of_text=words.end_of_text,
+        dtype="uint16" if dtype.itemsize == 2 else "uint32",
+        train=splits["train"],
+        val=splits["val"],
+        unigram_nats=unigram,
+        bigram_nats=bigram,
+        exact_duplicates=exact,
+        near_duplicates=near,
         skipped=_shown(source.skipped),
-    )  # fmt: skip
+    )
     save(manifest, final / "corpus.json")
     folder = work.parent / manifest.hash
     if not folder.exists():
@@ -153,14 +182,17 @@ def _build(
 
 
 def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Path) -> None:
-    """Copy the tokenizer that the user names; refuses ids beyond the vocabulary that the user gives."""
+    """Copy the tokenizer that the user names; refuses ids beyond the vocabulary that the user
+    gives."""
     words = tokenizers.load(where)
     if vocab != "auto" and vocab < words.vocab_size:
         raise Refusal(
-            "tokenizer-mismatch", what="the tokenizer has ids beyond the given vocabulary", where=where,
+            "tokenizer-mismatch",
+            what="the tokenizer has ids beyond the given vocabulary",
+            where=where,
             fact=f"its largest id is {words.vocab_size - 1}, tokenizer.vocab is {vocab}",
             remedy=f"write in run.yaml: tokenizer: {{use: {where}, vocab: {words.vocab_size}}}",
-        )  # fmt: skip
+        )
     words.save(tokenizer_file)
 
 
@@ -170,10 +202,15 @@ def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.
     shards = pack.spool(source, work)
     if not shards:
         raise Refusal(
-            "no-documents", what="the source holds no text", where=data.source,
-            fact=f"no document has any text; skipped: {'; '.join(map(str, by_kind(source.skipped)[:3])) or 'nothing'}",
+            "no-documents",
+            what="the source holds no text",
+            where=data.source,
+            fact=(
+                "no document has any text; skipped: "
+                f"{'; '.join(map(str, by_kind(source.skipped)[:3])) or 'nothing'}"
+            ),
             remedy="name a folder that holds text files: farspan init FOLDER",
-        )  # fmt: skip
+        )
     text_bytes = sum(shard.text_bytes for shard in shards)
     documents = sum(shard.documents for shard in shards)
     many = f"{format_count(documents)} documents" if documents > 1 else "1 document"
@@ -183,10 +220,11 @@ def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.
 
 
 def _decide(stems: list[Path], data: DataConfig, *, splits: bool) -> tuple[int, int, str]:
-    """Write each shard's fates (dropped, train or val); the numbers of exact and near duplicates left out, a digest.
-    Refuses an empty split, where `splits` are what is wanted.
+    """Write each shard's fates (dropped, train or val); the numbers of exact and near duplicates
+    left out, a digest. Refuses an empty split, where `splits` are what is wanted.
 
-    A document's split follows from the lowest text hash in its cluster of near duplicates: the same in any order.
+    A document's split follows from the lowest text hash in its cluster of near duplicates: the same
+    in any order.
     """
     shards = dedup.Shards(stems)
     first, keys = dedup.clusters(shards), shards.marks(0)
@@ -202,7 +240,9 @@ def _decide(stems: list[Path], data: DataConfig, *, splits: bool) -> tuple[int, 
     if splits:
         _refuse_empty_split(fates, keys, data)
     for number, stem in enumerate(stems):
-        np.save(stem.with_suffix(".fates.npy"), fates[shards.first[number] : shards.first[number + 1]])
+        np.save(
+            stem.with_suffix(".fates.npy"), fates[shards.first[number] : shards.first[number + 1]]
+        )
     return exact, near, hashlib.sha256(fates.tobytes()).hexdigest()
 
 
@@ -212,16 +252,24 @@ def _refuse_empty_split(fates: npt.NDArray[np.uint8], keys: dedup.U64, data: Dat
             distinct = np.unique(keys) / 2.0**64
             enough = f"{100 * (distinct[0] + distinct[1]) / 2:.3g}%" if len(distinct) > 1 else ""
             raise Refusal(
-                "no-documents", what=f"the {name} part of this corpus would be empty", where=data.source,
-                fact=f"it has {counted(len(distinct), 'distinct document')}, of which {data.val} by hash are for "
+                "no-documents",
+                what=f"the {name} part of this corpus would be empty",
+                where=data.source,
+                fact=f"it has {counted(len(distinct), 'distinct document')}, of which {data.val} "
+                "by hash are for "
                 "validation",
-                remedy=f"write in run.yaml: data: {{source: {data.source}, val: {enough}}}" if enough
-                else f"cut the text in several documents: split -C 64k --additional-suffix=.txt {data.source} part-",
-            )  # fmt: skip
+                remedy=f"write in run.yaml: data: {{source: {data.source}, val: {enough}}}"
+                if enough
+                else (
+                    "cut the text in several documents: split -C 64k --additional-suffix=.txt "
+                    f"{data.source} part-"
+                ),
+            )
 
 
 def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
-    """Train on the training documents of these shards; in a process of its own, whose memory goes with it."""
+    """Train on the training documents of these shards; in a process of its own, whose memory goes
+    with it."""
     texts = (document.text for stem in stems for document in pack.chosen(stem, pack.TRAIN))
     tokenizers.train(texts, vocab_size).save(tokenizer_file)
 
@@ -239,7 +287,8 @@ def _known(root: Path, key: str) -> tuple[Path, CorpusManifest] | None:
 
 @contextlib.contextmanager
 def _locked(work: Path, say: Say) -> Iterator[None]:
-    """One process at a time works in a folder; the lock goes with its process, however that ends."""
+    """One process at a time works in a folder; the lock goes with its process, however that
+    ends."""
     with (work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -265,14 +314,17 @@ def _require_space(folder: Path, text_bytes: int) -> None:
     free, need = shutil.disk_usage(folder).free, _DISK_FACTOR * text_bytes
     if free < need:
         raise Refusal(
-            "disk-full", what="the disk has too little room to prepare this corpus", where=folder,
+            "disk-full",
+            what="the disk has too little room to prepare this corpus",
+            where=folder,
             fact=f"{format_bytes(free)} free, about {format_bytes(need)} needed",
             remedy=f"free some space, largest folders last: du -xd1 {folder} | sort -n",
-        )  # fmt: skip
+        )
 
 
 def _file_digest(path: str | Path | None) -> str:
-    """Content of a tokenizer file and the config beside it, or of the JSON and text files in its folder.
+    """Content of a tokenizer file and the config beside it, or of the JSON and text files in its
+    folder.
 
     Empty for a hub id.
     """
@@ -283,7 +335,9 @@ def _file_digest(path: str | Path | None) -> str:
     files = [expanded, expanded.with_name("tokenizer_config.json")]
     if expanded.is_dir():
         files = sorted(p for p in expanded.glob("*") if p.suffix in (".json", ".txt"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
+    return hashlib.sha256(
+        b"".join(file.read_bytes() for file in files if file.is_file())
+    ).hexdigest()
 
 
 def _shown(skipped: list[Skipped]) -> tuple[Skipped, ...]:

@@ -22,8 +22,9 @@ def usable_cores() -> int:
 class _Process(SpawnProcess):
     """A new process that does not import the program's own script again.
 
-    Such an import would run a script without `if __name__ == "__main__":` a second time. Python leaves it out where the
-    program is a package's `__main__` (`multiprocessing.spawn._fixup_main_from_name`): here any program is called one.
+    Such an import would run a script without `if __name__ == "__main__":` a second time. Python
+    leaves it out where the program is a package's `__main__`
+    (`multiprocessing.spawn._fixup_main_from_name`): here any program is called one.
     """
 
     def start(self) -> None:
@@ -41,7 +42,8 @@ class _Context(SpawnContext):
 
 
 def spawned(count: int) -> ProcessPoolExecutor:
-    """A pool of up to `count` new processes. They end with this one however it ends, also when it is killed."""
+    """A pool of up to `count` new processes. They end with this one however it ends, also when it
+    is killed."""
     return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start)
 
 
@@ -51,7 +53,8 @@ def _start() -> None:
 
 
 def _end_with_parent() -> None:
-    # A worker holds both ends of the queue it waits at, so it never sees that nobody is left to write to it.
+    # A worker holds both ends of the queue it waits at, so it never sees that nobody is left to
+    # write to it.
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

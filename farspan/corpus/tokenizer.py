@@ -1,4 +1,5 @@
-"""Tokenizers: train a byte-level BPE, or load any that `tokenizers` can read; encode through tiktoken where proven."""
+"""Tokenizers: train a byte-level BPE, or load any that `tokenizers` can read; encode through
+tiktoken where proven."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[
 
 
 class Tokenizer:
-    """Text to ids and back. Special tokens written in a text are ordinary text: only code puts real ones there."""
+    """Text to ids and back. Special tokens written in a text are ordinary text: only code puts real
+    ones there."""
 
     def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int) -> None:
         inner.encode_special_tokens = True
@@ -44,16 +46,21 @@ class Tokenizer:
         """Ids of each text, without end-of-text tokens."""
         tokens, lengths = self.encode_joined(texts)
         ends = np.cumsum(lengths)
-        return [tokens[end - length : end - 1].tolist() for end, length in zip(ends, lengths, strict=True)]
+        return [
+            tokens[end - length : end - 1].tolist()
+            for end, length in zip(ends, lengths, strict=True)
+        ]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], list[int]]:
-        """All texts' ids in one array, an end-of-text token after each, and the length of each with that token."""
+        """All texts' ids in one array, an end-of-text token after each, and the length of each with
+        that token."""
         texts = [encodable(text) for text in texts]
         if self._fast is None or any(SEPARATOR in text for text in texts):
             encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
             ids = [part for encoding in encodings for part in (*encoding.ids, self.end_of_text)]
             return np.array(ids, np.uint32), [len(encoding) + 1 for encoding in encodings]
-        # One call for all texts, whose ids never become Python objects: half as long again as a call for each.
+        # One call for all texts, whose ids never become Python objects: half as long again as a
+        # call for each.
         fast, id_of_rank = self._fast
         ranks = fast.encode_to_numpy(SEPARATOR.join([*texts, ""]), allowed_special={SEPARATOR})
         ends = np.flatnonzero(ranks == len(id_of_rank) - 1) + 1
@@ -66,34 +73,45 @@ class Tokenizer:
     def save(self, file: Path) -> None:
         """Write a tokenizer file, and beside it `tokenizer_config.json`."""
         write_atomically(file, self._inner.to_str(pretty=True).encode())
-        config = {"eos_token": self._inner.id_to_token(self.end_of_text), "tokenizer_class": "PreTrainedTokenizerFast"}
+        config = {
+            "eos_token": self._inner.id_to_token(self.end_of_text),
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
         write_atomically(file.with_name("tokenizer_config.json"), msgspec.json.encode(config))
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens where the texts run out of pairs."""
+    """Byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens where the texts
+    run out of pairs."""
     from tokenizers import models, pre_tokenizers, trainers
 
     inner = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     inner.train_from_iterator(texts, trainer)
     return Tokenizer(inner, inner.get_vocab()[END_OF_TEXT])
 
 
 def load(where: Path | str) -> Tokenizer:
-    """A tokenizer.json, a folder with one or with GPT-2's vocab.json and merges.txt, or the id of a hub repository.
+    """A tokenizer.json, a folder with one or with GPT-2's vocab.json and merges.txt, or the id of a
+    hub repository.
 
-    Refuses a path that does not exist, a file that is no tokenizer, one without an end-of-text token, and a hub id
-    that cannot be fetched.
+    Refuses a path that does not exist, a file that is no tokenizer, one without an end-of-text
+    token, and a hub id that cannot be fetched.
     """
     from tokenizers import Tokenizer as Inner
 
     path = Path(where).expanduser()
     local = path.exists()
-    if not local and (str(where).startswith((".", "/", "~")) or str(where).count("/") > 1 or path.suffix == ".json"):
+    if not local and (
+        str(where).startswith((".", "/", "~"))
+        or str(where).count("/") > 1
+        or path.suffix == ".json"
+    ):
         raise missing_path(path)
     fault = None
     try:
@@ -105,12 +123,19 @@ def load(where: Path | str) -> Tokenizer:
         end_of_text = _end_of_text(inner, path if local else None)
     except Exception as error:  # the Rust library raises bare Exception for everything
         raise Refusal(
-            "tokenizer-unreadable", where=where, fact=fault or " ".join(str(error).split())[:300],
-            what="this is not a tokenizer that can be used" if local
+            "tokenizer-unreadable",
+            where=where,
+            fact=fault or " ".join(str(error).split())[:300],
+            what="this is not a tokenizer that can be used"
+            if local
             else "there is neither a file of this name nor a tokenizer on the hub that can be used",
-            remedy="leave `tokenizer.use` out of run.yaml to train one on the corpus" if local
-            else f"fetch it where the hub can be reached, then name the folder: hf download {where} --local-dir DIR",
-        ) from None  # fmt: skip
+            remedy="leave `tokenizer.use` out of run.yaml to train one on the corpus"
+            if local
+            else (
+                "fetch it where the hub can be reached, then name the folder: hf download "
+                f"{where} --local-dir DIR"
+            ),
+        ) from None
     return Tokenizer(inner, end_of_text)
 
 
@@ -139,11 +164,18 @@ def _read(path: Path) -> tokenizers.Tokenizer:
 
 
 def _end_of_text(inner: tokenizers.Tokenizer, path: Path | None) -> int:
-    """Id of the token that ends a document: what tokenizer_config.json says, else the first well-known one."""
+    """Id of the token that ends a document: what tokenizer_config.json says, else the first
+    well-known one."""
     named: Any = None
-    if path and (config := (path if path.is_dir() else path.parent) / "tokenizer_config.json").is_file():
+    if (
+        path
+        and (config := (path if path.is_dir() else path.parent) / "tokenizer_config.json").is_file()
+    ):
         named = msgspec.json.decode(config.read_bytes()).get("eos_token")
     for token in (named["content"] if isinstance(named, dict) else named, *_KNOWN_ENDS):
         if token is not None and (token_id := inner.token_to_id(token)) is not None:
             return int(token_id)
-    raise ValueError(f"no token ends a document: no eos_token in tokenizer_config.json, none of {_KNOWN_ENDS} in it")
+    raise ValueError(
+        f"no token ends a document: no eos_token in tokenizer_config.json, none of {_KNOWN_ENDS} "
+        "in it"
+    )

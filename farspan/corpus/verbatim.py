@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: So many tokens on end count as learned by heart: fewer also come about by chance and by grammar. A choice; Carlini et
-#: al. (arXiv 2202.07646) take 50 of a corpus whose common phrases are longer.
+#: So many tokens on end count as learned by heart: fewer also come about by chance and by grammar.
+#: A choice; Carlini et al. (arXiv 2202.07646) take 50 of a corpus whose common phrases are longer.
 LEAST = 16
 #: Tokens that are looked through at a time.
 PART = 1 << 20
@@ -19,7 +19,8 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 def verbatim_share(written: Tokens, corpus: Tokens, least: int = LEAST) -> float:
-    """The share of `written` tokens that are part of `least` or more on end which stand so in `corpus`; 0 of fewer."""
+    """The share of `written` tokens that are part of `least` or more on end which stand so in
+    `corpus`; 0 of fewer."""
     if len(written) < least or len(corpus) < least:
         return 0.0
     wanted: dict[int, list[int]] = {}

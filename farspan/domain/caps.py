@@ -1,6 +1,8 @@
-"""What control groups, version 2 and version 1, allow this process of memory: `python -m farspan.domain.caps` says it.
+"""What control groups, version 2 and version 1, allow this process of memory: `python -m
+farspan.domain.caps` says it.
 
-Run through a host's or a device's `enter` command it says what holds there, also after what ran there was killed.
+Run through a host's or a device's `enter` command it says what holds there, also after what ran
+there was killed.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import msgspec
 #: Beyond, a limit of version 1 means none.
 UNLIMITED = 2**60
 #: Files of a group by version: its limit, its use and the most of it so far.
-FILES = {2: ("memory.max", "memory.current", "memory.peak"),
-         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes")}  # fmt: skip
+FILES = {
+    2: ("memory.max", "memory.current", "memory.peak"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes"),
+}
 
 
 class Cap(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one group: its limit, what cannot be taken back of what it uses, and the most that it used."""
+    """Bytes of one group: its limit, what cannot be taken back of what it uses, and the most that
+    it used."""
 
     limit: int
     used: int
@@ -28,7 +33,9 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
 
 def caps() -> list[Cap]:
     """The groups of this process, and their parents, that have a limit."""
-    return [cap for folder, version in _groups() if (cap := _cap(folder, *FILES[version])) is not None]
+    return [
+        cap for folder, version in _groups() if (cap := _cap(folder, *FILES[version])) is not None
+    ]
 
 
 def tightest() -> Cap | None:

@@ -1,4 +1,5 @@
-"""The device catalogue: data-sheet figures and list prices by device kind, each with its source and its date."""
+"""The device catalogue: data-sheet figures and list prices by device kind, each with its source and
+its date."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best published FLOP/s of a dense product `[m, k] @ [k, n]`; `shape` is (m, n, k), None where not printed."""
+    """The best published FLOP/s of a dense product `[m, k] @ [k, n]`; `shape` is (m, n, k), None
+    where not printed."""
 
     flops: Flops
     source: str
@@ -29,7 +31,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What joins devices of one host, with its rate as text: bytes a second each way of one device."""
+    """What joins devices of one host, with its rate as text: bytes a second each way of one
+    device."""
 
     kind: Literal["nvlink", "pcie", "xgmi", "unified"]
     rate: str
@@ -40,8 +43,8 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device kind. `match` are names that the driver reports, whole; `labels` what Ray calls it; `flops` are dense
-    peaks by dtype, `measured` what was reached of them."""
+    """One device kind. `match` are names that the driver reports, whole; `labels` what Ray calls
+    it; `flops` are dense peaks by dtype, `measured` what was reached of them."""
 
     match: tuple[str, ...]
     flops: dict[DType, float]
@@ -57,7 +60,8 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     price: Price | None = None
 
     def device(self, kind: str, memory: int | None = None) -> Device | None:
-        """This kind as a device of a cluster; None where neither the catalogue nor the caller knows its memory."""
+        """This kind as a device of a cluster; None where neither the catalogue nor the caller knows
+        its memory."""
         size = memory or (parse_bytes(self.memory) if self.memory else None)
         if size is None:
             return None
@@ -94,27 +98,30 @@ def kind_of(device_name: str) -> str | None:
 
 
 def kind_of_label(label: str) -> str | None:
-    """The catalogue's kind for what Ray calls an accelerator; None where no entry fits. A label that leaves the memory
-    or the form open, such as V100 or A100, fits none."""
+    """The catalogue's kind for what Ray calls an accelerator; None where no entry fits. A label
+    that leaves the memory or the form open, such as V100 or A100, fits none."""
     name = label.lower()
     for kind, device in devices().items():
         # Ray joins the words of a driver's name that it has no label for.
-        drivers = (driver.removeprefix("NVIDIA ").replace(" ", "-").lower() for driver in device.match)
+        drivers = (
+            driver.removeprefix("NVIDIA ").replace(" ", "-").lower() for driver in device.match
+        )
         if name == kind or name in device.labels or name in drivers:
             return kind
     return None
 
 
 def peak_flops(device_name: str, precision: DType, count: int) -> float | None:
-    """Dense peak FLOP/s of `count` devices of this name at this precision, or None where no data sheet is known."""
+    """Dense peak FLOP/s of `count` devices of this name at this precision, or None where no data
+    sheet is known."""
     kind = kind_of(device_name)
     peak = devices()[kind].flops.get(precision) if kind else None
     return peak * count if peak else None
 
 
 class RingShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ring collectives of NCCL or RCCL reach of an interconnect's rate: the bus bandwidth of all_reduce_perf for
-    large messages, over the rate of one device each way."""
+    """What ring collectives of NCCL or RCCL reach of an interconnect's rate: the bus bandwidth of
+    all_reduce_perf for large messages, over the rate of one device each way."""
 
     kind: Literal["nvlink", "pcie", "xgmi"]
     rate: str
@@ -123,7 +130,8 @@ class RingShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     p2p: bool = True
     #: By number of devices.
     shares: dict[Annotated[int, msgspec.Meta(ge=2)], Annotated[float, msgspec.Meta(gt=0, le=1)]]
-    #: As `shares`, for all_reduce alone, where the switch sums (NVLink SHARP): it passes 1, as each byte goes out once.
+    #: As `shares`, for all_reduce alone, where the switch sums (NVLink SHARP): it passes 1, as each
+    #: byte goes out once.
     switch_sums: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
 
 
@@ -136,12 +144,18 @@ def interconnects() -> dict[str, RingShare]:
 
 @functools.cache
 def ring_rate(joined: Interconnect, devices: int) -> float | None:
-    """Bytes a second that ring collectives over `devices` devices of one host reach: the share of the entry of the
-    interconnect's kind, with or without p2p, that is nearest in rate, for the nearest number of devices. None where no
-    entry fits."""
-    entries = [entry for entry in interconnects().values() if (entry.kind, entry.p2p) == (joined.kind, joined.p2p)]
+    """Bytes a second that ring collectives over `devices` devices of one host reach: the share of
+    the entry of the interconnect's kind, with or without p2p, that is nearest in rate, for the
+    nearest number of devices. None where no entry fits."""
+    entries = [
+        entry
+        for entry in interconnects().values()
+        if (entry.kind, entry.p2p) == (joined.kind, joined.p2p)
+    ]
     if not entries:
         return None
     nearest = min(entries, key=lambda entry: abs(math.log(parse_rate(entry.rate) / joined.rate)))
-    share = nearest.shares[min(nearest.shares, key=lambda count: (abs(math.log(count / devices)), count))]
+    share = nearest.shares[
+        min(nearest.shares, key=lambda count: (abs(math.log(count / devices)), count))
+    ]
     return share * joined.rate

@@ -1,4 +1,5 @@
-"""What machines there are: devices in hosts, hosts in sites, links between them. SI units; rates in bytes a second."""
+"""What machines there are: devices in hosts, hosts in sites, links between them. SI units; rates in
+bytes a second."""
 
 from __future__ import annotations
 
@@ -13,27 +14,32 @@ from farspan.domain.train import Precision
 
 #: tf32 is fp32 numbers multiplied on the matrix units, to ten bits after the point (AMD: xf32).
 DType = Precision
-#: What a figure may be: as many as anything here can be, more FLOP/s than there are on earth, seconds of a day at most.
+#: What a figure may be: as many as anything here can be, more FLOP/s than there are on earth,
+#: seconds of a day at most.
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
 Flops = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
-#: Where a figure comes from: a data sheet, the user's file, a measurement, or other figures of the same cluster.
+#: Where a figure comes from: a data sheet, the user's file, a measurement, or other figures of the
+#: same cluster.
 Origin = Literal["catalogue", "given", "measured", "derived"]
 
-#: What a pair of hosts of one site is taken to have where nothing was given or measured: 10 Gbit/s Ethernet, whose
-#: round trip through one switch and two kernels is about 0.1 ms.
+#: What a pair of hosts of one site is taken to have where nothing was given or measured: 10 Gbit/s
+#: Ethernet, whose round trip through one switch and two kernels is about 0.1 ms.
 SITE_RTT_S = 1e-4
 SITE_BANDWIDTH = 10e9 / 8
-#: What a line between sites is taken to carry, where nothing is known of it, when a host's own card is asked for less.
+#: What a line between sites is taken to carry, where nothing is known of it, when a host's own card
+#: is asked for less.
 LINE_BANDWIDTH = 1e9 / 8
 
-#: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may start unconfined;
-#: READY then names a file a line and what to write there, `FILE=TEXT`, once it has started.
+#: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may
+#: start unconfined; READY then names a file a line and what to write there, `FILE=TEXT`, once it
+#: has started.
 STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
-#: As STARTING, where the process is a spare that may never be that device's worker; TAKEN then names, as READY does,
-#: what to write when it becomes one.
+#: As STARTING, where the process is a spare that may never be that device's worker; TAKEN then
+#: names, as READY does, what to write when it becomes one.
 SPARE, TAKEN = "FARSPAN_SPARE", "FARSPAN_TAKEN"
-#: The number of a worker's GPU among those that it sees, where a launcher hides the others; else the plan's holds.
+#: The number of a worker's GPU among those that it sees, where a launcher hides the others; else
+#: the plan's holds.
 GIVEN = "FARSPAN_GIVEN_GPU"
 
 
@@ -47,8 +53,8 @@ class MatmulRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured seconds of passes over one unit of a model, by our own runtime on the device: of `rows` sequences of
-    `seq_len` tokens."""
+    """Measured seconds of passes over one unit of a model, by our own runtime on the device: of
+    `rows` sequences of `seq_len` tokens."""
 
     #: `OpGraph.units_hash` of the model.
     model: str
@@ -69,12 +75,14 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kind: Literal["nvlink", "pcie", "xgmi", "unified"]
     #: Bytes a second each way of one device, all of its links together.
     rate: Flops
-    #: Whether devices read one another's memory; else what one sends another goes through the host's memory.
+    #: Whether devices read one another's memory; else what one sends another goes through the
+    #: host's memory.
     p2p: bool = True
 
 
 class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a kind of device can do at its best. Unknown figures are None or absent, never guessed."""
+    """What a kind of device can do at its best. Unknown figures are None or absent, never
+    guessed."""
 
     #: Peak dense FLOP/s by dtype.
     flops: dict[DType, float] = {}
@@ -89,7 +97,8 @@ class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """`dtypes` without tf32, which is only used where a training asks for it: its numbers are fp32."""
+        """`dtypes` without tf32, which is only used where a training asks for it: its numbers are
+        fp32."""
         return tuple(dict.fromkeys("fp32" if dtype == "tf32" else dtype for dtype in self.dtypes))
 
 
@@ -116,10 +125,11 @@ class WorkerSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     #: CPU threads.
     threads: int = 1
-    #: Share of those threads' time, where the device is held to one: launching operators takes so much longer. The
-    #: data sheet's FLOP/s and bandwidth are what is left of them.
+    #: Share of those threads' time, where the device is held to one: launching operators takes so
+    #: much longer. The data sheet's FLOP/s and bandwidth are what is left of them.
     share: float = 1.0
-    #: Seconds that a message waits in the mean until a device that is held to a share has its next turn.
+    #: Seconds that a message waits in the mean until a device that is held to a share has its next
+    #: turn.
     turn_s: float = 0.0
     #: The command that runs another command confined to this device; None is the host's.
     enter: tuple[str, ...] | None = None
@@ -140,9 +150,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     origin: Origin = "given"
 
     def but(self, **changes: Any) -> Device:
-        """The same device with other figures, by the names of its parts' fields (`PART_OF`) or of its own."""
+        """The same device with other figures, by the names of its parts' fields (`PART_OF`) or of
+        its own."""
         for part in dict.fromkeys(PART_OF[name] for name in changes if name in PART_OF):
-            fields = {name: changes.pop(name) for name in list(changes) if PART_OF.get(name) == part}
+            fields = {
+                name: changes.pop(name) for name in list(changes) if PART_OF.get(name) == part
+            }
             changes[part] = msgspec.structs.replace(getattr(self, part), **fields)
         return msgspec.structs.replace(self, **changes)
 
@@ -150,7 +163,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 #: The part of a Device that holds a figure, by the figure's name: no two parts share a name.
 PART_OF = {
     name: part
-    for part, kind in (("sheet", DataSheet), ("times", DeviceTimes), ("learned", LearnedPace), ("slot", WorkerSlot))
+    for part, kind in (
+        ("sheet", DataSheet),
+        ("times", DeviceTimes),
+        ("learned", LearnedPace),
+        ("slot", WorkerSlot),
+    )
     for name in kind.__struct_fields__
 }
 
@@ -170,7 +188,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     address: str | None = None
     #: The network interface that workers use; None lets the route to the other hosts decide.
     interface: str | None = None
-    #: The command that runs another command there; None is `ssh NAME`, and nothing at all is this machine.
+    #: The command that runs another command there; None is `ssh NAME`, and nothing at all is this
+    #: machine.
     enter: tuple[str, ...] | None = None
     #: The interpreter that has farspan.
     python: str = "python3"
@@ -187,8 +206,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lease_s: float | None = None
     #: Seconds that a job waits in the site's queue before it starts.
     queue_s: float = 0.0
-    #: Bytes a second, and the round trip, between its hosts; None takes the slower card of two hosts whose cards are
-    #: known, or SITE_BANDWIDTH, and SITE_RTT_S.
+    #: Bytes a second, and the round trip, between its hosts; None takes the slower card of two
+    #: hosts whose cards are known, or SITE_BANDWIDTH, and SITE_RTT_S.
     lan_bandwidth: float | None = None
     lan_rtt_s: float | None = None
 
@@ -202,7 +221,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     #: Line rate, bytes a second.
     bandwidth: float | None = None
     jitter_s: float | None = None
-    #: Bytes that one TCP stream has under way at most: on a long link this, not the line rate, decides.
+    #: Bytes that one TCP stream has under way at most: on a long link this, not the line rate,
+    #: decides.
     window: int | None = None
     #: Measured bytes under way in one round trip, by number of streams.
     in_flight: dict[int, int] = {}
@@ -212,7 +232,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     loss: float | None = None
     #: Measured seconds that a byte over it, in or out, keeps all cores of a host at its end busy.
     busy_s: float | None = None
-    #: Round trips and bytes over it take so many times as long as the figures say, by what trials have shown.
+    #: Round trips and bytes over it take so many times as long as the figures say, by what trials
+    #: have shown.
     pace: float = 1.0
     origin: Origin = "given"
 
@@ -242,18 +263,23 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def with_hosts(self, change: Callable[[Host], Host]) -> Cluster:
         """The same cluster with every host changed."""
-        sites = tuple(msgspec.structs.replace(site, hosts=tuple(map(change, site.hosts))) for site in self.sites)
+        sites = tuple(
+            msgspec.structs.replace(site, hosts=tuple(map(change, site.hosts)))
+            for site in self.sites
+        )
         return msgspec.structs.replace(self, sites=sites)
 
     def with_devices(self, change: Callable[[Host, int], Device]) -> Cluster:
         """The same cluster with another device in every place of every host."""
-        return self.with_hosts(lambda host: msgspec.structs.replace(
-            host, devices=tuple(change(host, index) for index in range(len(host.devices)))
-        ))  # fmt: skip
+        return self.with_hosts(
+            lambda host: msgspec.structs.replace(
+                host, devices=tuple(change(host, index) for index in range(len(host.devices)))
+            )
+        )
 
     def lacking(self, precision: Precision) -> list[str]:
-        """The kinds that do not compute a precision in hardware. tf32 is fp32 on devices that lack it, if others have
-        it."""
+        """The kinds that do not compute a precision in hardware. tf32 is fp32 on devices that lack
+        it, if others have it."""
         has_tf32 = any("tf32" in device.sheet.dtypes for device in self.devices)
         asked = "fp32" if precision == "tf32" and has_tf32 else precision
         return sorted({device.kind for device in self.devices if asked not in device.sheet.dtypes})
@@ -279,18 +305,21 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         joined = {frozenset((link.a, link.b)) for link in links}
         # Ways between two sites over one that goes stay, as links.
         over = (
-            _joined(way, a.name, b.name) for a, b in itertools.combinations(sites, 2)
+            _joined(way, a.name, b.name)
+            for a, b in itertools.combinations(sites, 2)
             if {a.name, b.name} not in joined
             and (way := self._shortest(a.name, b.name)) != kept._shortest(a.name, b.name)
-        )  # fmt: skip
+        )
         return msgspec.structs.replace(kept, links=(*links, *over))
 
     def link(self, a: str, b: str) -> Link | None:
-        """The network between two hosts: theirs, their sites', or derived from others; None where nothing is known.
+        """The network between two hosts: theirs, their sites', or derived from others; None where
+        nothing is known.
 
-        Derived: inside a site its local network; between sites the way over other sites with the shortest round trip,
-        whose round trips add up and whose slowest part, pace and losses count. Between sites no more goes over than the
-        hosts' cards let through; inside one, a link of the hosts' own goes before cards and local network.
+        Derived: inside a site its local network; between sites the way over other sites with the
+        shortest round trip, whose round trips add up and whose slowest part, pace and losses count.
+        Between sites no more goes over than the hosts' cards let through; inside one, a link of the
+        hosts' own goes before cards and local network.
         """
         site_a, site_b = self.site_of(a), self.site_of(b)
         cards = [nic for nic in (_card(site_a, a), _card(site_b, b)) if nic is not None]
@@ -310,8 +339,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return next((msgspec.structs.replace(link, a=a, b=b) for link in found), None)
 
     def _shortest(self, start: str, goal: str) -> list[Link]:
-        """Dijkstra's shortest way over site links, by round trip, of such the widest; empty where there is none."""
-        # Round trip, and the rate of the slowest link so far with its sign turned: less is better of both.
+        """Dijkstra's shortest way over site links, by round trip, of such the widest; empty where
+        there is none."""
+        # Round trip, and the rate of the slowest link so far with its sign turned: less is better
+        # of both.
         best: dict[str, tuple[tuple[float, float], list[Link]]] = {start: ((0.0, -math.inf), [])}
         open_sites = [start]
         while open_sites:
@@ -324,7 +355,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 if current not in (link.a, link.b):
                     continue
                 neighbour = link.b if link.a == current else link.a
-                cost = rtt + link.rtt_s, max(rate, -math.inf if link.bandwidth is None else -link.bandwidth)
+                cost = (
+                    rtt + link.rtt_s,
+                    max(rate, -math.inf if link.bandwidth is None else -link.bandwidth),
+                )
                 if neighbour not in best or cost < best[neighbour][0]:
                     best[neighbour] = cost, [*way, link]
                     open_sites += [neighbour] if neighbour not in open_sites else []
@@ -337,13 +371,17 @@ def _card(site: Site, name: str) -> float | None:
 
 
 def _inside(site: Site, a: str, b: str, cards: list[float]) -> Link:
-    """The local network of a site between two of its hosts, whose `cards` are those that are known."""
+    """The local network of a site between two of its hosts, whose `cards` are those that are
+    known."""
     # A switch carries what both cards do, where nothing else is said of it.
     carries = site.lan_bandwidth or (min(cards) if len(cards) == 2 else SITE_BANDWIDTH)
     return Link(
-        a=a, b=b, rtt_s=SITE_RTT_S if site.lan_rtt_s is None else site.lan_rtt_s, bandwidth=min([carries, *cards]),
+        a=a,
+        b=b,
+        rtt_s=SITE_RTT_S if site.lan_rtt_s is None else site.lan_rtt_s,
+        bandwidth=min([carries, *cards]),
         origin="derived" if site.lan_bandwidth is None else "given",
-    )  # fmt: skip
+    )
 
 
 def _joined(way: list[Link], a: str, b: str) -> Link:
@@ -354,7 +392,12 @@ def _joined(way: list[Link], a: str, b: str) -> Link:
         arrives *= 1 - (link.loss or 0.0)
     known_loss = any(link.loss is not None for link in way)
     return Link(
-        a=a, b=b, rtt_s=sum(link.rtt_s for link in way), bandwidth=min(rates) if rates else None,
-        window=min(windows) if windows else None, loss=1 - arrives if known_loss else None,
-        pace=max(link.pace for link in way), origin="derived",
-    )  # fmt: skip
+        a=a,
+        b=b,
+        rtt_s=sum(link.rtt_s for link in way),
+        bandwidth=min(rates) if rates else None,
+        window=min(windows) if windows else None,
+        loss=1 - arrives if known_loss else None,
+        pace=max(link.pace for link in way),
+        origin="derived",
+    )

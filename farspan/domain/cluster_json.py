@@ -13,14 +13,18 @@ import msgspec
 from farspan.domain.cluster import PART_OF, Cluster
 from farspan.domain.codec import parse_json, read_bytes, save
 
-#: Figures of sites and hosts that came after the first version: a cluster without them has the hash that it had.
+#: Figures of sites and hosts that came after the first version: a cluster without them has the hash
+#: that it had.
 LATER = {"lan_bandwidth", "lan_rtt_s", "nic"}
 
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
     """The file's content."""
     content: dict[str, Any] = msgspec.to_builtins(cluster, str_keys=True)
-    for table in (*content["sites"], *(host for site in content["sites"] for host in site["hosts"])):
+    for table in (
+        *content["sites"],
+        *(host for site in content["sites"] for host in site["hosts"]),
+    ):
         for name in LATER & table.keys():
             if table[name] is None:
                 del table[name]
@@ -31,7 +35,8 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
 
 
 def as_known(cluster: Cluster) -> dict[str, Any]:
-    """The content by which a cluster is known again: without the figures of a kind that earlier versions had not."""
+    """The content by which a cluster is known again: without the figures of a kind that earlier
+    versions had not."""
     content = as_json(cluster)
     for device in _devices(content):
         device.pop("measured")
@@ -61,7 +66,8 @@ def parse_cluster_json(text: bytes, where: object) -> Cluster:
 
 
 def _devices(content: Any) -> list[dict[str, Any]]:
-    """The tables of devices in the file's content; what has another shape is left for the reader to refuse."""
+    """The tables of devices in the file's content; what has another shape is left for the reader to
+    refuse."""
 
     def inside(tables: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
         lists = (table.get(key) for table in tables)

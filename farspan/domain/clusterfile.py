@@ -46,15 +46,20 @@ MAX_RTT_S, MAX_BANDWIDTH = 60.0, 10e12 / 8
 MAX_LOSS = 0.99
 
 
-class InterconnectEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What joins the device to others of its host; `rate` is bytes a second each way, over all of its links."""
+class InterconnectEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What joins the device to others of its host; `rate` is bytes a second each way, over all of
+    its links."""
 
     kind: Literal["nvlink", "pcie", "xgmi", "unified"]
     rate: Quantity
     p2p: bool = True
 
 
-class KindEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class KindEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A kind of device by its data sheet: `memory`, `bandwidth` and `flops` must be there."""
 
     memory: Quantity | None = None
@@ -71,7 +76,9 @@ class KindEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     backend: Literal["cpu", "cuda", "mps"] | None = None
 
 
-class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class DeviceEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """`count` devices of a kind; what is set here goes before the catalogue."""
 
     kind: Name
@@ -80,7 +87,8 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory: Quantity | None = None
     bandwidth: Quantity | None = None
     flops: dict[DType, Flops] | None = None
-    #: Best measured FLOP/s of a matrix product; where `flops` is set and this is not, the catalogue's are left out.
+    #: Best measured FLOP/s of a matrix product; where `flops` is set and this is not, the
+    #: catalogue's are left out.
     measured: dict[DType, Flops] | None = None
     interconnect: InterconnectEntry | None = None
     #: What it computes in hardware, where `flops` does not say it.
@@ -99,7 +107,9 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     origin: Origin = "given"
 
 
-class HostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class HostEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     devices: tuple[Name | DeviceEntry, ...]
     cpus: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     memory: Quantity | None = None
@@ -114,7 +124,9 @@ class HostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     folder: str | None = None
 
 
-class SiteEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SiteEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     hosts: dict[Name, HostEntry]
     #: Dollars an hour of each device of the site; goes before the catalogue.
     price: float | None = None
@@ -128,7 +140,9 @@ class SiteEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lan_rtt: Quantity | None = None
 
 
-class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LinkEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     between: tuple[Name, Name]
     rtt: Quantity
     bandwidth: Quantity | None = None
@@ -141,8 +155,11 @@ class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     origin: Origin = "given"
 
 
-class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The whole file. `prices` are dollars an hour by device kind; `kinds` go before those of the catalogue."""
+class ClusterFile(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The whole file. `prices` are dollars an hour by device kind; `kinds` go before those of the
+    catalogue."""
 
     sites: dict[Name, SiteEntry]
     kinds: dict[Name, KindEntry] = {}
@@ -153,7 +170,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def load_cluster(path: Path) -> Cluster:
-    """The cluster that a file describes; refuses what it leaves open, contradicts or cannot mean."""
+    """The cluster that a file describes; refuses what it leaves open, contradicts or cannot
+    mean."""
     return _Reader(load_yaml(path, ClusterFile), str(path)).cluster()
 
 
@@ -169,17 +187,31 @@ class _Reader:
         hosts = Counter(name for site in file.sites.values() for name in site.hosts)
         # A site may be called like its only host; more would make links to that name unclear.
         clear = {name for name, site in file.sites.items() if list(site.hosts) == [name]}
-        twice = [name for name, count in hosts.items() if count > 1 or name in file.sites.keys() - clear]
+        twice = [
+            name for name, count in hosts.items() if count > 1 or name in file.sites.keys() - clear
+        ]
         if twice:
-            raise self._invalid(f"the name {twice[0]!r} is used twice", "sites",
-                                "hosts and sites share one space of names", f"rename one {twice[0]}")  # fmt: skip
+            raise self._invalid(
+                f"the name {twice[0]!r} is used twice",
+                "sites",
+                "hosts and sites share one space of names",
+                f"rename one {twice[0]}",
+            )
         for kind in file.prices:
             self._check_kind(kind, "prices")
         sites = tuple(self._site(name, entry) for name, entry in file.sites.items())
-        cluster = Cluster(sites=sites, links=self._links(set(hosts), set(file.sites)), allreduce_s=file.allreduce_s)
+        cluster = Cluster(
+            sites=sites,
+            links=self._links(set(hosts), set(file.sites)),
+            allreduce_s=file.allreduce_s,
+        )
         if not cluster.devices:
-            raise self._invalid("the cluster has no devices", "sites", f"none of {counted(len(hosts), 'host')} has any",
-                                "give a host its devices: hosts: {gpu1: {devices: [a30, a30]}}")  # fmt: skip
+            raise self._invalid(
+                "the cluster has no devices",
+                "sites",
+                f"none of {counted(len(hosts), 'host')} has any",
+                "give a host its devices: hosts: {gpu1: {devices: [a30, a30]}}",
+            )
         return cluster
 
     def _site(self, name: str, entry: SiteEntry) -> Site:
@@ -188,39 +220,68 @@ class _Reader:
             if number is not None and not 0 <= number <= 1e6:
                 raise self._out_of_range(f"{where}.{key}", f"{number} is not a price in dollars")
         lease = self._quantity(parse_seconds, entry.lease, f"{where}.lease", 1, 1e9)
-        hosts = tuple(self._host(host, host_entry, where, entry.price) for host, host_entry in entry.hosts.items())
+        hosts = tuple(
+            self._host(host, host_entry, where, entry.price)
+            for host, host_entry in entry.hosts.items()
+        )
         queue = self._quantity(parse_seconds, entry.queue, f"{where}.queue", 0, 1e9) or 0.0
         return Site(
-            name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease, queue_s=queue,
+            name=name,
+            hosts=hosts,
+            egress_usd_per_byte=entry.egress / 1e9,
+            lease_s=lease,
+            queue_s=queue,
             lan_bandwidth=self._quantity(parse_rate, entry.lan, f"{where}.lan", 1e2, MAX_BANDWIDTH),
-            lan_rtt_s=self._quantity(parse_seconds, entry.lan_rtt, f"{where}.lan_rtt", 1e-7, MAX_RTT_S),
-        )  # fmt: skip
+            lan_rtt_s=self._quantity(
+                parse_seconds, entry.lan_rtt, f"{where}.lan_rtt", 1e-7, MAX_RTT_S
+            ),
+        )
 
     def _kind(self, name: str, entry: KindEntry) -> Device:
         """A kind that the file declares, as a device of it."""
         where = f"kinds.{name}"
         memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
         bandwidth = self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15)
-        needed = {"memory: 24GB": memory, "bandwidth: 900GB/s": bandwidth, "flops: {bf16: 150e12}": entry.flops}
+        needed = {
+            "memory: 24GB": memory,
+            "bandwidth: 900GB/s": bandwidth,
+            "flops: {bf16: 150e12}": entry.flops,
+        }
         for example, value in needed.items():
             if not value:
                 lacking = example.partition(":")[0]
-                raise self._invalid(f"the kind {name} has no {lacking}", where,
-                                    "a kind needs memory, bandwidth and flops",
-                                    f"add its {lacking} to {where}, such as {example}")  # fmt: skip
+                raise self._invalid(
+                    f"the kind {name} has no {lacking}",
+                    where,
+                    "a kind needs memory, bandwidth and flops",
+                    f"add its {lacking} to {where}, such as {example}",
+                )
         assert memory is not None
         sheet = DataSheet(
-            flops=entry.flops, dtypes=entry.dtypes or tuple(entry.flops), bandwidth=bandwidth, watts=entry.watts,
-            measured=entry.measured, interconnect=self._interconnect(entry.interconnect, f"{where}.interconnect"),
-        )  # fmt: skip
+            flops=entry.flops,
+            dtypes=entry.dtypes or tuple(entry.flops),
+            bandwidth=bandwidth,
+            watts=entry.watts,
+            measured=entry.measured,
+            interconnect=self._interconnect(entry.interconnect, f"{where}.interconnect"),
+        )
         backend = entry.backend or ("cpu" if name.startswith("cpu") else "cuda")
-        return Device(kind=name, backend=backend, memory=memory, sheet=sheet, usd_per_hour=entry.price, origin="given")
+        return Device(
+            kind=name,
+            backend=backend,
+            memory=memory,
+            sheet=sheet,
+            usd_per_hour=entry.price,
+            origin="given",
+        )
 
     def _host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
         where = f"{site}.hosts.{name}"
         local = name in ("localhost", platform.node())
         if entry.folder is not None and not entry.folder.startswith(("/", "~/")):
-            raise self._out_of_range(f"{where}.folder", f"{entry.folder!r} begins neither with / nor with ~/")
+            raise self._out_of_range(
+                f"{where}.folder", f"{entry.folder!r} begins neither with / nor with ~/"
+            )
         # A host behind ssh has a disk of its own, unless it is said to share this machine's.
         far = not local and (entry.enter is None or entry.enter[:1] == ("ssh",))
         devices: list[Device] = []
@@ -233,14 +294,20 @@ class _Reader:
         # A device's place in its host is its number for CUDA, which counts GPUs only.
         devices.sort(key=lambda device: device.backend != "cuda")
         return Host(
-            name=name, devices=tuple(devices), cpus=entry.cpus,
+            name=name,
+            devices=tuple(devices),
+            cpus=entry.cpus,
             memory=self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50),
-            local_rate=self._quantity(parse_rate, entry.local_rate, f"{where}.local_rate", 1e6, 1e15),
+            local_rate=self._quantity(
+                parse_rate, entry.local_rate, f"{where}.local_rate", 1e6, 1e15
+            ),
             nic=self._quantity(parse_rate, entry.nic, f"{where}.nic", 1e2, MAX_BANDWIDTH),
-            address=entry.address, interface=entry.interface, enter=() if local and not entry.enter else entry.enter,
+            address=entry.address,
+            interface=entry.interface,
+            enter=() if local and not entry.enter else entry.enter,
             python=entry.python,
             folder=FAR_FOLDER if far and entry.folder is None else entry.folder,
-        )  # fmt: skip
+        )
 
     def _device(self, entry: DeviceEntry, where: str, site_price: float | None) -> Device:
         memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
@@ -249,29 +316,44 @@ class _Reader:
         if entry.kind in self._own:
             own = self._own[entry.kind]
             device = own.but(memory=memory or own.memory)
-        elif memory is not None and (whole or (entry.kind not in self._kinds and entry.backend == "cuda")):
-            # A GPU by its driver's name, of which only the file and measurements say more; or all that there is to say.
+        elif memory is not None and (
+            whole or (entry.kind not in self._kinds and entry.backend == "cuda")
+        ):
+            # A GPU by its driver's name, of which only the file and measurements say more; or all
+            # that there is to say.
             device = Device(kind=entry.kind, backend=entry.backend or "cuda", memory=memory)
         else:
             self._check_kind(entry.kind, where)
             device = self._kinds[entry.kind].device(entry.kind, memory)
         if device is None:
-            raise self._invalid(f"{entry.kind} needs its memory", where, "its kind comes in all sizes",
-                                f"write {{kind: {entry.kind}, memory: 8GB}}")  # fmt: skip
+            raise self._invalid(
+                f"{entry.kind} needs its memory",
+                where,
+                "its kind comes in all sizes",
+                f"write {{kind: {entry.kind}, memory: 8GB}}",
+            )
         prices = (entry.price, site_price, self._file.prices.get(entry.kind), device.usd_per_hour)
         set_here = {
-            "backend": entry.backend, "flops": entry.flops, "rates": entry.rates or None,
+            "backend": entry.backend,
+            "flops": entry.flops,
+            "rates": entry.rates or None,
             "measured": {} if entry.flops and entry.measured is None else entry.measured,
             "interconnect": self._interconnect(entry.interconnect, f"{where}.interconnect"),
-            "units": entry.units or None, "watts": entry.watts,
-            "dtypes": entry.dtypes or (tuple(entry.flops) if entry.flops else None), "threads": entry.threads,
+            "units": entry.units or None,
+            "watts": entry.watts,
+            "dtypes": entry.dtypes or (tuple(entry.flops) if entry.flops else None),
+            "threads": entry.threads,
             "share": self._quantity(parse_fraction, entry.share, f"{where}.share", 0.001, 1),
             "turn_s": self._quantity(parse_seconds, entry.turn, f"{where}.turn", 0, 10),
             "enter": entry.enter,
-            "bandwidth": self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15),
+            "bandwidth": self._quantity(
+                parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15
+            ),
             "usd_per_hour": next((price for price in prices if price is not None), None),
-            "origin": None if entry == DeviceEntry(kind=entry.kind, count=entry.count) else entry.origin,
-        }  # fmt: skip
+            "origin": None
+            if entry == DeviceEntry(kind=entry.kind, count=entry.count)
+            else entry.origin,
+        }
         merged = device.but(**{key: value for key, value in set_here.items() if value is not None})
         return _at_its_share(merged, entry)
 
@@ -287,11 +369,19 @@ class _Reader:
             for name in sorted(pair - names):
                 raise self._unknown(name, names, f"{where}.between", "site or host")
             if len(pair) == 1 or pair in seen:
-                fact = "it joins a name to itself" if len(pair) == 1 else "the same pair has a link above"
+                fact = (
+                    "it joins a name to itself"
+                    if len(pair) == 1
+                    else "the same pair has a link above"
+                )
                 raise self._invalid("this link cannot exist", where, fact, f"remove {where}")
             if not (pair <= hosts or pair <= sites):
-                raise self._invalid("this link cannot exist", where, "it joins a site to a host",
-                                    "name two sites, or two hosts")  # fmt: skip
+                raise self._invalid(
+                    "this link cannot exist",
+                    where,
+                    "it joins a site to a host",
+                    "name two sites, or two hosts",
+                )
             seen.add(pair)
             links.append(self._link(entry, where))
         return tuple(links)
@@ -300,16 +390,28 @@ class _Reader:
         rtt = self._quantity(parse_seconds, entry.rtt, f"{where}.rtt", 1e-7, MAX_RTT_S)
         assert rtt is not None
         return Link(
-            a=entry.between[0], b=entry.between[1], rtt_s=rtt,
-            bandwidth=self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e2, MAX_BANDWIDTH),
+            a=entry.between[0],
+            b=entry.between[1],
+            rtt_s=rtt,
+            bandwidth=self._quantity(
+                parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e2, MAX_BANDWIDTH
+            ),
             jitter_s=self._quantity(parse_seconds, entry.jitter, f"{where}.jitter", 0, MAX_RTT_S),
             window=self._quantity(parse_bytes, entry.window, f"{where}.window", 1000, 2**40),
             loss=self._quantity(parse_fraction, entry.loss, f"{where}.loss", 0, MAX_LOSS),
-            in_flight=entry.in_flight, transfer_s=entry.transfer_s, busy_s=entry.busy_s, origin=entry.origin,
-        )  # fmt: skip
+            in_flight=entry.in_flight,
+            transfer_s=entry.transfer_s,
+            busy_s=entry.busy_s,
+            origin=entry.origin,
+        )
 
     def _quantity(
-        self, parse: Callable[[Quantity], T], text: Quantity | None, where: str, low: float, high: float
+        self,
+        parse: Callable[[Quantity], T],
+        text: Quantity | None,
+        where: str,
+        low: float,
+        high: float,
     ) -> T | None:
         if text is None:
             return None
@@ -318,7 +420,10 @@ class _Reader:
         except ValueError as error:
             raise self._out_of_range(where, str(error)) from None
         if not low <= value <= high:
-            fact, fits = f"{text} is not between {low:g} and {high:g}, in SI units", low if value < low else high
+            fact, fits = (
+                f"{text} is not between {low:g} and {high:g}, in SI units",
+                low if value < low else high,
+            )
             raise self._out_of_range(where, fact, f": {fits:g}")
         return value  # type: ignore[no-any-return]
 
@@ -329,20 +434,31 @@ class _Reader:
     def _unknown(self, name: str, known: Iterable[str], where: str, what: str) -> Refusal:
         names = sorted(known)
         match = nearest(name, names)
-        return self._invalid(f"there is no {what} {name!r}", where, f"known: {', '.join(names)}",
-                             f"write {match}" if match else "farspan cluster list")  # fmt: skip
+        return self._invalid(
+            f"there is no {what} {name!r}",
+            where,
+            f"known: {', '.join(names)}",
+            f"write {match}" if match else "farspan cluster list",
+        )
 
     def _out_of_range(self, where: str, fact: str, fits: str = " to a value that fits") -> Refusal:
-        return Refusal("out-of-range", what=f"{where} has a value that farspan cannot use", where=self._where,
-                       fact=fact, remedy=f"set {where}{fits}")  # fmt: skip
+        return Refusal(
+            "out-of-range",
+            what=f"{where} has a value that farspan cannot use",
+            where=self._where,
+            fact=fact,
+            remedy=f"set {where}{fits}",
+        )
 
     def _invalid(self, what: str, where: str, fact: str, remedy: str) -> Refusal:
-        return Refusal("cluster-invalid", what=what, where=f"{self._where}, {where}", fact=fact, remedy=remedy)
+        return Refusal(
+            "cluster-invalid", what=what, where=f"{self._where}, {where}", fact=fact, remedy=remedy
+        )
 
 
 def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
-    """A device that is held to a share of its time has that share of what its kind reaches; figures that are given, or
-    were measured, are its own."""
+    """A device that is held to a share of its time has that share of what its kind reaches; figures
+    that are given, or were measured, are its own."""
     flops, measured, bandwidth = device.sheet.flops, device.sheet.measured, device.sheet.bandwidth
     if not (entry.flops or entry.rates):
         flops = {dtype: rate * device.slot.share for dtype, rate in flops.items()}
@@ -354,11 +470,15 @@ def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
 
 
 def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
-    """Write a file that reads back as the same cluster. Numbers are SI: seconds, bytes, bytes a second, FLOP/s."""
+    """Write a file that reads back as the same cluster. Numbers are SI: seconds, bytes, bytes a
+    second, FLOP/s."""
     import yaml
 
     text = yaml.safe_dump(msgspec.to_builtins(to_file(cluster)), sort_keys=False, width=120)
-    write_atomically(path, f"# {comment}\n# Numbers are SI: seconds, bytes, bytes a second, FLOP/s.\n{text}".encode())
+    write_atomically(
+        path,
+        f"# {comment}\n# Numbers are SI: seconds, bytes, bytes a second, FLOP/s.\n{text}".encode(),
+    )
 
 
 def to_file(cluster: Cluster) -> ClusterFile:
@@ -367,40 +487,70 @@ def to_file(cluster: Cluster) -> ClusterFile:
         sites={
             site.name: SiteEntry(
                 hosts={host.name: _host_entry(host) for host in site.hosts},
-                egress=site.egress_usd_per_byte * 1e9, lease=site.lease_s, queue=site.queue_s or None,
-                lan=site.lan_bandwidth, lan_rtt=site.lan_rtt_s,
+                egress=site.egress_usd_per_byte * 1e9,
+                lease=site.lease_s,
+                queue=site.queue_s or None,
+                lan=site.lan_bandwidth,
+                lan_rtt=site.lan_rtt_s,
             )
             for site in cluster.sites
         },
         links=tuple(
             LinkEntry(
-                between=(link.a, link.b), rtt=link.rtt_s, bandwidth=link.bandwidth, jitter=link.jitter_s,
-                window=link.window, loss=link.loss, in_flight=link.in_flight, transfer_s=link.transfer_s,
-                busy_s=link.busy_s, origin=link.origin,
+                between=(link.a, link.b),
+                rtt=link.rtt_s,
+                bandwidth=link.bandwidth,
+                jitter=link.jitter_s,
+                window=link.window,
+                loss=link.loss,
+                in_flight=link.in_flight,
+                transfer_s=link.transfer_s,
+                busy_s=link.busy_s,
+                origin=link.origin,
             )
             for link in cluster.links
         ),
         allreduce_s=cluster.allreduce_s,
-    )  # fmt: skip
+    )
 
 
 def _host_entry(host: Host) -> HostEntry:
     devices = tuple(map(_device_entry, host.devices))
     return HostEntry(
-        devices=devices, cpus=host.cpus, memory=host.memory, local_rate=host.local_rate, nic=host.nic,
-        address=host.address, interface=host.interface, enter=host.enter, python=host.python, folder=host.folder,
-    )  # fmt: skip
+        devices=devices,
+        cpus=host.cpus,
+        memory=host.memory,
+        local_rate=host.local_rate,
+        nic=host.nic,
+        address=host.address,
+        interface=host.interface,
+        enter=host.enter,
+        python=host.python,
+        folder=host.folder,
+    )
 
 
 def _device_entry(device: Device) -> DeviceEntry:
     sheet, times, slot = device.sheet, device.times, device.slot
     return DeviceEntry(
-        kind=device.kind, backend=device.backend, memory=device.memory, bandwidth=sheet.bandwidth,
-        flops=sheet.flops or None, measured=sheet.measured or None, rates=times.rates, units=times.units,
-        interconnect=_interconnect_entry(sheet.interconnect), enter=slot.enter, watts=sheet.watts,
-        price=device.usd_per_hour, dtypes=None if sheet.dtypes == tuple(sheet.flops) else sheet.dtypes,
-        threads=slot.threads, share=slot.share, turn=slot.turn_s or None, origin=device.origin,
-    )  # fmt: skip
+        kind=device.kind,
+        backend=device.backend,
+        memory=device.memory,
+        bandwidth=sheet.bandwidth,
+        flops=sheet.flops or None,
+        measured=sheet.measured or None,
+        rates=times.rates,
+        units=times.units,
+        interconnect=_interconnect_entry(sheet.interconnect),
+        enter=slot.enter,
+        watts=sheet.watts,
+        price=device.usd_per_hour,
+        dtypes=None if sheet.dtypes == tuple(sheet.flops) else sheet.dtypes,
+        threads=slot.threads,
+        share=slot.share,
+        turn=slot.turn_s or None,
+        origin=device.origin,
+    )
 
 
 def _interconnect_entry(joined: Interconnect | None) -> InterconnectEntry | None:

@@ -1,6 +1,7 @@
 """Strict load and save of frozen structs, and their content hash.
 
-Unknown keys and values out of range are refused with the file, the line, the key, and the nearest key that exists.
+Unknown keys and values out of range are refused with the file, the line, the key, and the nearest
+key that exists.
 """
 
 from __future__ import annotations
@@ -24,15 +25,21 @@ if TYPE_CHECKING:
     import yaml
 
 T = TypeVar("T")
-#: A file that a person writes has fewer values; aliases of aliases make more than a computer can hold.
+#: A file that a person writes has fewer values; aliases of aliases make more than a computer can
+#: hold.
 MAX_VALUES = 1_000_000
 #: A number that a bound itself may not be is offered so near to it.
 NEAR = 0.001
 #: msgspec's names of types, and its signs, in words.
 TYPES = {
-    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
-    "object": "a table of keys", "null": "nothing",
-}  # fmt: skip
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table of keys",
+    "null": "nothing",
+}
 BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _NUL = "a text holds a NUL or half of a surrogate pair, which no name can have"
 #: A NUL in JSON text: behind a backslash that is not itself behind one.
@@ -40,10 +47,12 @@ _JSON_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def content_hash(*parts: object) -> str:
-    """A stable 16-digit hash of any structs, strings and numbers: same content, same hash, on any machine."""
+    """A stable 16-digit hash of any structs, strings and numbers: same content, same hash, on any
+    machine."""
     digest = hashlib.sha256()
     for part in parts:
-        # Keys as text first: tables by a number, as of what a probe measured, cannot be sorted otherwise.
+        # Keys as text first: tables by a number, as of what a probe measured, cannot be sorted
+        # otherwise.
         digest.update(msgspec.json.encode(msgspec.to_builtins(part, str_keys=True), order="sorted"))
         digest.update(b"\0")
     return digest.hexdigest()[:16]
@@ -55,7 +64,8 @@ def to_json(value: object, *, indent: int = 2) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside `path`, flush to disk, rename into place: a reader sees the old file or the new one, whole."""
+    """Write beside `path`, flush to disk, rename into place: a reader sees the old file or the new
+    one, whole."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -113,7 +123,8 @@ def load_yaml(path: Path, kind: type[T]) -> T:
 
 
 def convert(value: Any, kind: type[T], where: str, text: str = "") -> T:
-    """Strictly convert plain values to `kind`; refusals name `where`, and the line in `text` that they came from."""
+    """Strictly convert plain values to `kind`; refusals name `where`, and the line in `text` that
+    they came from."""
     try:
         return msgspec.convert({} if value is None else value, type=kind)
     except msgspec.ValidationError as error:
@@ -123,11 +134,13 @@ def convert(value: Any, kind: type[T], where: str, text: str = "") -> T:
 
 
 def parse_yaml(text: str, where: object) -> Any:
-    """YAML text as plain values. Numbers such as 6e-4 are numbers, as YAML 1.2 has it and people mean it."""
+    """YAML text as plain values. Numbers such as 6e-4 are numbers, as YAML 1.2 has it and people
+    mean it."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """PyYAML reads YAML 1.1, in which 6e-4 is a string, and lets the last of equal keys win in silence."""
+        """PyYAML reads YAML 1.1, in which 6e-4 is a string, and lets the last of equal keys win in
+        silence."""
 
         def get_single_node(self) -> yaml.Node | None:
             node: yaml.Node | None = super().get_single_node()
@@ -143,24 +156,31 @@ def parse_yaml(text: str, where: object) -> Any:
                     key.tag = "tag:yaml.org,2002:str"
             for name, mark in ((str(key.value), key.start_mark) for key, _ in node.value):
                 if name in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{name!r} is set twice", mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{name!r} is set twice", mark
+                    )
                 seen.add(name)
             return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
     )
     try:
         return yaml.load(text, Loader)
-    # ValueError: a date that is none, such as 2026-13-01. RecursionError: brackets in brackets, hundreds deep.
+    # ValueError: a date that is none, such as 2026-13-01. RecursionError: brackets in brackets,
+    # hundreds deep.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _malformed(where, "YAML", error) from None
 
 
 def _values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """How many values a node holds, its aliases written out, those of nodes that are counted already from `counts`.
+    """How many values a node holds, its aliases written out, those of nodes that are counted
+    already from `counts`.
 
-    Raises ValueError for one that holds itself or holds too many, and for text that can be no name or path.
+    Raises ValueError for one that holds itself or holds too many, and for text that can be no name
+    or path.
     """
     if (known := counts.get(id(node))) is not None:
         if not known:
@@ -168,14 +188,20 @@ def _values(node: yaml.Node, counts: dict[int, int]) -> int:
         return known
     counts[id(node)], count = 0, 1
     if isinstance(node.value, str):
-        if "\0" in node.value or (not node.value.isascii() and any("\ud800" <= c <= "\udfff" for c in node.value)):
+        if "\0" in node.value or (
+            not node.value.isascii() and any("\ud800" <= c <= "\udfff" for c in node.value)
+        ):
             raise ValueError(f"{_NUL}\n{node.start_mark}")
     else:
         # A mapping's are pairs of a key and a value.
-        parts = itertools.chain.from_iterable(part if isinstance(part, tuple) else (part,) for part in node.value)
+        parts = itertools.chain.from_iterable(
+            part if isinstance(part, tuple) else (part,) for part in node.value
+        )
         count += sum(_values(part, counts) for part in parts)
     if count > MAX_VALUES:
-        raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values\n{node.start_mark}")
+        raise ValueError(
+            f"its aliases stand for more than {MAX_VALUES:,} values\n{node.start_mark}"
+        )
     counts[id(node)] = count
     return count
 
@@ -197,16 +223,22 @@ def missing_path(path: Path) -> Refusal:
     match = nearest(missing_name, candidates)
     listing = f"see what is there: ls {shlex.quote(str(parent))}"
     return Refusal(
-        "path-missing", what="there is no such file or folder", where=path, fact=f"{parent} has no {missing_name!r}",
+        "path-missing",
+        what="there is no such file or folder",
+        where=path,
+        fact=f"{parent} has no {missing_name!r}",
         remedy=f"use {candidates[match]}, the nearest that exists" if match else listing,
-    )  # fmt: skip
+    )
 
 
 def _malformed(where: object, expected: str, error: Exception) -> Refusal:
     return Refusal(
-        "file-unreadable", what=f"this cannot be read as {expected}", where=where, fact=" ".join(str(error).split()),
+        "file-unreadable",
+        what=f"this cannot be read as {expected}",
+        where=where,
+        fact=" ".join(str(error).split()),
         remedy="mend it there, or put back a copy that is whole",
-    )  # fmt: skip
+    )
 
 
 def _refusal(error: msgspec.ValidationError, kind: Any, file: str, text: str) -> Refusal:
@@ -217,21 +249,31 @@ def _refusal(error: msgspec.ValidationError, kind: Any, file: str, text: str) ->
     said = re.sub(r" - at `.*`$", "", message, flags=re.DOTALL)
     fact, remedy = _explained(said, path or "it", _type_at(kind, path))
     return Refusal(
-        "out-of-range", what=f"{path or 'the file'} has a value that farspan cannot use",
-        where=_located(file, text, path.split(".")[-1]), fact=fact, remedy=remedy,
-    )  # fmt: skip
+        "out-of-range",
+        what=f"{path or 'the file'} has a value that farspan cannot use",
+        where=_located(file, text, path.split(".")[-1]),
+        fact=fact,
+        remedy=remedy,
+    )
 
 
 def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusal:
-    known = [field.encode_name for field in msgspec.structs.fields(_struct_in(_type_at(kind, path)))]
+    known = [
+        field.encode_name for field in msgspec.structs.fields(_struct_in(_type_at(kind, path)))
+    ]
     full = f"{path}.{key}" if path else key
     remedy = f"remove {key!r}"
-    if match := _meant(full, {*(f"{path}.{name}" if path else name for name in known), *_dotted(kind)}):
+    if match := _meant(
+        full, {*(f"{path}.{name}" if path else name for name in known), *_dotted(kind)}
+    ):
         folder, _, last = match.rpartition(".")
         remedy = f"use {match} instead of {full}"
         if text and folder != path:  # The lines of a file have no dots.
             folders = folder.split(".") if folder else []
-            remedy = f"move it to {match}: {''.join(f'{name}: {{' for name in folders)}{last}: ...{'}' * len(folders)}"
+            remedy = (
+                f"move it to {match}: "
+                f"{''.join(f'{name}: {{' for name in folders)}{last}: ...{'}' * len(folders)}"
+            )
     return Refusal(
         "unknown-key",
         what=f"unknown key {full!r}",
@@ -242,7 +284,8 @@ def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusa
 
 
 def _meant(key: str, known: Iterable[str]) -> str | None:
-    """The dotted key whose last word is most like that of `key`, in the same folder or in any; None if none is like."""
+    """The dotted key whose last word is most like that of `key`, in the same folder or in any; None
+    if none is like."""
     folder, _, last = key.rpartition(".")
 
     def likeness(other: str) -> tuple[float, bool, float]:
@@ -258,14 +301,17 @@ def _likeness(a: str, b: str) -> float:
 
 
 def _dotted(kind: Any, folder: str = "", outer: tuple[Any, ...] = ()) -> Iterator[str]:
-    """The dotted keys of a struct and of all structs in it, `[...]` for any place in a list or a dict."""
+    """The dotted keys of a struct and of all structs in it, `[...]` for any place in a list or a
+    dict."""
     struct = _struct_in(kind)
     if struct is None or struct in outer:
         return
     for field in msgspec.structs.fields(struct):
         key = folder + field.encode_name
         yield key
-        yield from _dotted(field.type, f"{key}{'[...]' if _many(field.type) else ''}.", (*outer, struct))
+        yield from _dotted(
+            field.type, f"{key}{'[...]' if _many(field.type) else ''}.", (*outer, struct)
+        )
 
 
 def _path_of(message: str) -> str:
@@ -274,7 +320,8 @@ def _path_of(message: str) -> str:
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """The type of the value that `path` leads to from `kind`; what is in a list or a dict counts as the whole."""
+    """The type of the value that `path` leads to from `kind`; what is in a list or a dict counts as
+    the whole."""
     for step in re.sub(r"\[[^\]]*\]", "", path).split("."):
         if (struct := _struct_in(kind)) is not None:
             fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
@@ -301,8 +348,8 @@ def _described(kind: Any) -> str | None:
 
 
 def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
-    """What is wrong with a value, and how to mend it, by what msgspec says and by its type; of a bound that is broken
-    the nearest value that is not."""
+    """What is wrong with a value, and how to mend it, by what msgspec says and by its type; of a
+    bound that is broken the nearest value that is not."""
     if said.startswith("Invalid enum value ") and (allowed := _allowed(kind)):
         value = said.removeprefix("Invalid enum value ")
         meant = nearest(value.strip("'"), allowed)
@@ -316,19 +363,33 @@ def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
         noun, length, sign, bound = match.groups()
         bound = bound.removesuffix(".0")
         if length:
-            size = f"{BOUNDS[sign]} {counted(int(bound), {'str': 'letter', 'object': 'key'}.get(noun, 'value'))}"
+            size = (
+                f"{BOUNDS[sign]} "
+                f"{counted(int(bound), {'str': 'letter', 'object': 'key'}.get(noun, 'value'))}"
+            )
             return f"it must have {size}", f"give {path} {size}"
         beyond = {">": NEAR, "<": -NEAR}.get(sign)
-        return f"it must be {BOUNDS[sign]} {bound}", f"set {path}: {f'{float(bound) + beyond:g}' if beyond else bound}"
+        return (
+            f"it must be {BOUNDS[sign]} {bound}",
+            f"set {path}: {f'{float(bound) + beyond:g}' if beyond else bound}",
+        )
     if match := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", said):
-        wanted = " or ".join(TYPES.get(word, word) for word in match[1].split(" | ") if word != "null")
-        return f"it is {TYPES.get(match[2], match[2])}, and must be {wanted}", f"set {path} to {wanted}"
-    return said, f"set {path} to {'a smaller number' if 'out of range' in said else 'a value that fits'}"
+        wanted = " or ".join(
+            TYPES.get(word, word) for word in match[1].split(" | ") if word != "null"
+        )
+        return (
+            f"it is {TYPES.get(match[2], match[2])}, and must be {wanted}",
+            f"set {path} to {wanted}",
+        )
+    return (
+        said,
+        f"set {path} to {'a smaller number' if 'out of range' in said else 'a value that fits'}",
+    )
 
 
 def _allowed(kind: Any) -> list[str]:
-    """What may stand where a type spells out its values: those of its literals, and a number if it takes any; of a
-    table of keys which keys."""
+    """What may stand where a type spells out its values: those of its literals, and a number if it
+    takes any; of a table of keys which keys."""
     if get_origin(kind) is dict:
         return _allowed(get_args(kind)[0])
     if get_origin(kind) is Literal:

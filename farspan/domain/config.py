@@ -1,4 +1,5 @@
-"""run.yaml: what a user asks for. Quantities stay as written ("5m", "256k tokens"); `planning.resolve` reads them."""
+"""run.yaml: what a user asks for. Quantities stay as written ("5m", "256k tokens");
+`planning.resolve` reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Quantity = str | int | float
 Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 Dollars = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 _NAMES = msgspec.Meta(
-    pattern=r"^(?!\.)[^/]{1,100}$", description="a name of 1 to 100 letters, no / and no dot in front"
+    pattern=r"^(?!\.)[^/]{1,100}$",
+    description="a name of 1 to 100 letters, no / and no dot in front",
 )
 Name = Annotated[str, _NAMES]
 Source = Annotated[str, msgspec.Meta(min_length=1)]
@@ -37,7 +39,8 @@ class TokenizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A preset's name, a Hugging Face folder (`path`), or a family and a size; single knobs may be set on top."""
+    """A preset's name, a Hugging Face folder (`path`), or a family and a size; single knobs may be
+    set on top."""
 
     preset: str | None = None
     path: str | None = None
@@ -59,7 +62,8 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     per_device: Positive | None = None
 
 
-#: Muon for the matrices of blocks and AdamW for the rest, AdamW for all, or what learns more in the same time.
+#: Muon for the matrices of blocks and AdamW for the rest, AdamW for all, or what learns more in the
+#: same time.
 OptimizerKind = Literal["auto", "muon", "adamw"]
 
 
@@ -92,8 +96,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     warmup: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
     #: Final learning rate as a share of the peak.
     floor: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, le=1)] = "auto"
-    #: Shares of what blocks write that is dropped, and of the tokens read that others replace; whether each epoch has
-    #: the documents in another order.
+    #: Shares of what blocks write that is dropped, and of the tokens read that others replace;
+    #: whether each epoch has the documents in another order.
     dropout: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
     mask: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
     reshuffle: Literal["auto"] | bool = "auto"
@@ -132,7 +136,8 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on the whole run; the tightest decides. `usd` needs a price: `usd_per_hour`, or the catalogue's."""
+    """Limits on the whole run; the tightest decides. `usd` needs a price: `usd_per_hour`, or the
+    catalogue's."""
 
     time: Quantity | None = None
     usd: Dollars | None = None
@@ -143,7 +148,8 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     store: str = "auto"
     #: What fitting vectors to the text may take at most.
     time: Quantity = "5m"
-    #: Files of a person's own queries, and of the documents that answer them, which `farspan tune` judges by too.
+    #: Files of a person's own queries, and of the documents that answer them, which `farspan tune`
+    #: judges by too.
     queries: str | None = None
     qrels: str | None = None
     #: A folder of somebody else's model of sentences or words, whose words a fit begins at.
@@ -164,8 +170,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checkpoint: CheckpointConfig = CheckpointConfig()
     budget: BudgetConfig = BudgetConfig()
     index: IndexConfig = IndexConfig()
-    #: After a lost worker, host or link: start again, with a new plan where a host stays away (`recover`); start again
-    #: once all are there (`wait`); or end the run (`stop`).
+    #: After a lost worker, host or link: start again, with a new plan where a host stays away
+    #: (`recover`); start again once all are there (`wait`); or end the run (`stop`).
     on_fault: OnFault = "recover"
 
     @property
@@ -174,7 +180,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def tokenizer_config(self) -> TokenizerConfig:
-        """The tokenizer asked for; a model that is read from a folder brings its own, unless told otherwise."""
+        """The tokenizer asked for; a model that is read from a folder brings its own, unless told
+        otherwise."""
         if isinstance(self.tokenizer, str):
             return TokenizerConfig(use=self.tokenizer)
         if self.model.path is not None and self.tokenizer == TokenizerConfig():

@@ -13,7 +13,9 @@ import msgspec
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
 
 
-class Skipped(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Skipped(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A file that was left out and why, or the number of several files by their endings."""
 
     reason: str
@@ -27,11 +29,18 @@ class Skipped(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def counts(self) -> dict[str, int]:
         """The number of files by their endings."""
-        return self.kinds if self.path is None else {PurePath(self.path).suffix.lower() or "without an extension": 1}
+        return (
+            self.kinds
+            if self.path is None
+            else {PurePath(self.path).suffix.lower() or "without an extension": 1}
+        )
 
     def __str__(self) -> str:
         several = sorted(self.kinds.items(), key=lambda kind: -kind[1])
-        return f"{self.path or ', '.join(f'{number} {kind}' for kind, number in several)}: {self.reason}"
+        return (
+            f"{self.path or ', '.join(f'{number} {kind}' for kind, number in several)}: "
+            f"{self.reason}"
+        )
 
 
 def by_kind(skipped: Iterable[Skipped]) -> list[Skipped]:
@@ -43,9 +52,11 @@ def by_kind(skipped: Iterable[Skipped]) -> list[Skipped]:
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One token file: `NAME.bin`, tokens one after the other, a document's last followed by the end-of-text token.
+    """One token file: `NAME.bin`, tokens one after the other, a document's last followed by the
+    end-of-text token.
 
-    `NAME.idx` holds `documents + 1` little-endian int64 offsets (in tokens): document i is tokens[idx[i]:idx[i+1]].
+    `NAME.idx` holds `documents + 1` little-endian int64 offsets (in tokens): document i is
+    tokens[idx[i]:idx[i+1]].
     """
 
     tokens: int
@@ -57,8 +68,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`hash` covers source content, split, tokenizer and format: equal hash, equal bytes.
 
-    `documents.jsonl.zst` beside it holds every kept document (domain.corpus.Document) in the order of its split's
-    token file: first all of train, then all of val.
+    `documents.jsonl.zst` beside it holds every kept document (domain.corpus.Document) in the order
+    of its split's token file: first all of train, then all of val.
     """
 
     hash: str
@@ -69,21 +80,25 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: Literal["uint16", "uint32"]
     train: Split
     val: Split
-    #: Entropy of the validation tokens under train-set counts, nats a token: unigram (add-one smoothed), and bigram
-    #: (smoothed towards the unigram, see `farspan.corpus.entropy`).
+    #: Entropy of the validation tokens under train-set counts, nats a token: unigram (add-one
+    #: smoothed), and bigram (smoothed towards the unigram, see `farspan.corpus.entropy`).
     unigram_nats: float
     bigram_nats: float
-    #: Documents left out as exact or near duplicates, and files skipped: the first by name, the others by kind (earlier
-    #: versions: lines of text).
+    #: Documents left out as exact or near duplicates, and files skipped: the first by name, the
+    #: others by kind (earlier versions: lines of text).
     exact_duplicates: int
     near_duplicates: int
     skipped: tuple[Skipped | str, ...] = ()
 
     @property
     def skipped_kinds(self) -> list[str]:
-        """`12 .bin, 3 .exe: REASON`, one line for each reason; an earlier version's lines as they are."""
+        """`12 .bin, 3 .exe: REASON`, one line for each reason; an earlier version's lines as they
+        are."""
         files = [entry for entry in self.skipped if isinstance(entry, Skipped)]
-        return [*map(str, by_kind(files)), *(line for line in self.skipped if isinstance(line, str))]
+        return [
+            *map(str, by_kind(files)),
+            *(line for line in self.skipped if isinstance(line, str)),
+        ]
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

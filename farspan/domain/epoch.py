@@ -1,7 +1,9 @@
-"""The starts of a run: each is an epoch, and what an earlier one still does afterwards counts for nothing.
+"""The starts of a run: each is an epoch, and what an earlier one still does afterwards counts for
+nothing.
 
-A worker that stood still, or that a cut link kept from hearing that it was replaced, may wake and write. The run
-folder's `epochs.json` says which epoch may, and up to which step checkpoints of earlier ones count.
+A worker that stood still, or that a cut link kept from hearing that it was replaced, may wake and
+write. The run folder's `epochs.json` says which epoch may, and up to which step checkpoints of
+earlier ones count.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ended the epoch before. `at` is when its supervisor saw it, in seconds since the Unix epoch; `step` the
-    last step that was heard of."""
+    """What ended the epoch before. `at` is when its supervisor saw it, in seconds since the Unix
+    epoch; `step` the last step that was heard of."""
 
     problem: Problem
     at: float
@@ -31,11 +33,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     replanned: bool = False
 
 
-class Epoch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Epoch(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The start that workers belong to, as their launcher describes it."""
 
     number: Number
-    #: Seconds that the run has used up when it starts, whatever its checkpoint says: time between starts counts too.
+    #: Seconds that the run has used up when it starts, whatever its checkpoint says: time between
+    #: starts counts too.
     used_s: float = 0.0
     #: Steps, from 0 on, whose batch is left out: their gradient was not finite.
     skip: tuple[int, ...] = ()
@@ -43,8 +48,8 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`epochs.json`: the epoch that may write, and the step of the newest checkpoint when each earlier one ended, by
-    its number; -1 where there was none."""
+    """`epochs.json`: the epoch that may write, and the step of the newest checkpoint when each
+    earlier one ended, by its number; -1 where there was none."""
 
     epoch: Number = 0
     ended: dict[int, int] = {}
@@ -80,6 +85,9 @@ def require(path: Path, number: int) -> None:
     """Raises Refusal (superseded) where another epoch of the run has begun since."""
     if (now := read_ledger(path).epoch) > number:
         raise Refusal(
-            "superseded", what="this worker was replaced", where=path,
-            fact=f"it is of start {number} of the run, which is at start {now}", remedy=command("status", path.parent),
-        )  # fmt: skip
+            "superseded",
+            what="this worker was replaced",
+            where=path,
+            fact=f"it is of start {number} of the run, which is at start {now}",
+            remedy=command("status", path.parent),
+        )

@@ -6,8 +6,9 @@ import msgspec
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How well counts of so many training tokens predict the validation split, nats a token (`corpus.counting`): of two
-    tokens in a row; of these and what the same piece of text has said before; of six in a row and the same."""
+    """How well counts of so many training tokens predict the validation split, nats a token
+    (`corpus.counting`): of two tokens in a row; of these and what the same piece of text has said
+    before; of six in a row and the same."""
 
     tokens: float
     few: float

@@ -1,8 +1,10 @@
-"""OpGraph: a training step as operators over named dims. How work can be split, and what it costs, follows from these.
+"""OpGraph: a training step as operators over named dims. How work can be split, and what it costs,
+follows from these.
 
-Dims, one letter each: b sequences, s positions, d d_model, v vocabulary, p rows of the position table, n groups of
-heads that share one key and value head, c rows of q, k and v of one group, r rows of q of one group, e rows of k of one
-group (a head's size), f d_ff, w matrices that feed the MLP's activation (2 for SwiGLU, else 1).
+Dims, one letter each: b sequences, s positions, d d_model, v vocabulary, p rows of the position
+table, n groups of heads that share one key and value head, c rows of q, k and v of one group, r
+rows of q of one group, e rows of k of one group (a head's size), f d_ff, w matrices that feed the
+MLP's activation (2 for SwiGLU, else 1).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One operator: `einsum` names the dims of its inputs and its output, weights last ("bsd,fwd->bsfw")."""
+    """One operator: `einsum` names the dims of its inputs and its output, weights last
+    ("bsd,fwd->bsfw")."""
 
     name: str
     kind: Kind
@@ -35,7 +38,8 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keeps: tuple[str, ...] = ()
     #: Dims that devices can divide among themselves, beside b.
     divisible: str = ""
-    #: Where no fused kernel exists it computes in fp32, and keeps that, whatever the training's precision.
+    #: Where no fused kernel exists it computes in fp32, and keeps that, whatever the training's
+    #: precision.
     upcasts: bool = False
 
     @property
@@ -48,8 +52,8 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Units in order: the embedding, `layers` equal blocks, the head. Operators of a unit feed one another in order,
-    and the residual stream runs from unit to unit as "bsd"."""
+    """Units in order: the embedding, `layers` equal blocks, the head. Operators of a unit feed one
+    another in order, and the residual stream runs from unit to unit as "bsd"."""
 
     sizes: dict[str, int]
     layers: int
@@ -88,32 +92,44 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return elements
 
     def parameters(self, first: int = 0, last: int | None = None) -> int:
-        """Trainable parameters of the units [first, last); a tied table counts once where both ends are in."""
+        """Trainable parameters of the units [first, last); a tied table counts once where both ends
+        are in."""
         last = self.units if last is None else last
-        total = sum(count * self.size(weight.dims) for unit, count in self.kinds(first, last) for op in unit
-                    for weight in op.weights)  # fmt: skip
+        total = sum(
+            count * self.size(weight.dims)
+            for unit, count in self.kinds(first, last)
+            for op in unit
+            for weight in op.weights
+        )
         both = self.tied and first == 0 and last == self.units
         return total - (self.size("vd") if both else 0)
 
 
-def forward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None = None) -> float:
-    """FLOPs of one forward pass over `rows` sequences: 2 a multiply-add; attention's two products are counted whole, or
-    with so many `keys` a query."""
+def forward_flops(
+    graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None = None
+) -> float:
+    """FLOPs of one forward pass over `rows` sequences: 2 a multiply-add; attention's two products
+    are counted whole, or with so many `keys` a query."""
     if op.kind == "matmul":
-        return 2.0 * math.prod(graph.size(dim, b=rows, s=seq_len) for dim in set(op.einsum) - set(",->"))
+        return 2.0 * math.prod(
+            graph.size(dim, b=rows, s=seq_len) for dim in set(op.einsum) - set(",->")
+        )
     if op.kind == "attention":
         return 4.0 * (seq_len if keys is None else keys) * graph.size("bsnr", b=rows, s=seq_len)
     return 0.0
 
 
 def replayed(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """What recomputation runs again of a unit: all but its last operator, of whose output the backward pass needs
-    nothing (PyTorch's checkpoints stop there, and compilers drop it)."""
+    """What recomputation runs again of a unit: all but its last operator, of whose output the
+    backward pass needs nothing (PyTorch's checkpoints stop there, and compilers drop it)."""
     return unit[:-1]
 
 
-def backward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None) -> float:
-    """FLOPs of the backward pass: a product for each input; flash attention, which keeps the scores of no `keys`, also
-    computes them again (arXiv 2307.08691, section 2.3: 5 products for the forward pass's 2)."""
+def backward_flops(
+    graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None
+) -> float:
+    """FLOPs of the backward pass: a product for each input; flash attention, which keeps the scores
+    of no `keys`, also computes them again (arXiv 2307.08691, section 2.3: 5 products for the
+    forward pass's 2)."""
     factor = 2.5 if op.kind == "attention" and keys is None else 2.0
     return factor * forward_flops(graph, op, rows, seq_len, keys)

@@ -1,4 +1,5 @@
-"""ModelSpec: the knobs of a decoder, and what follows from them by arithmetic (parameters, FLOPs)."""
+"""ModelSpec: the knobs of a decoder, and what follows from them by arithmetic (parameters,
+FLOPs)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import msgspec
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder-only transformer. Families differ only in these knobs; one module builds them all."""
+    """A decoder-only transformer. Families differ only in these knobs; one module builds them
+    all."""
 
     family: Literal["gpt2", "llama", "opt"]
     layers: int
@@ -45,7 +47,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def matmul_parameters(spec: ModelSpec) -> int:
-    """Weights that multiply every token: attention, MLP and the head (tied or not), without biases."""
+    """Weights that multiply every token: attention, MLP and the head (tied or not), without
+    biases."""
     kv = spec.kv_heads * spec.head_dim
     attention = spec.d_model * (2 * spec.d_model + 2 * kv)
     mlp = spec.d_model * spec.d_ff * (3 if spec.activation == "swiglu" else 2)
@@ -58,17 +61,25 @@ def parameters(spec: ModelSpec) -> int:
     norm = spec.d_model * (2 if spec.norm == "layernorm" else 1)
     biases = 0
     if spec.bias:
-        biases = 2 * spec.d_model + 2 * kv + spec.d_ff * (2 if spec.activation == "swiglu" else 1) + spec.d_model
+        biases = (
+            2 * spec.d_model
+            + 2 * kv
+            + spec.d_ff * (2 if spec.activation == "swiglu" else 1)
+            + spec.d_model
+        )
     table = spec.vocab_size * spec.d_model
-    positions = (spec.context + spec.extra_positions) * spec.d_model if spec.positions == "learned" else 0
+    positions = (
+        (spec.context + spec.extra_positions) * spec.d_model if spec.positions == "learned" else 0
+    )
     untied = 0 if spec.tied else table
     return matmul_parameters(spec) + spec.layers * (2 * norm + biases) + norm + positions + untied
 
 
 def train_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
-    """Model FLOPs of forward and backward, a token: `6 N + 12 L d T` (PaLM, arXiv 2204.02311, appendix B).
+    """Model FLOPs of forward and backward, a token: `6 N + 12 L d T` (PaLM, arXiv 2204.02311,
+    appendix B).
 
-    N counts the matrix-multiplied weights including the head. Attention is counted whole, not halved for the causal
-    mask; recomputation is not counted. Both are the convention of MFU.
+    N counts the matrix-multiplied weights including the head. Attention is counted whole, not
+    halved for the causal mask; recomputation is not counted. Both are the convention of MFU.
     """
     return 6.0 * matmul_parameters(spec) + 12.0 * spec.layers * spec.d_model * seq_len

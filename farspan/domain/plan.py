@@ -1,8 +1,9 @@
-"""Plan: which device computes what. Techniques write it, the estimator prices it, the runtime executes it.
+"""Plan: which device computes what. Techniques write it, the estimator prices it, the runtime
+executes it.
 
-Inside one replica everything is one synchronous computation, also across sites; several replicas exist only where they
-keep separate optimizer state. Mesh axes: "site" and "data" divide a step's sequences, "data" also the state where ZeRO
-says so, "tensor" divides operators.
+Inside one replica everything is one synchronous computation, also across sites; several replicas
+exist only where they keep separate optimizer state. Mesh axes: "site" and "data" divide a step's
+sequences, "data" also the state where ZeRO says so, "tensor" divides operators.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from farspan.domain.train import TrainSpec
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Axis = Literal["site", "data", "tensor"]
-#: What is divided over the data axis: nothing; optimizer state; and gradients; and parameters (arXiv 1910.02054).
+#: What is divided over the data axis: nothing; optimizer state; and gradients; and parameters
+#: (arXiv 1910.02054).
 Zero = Literal[0, 1, 2, 3]
 #: Gradients over all devices in one ring, or inside each site first and between sites once.
 Topology = Literal["flat", "hierarchical"]
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Ranks laid out over named axes, row-major: the last axis varies fastest. A tensor axis is the last.
+    """Ranks laid out over named axes, row-major: the last axis varies fastest. A tensor axis is the
+    last.
 
     It keeps what it was asked for: searches ask the same mesh again and again.
     """
@@ -57,7 +60,9 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             place = self.axes.index(axis)
             step, size = math.prod(self.shape[place + 1 :]), self.shape[place]
             starts = [i for i in range(len(self.ranks)) if i // step % size == 0]
-            self._groups[axis] = tuple(self.ranks[start : start + size * step : step] for start in starts)
+            self._groups[axis] = tuple(
+                self.ranks[start : start + size * step : step] for start in starts
+            )
         return self._groups[axis]
 
     @functools.cached_property
@@ -72,36 +77,42 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @functools.cached_property
     def batch(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each batch coordinate: those that share one tensor axis see the same sequences."""
+        """The ranks of each batch coordinate: those that share one tensor axis see the same
+        sequences."""
         return self.groups("tensor")
 
     @functools.cached_property
     def transposed(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each tensor coordinate: those that hold the same parts of operators for other sequences."""
+        """The ranks of each tensor coordinate: those that hold the same parts of operators for
+        other sequences."""
         ways = self.size("tensor")
         return tuple(self.ranks[k::ways] for k in range(ways))
 
 
 def row_quantum(mesh: Mesh, splits: dict[str, str]) -> int:
-    """What divides the sequences of every microbatch: the width of a tensor axis whose ranks share them out."""
+    """What divides the sequences of every microbatch: the width of a tensor axis whose ranks share
+    them out."""
     return mesh.size("tensor") if "b" in splits.values() else 1
 
 
 class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients of the batch axes are summed: buckets of so many bytes (None: one message a tensor), each sent as
-    soon as it is whole; over one ring, or inside each site first and between sites once."""
+    """How gradients of the batch axes are summed: buckets of so many bytes (None: one message a
+    tensor), each sent as soon as it is whole; over one ring, or inside each site first and between
+    sites once."""
 
     bucket_bytes: Positive | None
     topology: Topology = "flat"
     #: Bits of a number on the way; fewer than 32 keep an error feedback.
     bits: Literal[8, 16, 32] = 32
-    #: Bytes a second that each worker's connection to another site carries at most; None does not hold it back.
+    #: Bytes a second that each worker's connection to another site carries at most; None does not
+    #: hold it back.
     wan_rate: Positive | None = None
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Units [first, last) of the model (0 embeds, layers + 1 is the head) on one mesh; batch coordinate i reads
-    `rows[i]` sequences a step. `splits` names the dim of each operator that the tensor axis divides ("" copies it)."""
+    """Units [first, last) of the model (0 embeds, layers + 1 is the head) on one mesh; batch
+    coordinate i reads `rows[i]` sequences a step. `splits` names the dim of each operator that the
+    tensor axis divides ("" copies it)."""
 
     units: tuple[int, int]
     mesh: Mesh
@@ -118,15 +129,16 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What crosses between two neighbouring stages, forward activations and backward gradients alike."""
+    """What crosses between two neighbouring stages, forward activations and backward gradients
+    alike."""
 
     bits: Literal[8, 16, 32]
     streams: Positive = 1
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One synchronous computation. Each batch coordinate goes through its rows in `microbatches` parts; stage i has
-    begun at most `in_flight[i]` that it has not finished."""
+    """One synchronous computation. Each batch coordinate goes through its rows in `microbatches`
+    parts; stage i has begun at most `in_flight[i]` that it has not finished."""
 
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...] = ()
@@ -135,18 +147,27 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         if len(self.edges) != len(self.stages) - 1 or len(self.in_flight) != len(self.stages):
-            raise ValueError(f"{len(self.stages)} stages, {len(self.edges)} edges, {len(self.in_flight)} depths")
+            raise ValueError(
+                f"{len(self.stages)} stages, {len(self.edges)} edges, {len(self.in_flight)} depths"
+            )
         if len({sum(stage.rows) for stage in self.stages}) > 1:
             raise ValueError("stages of one pipeline read unlike numbers of sequences")
-        if len(self.stages) > 1 and any(rows % self.microbatches for stage in self.stages for rows in stage.rows):
-            raise ValueError(f"{self.microbatches} microbatches divide the rows of a stage unevenly")
+        if len(self.stages) > 1 and any(
+            rows % self.microbatches for stage in self.stages for rows in stage.rows
+        ):
+            raise ValueError(
+                f"{self.microbatches} microbatches divide the rows of a stage unevenly"
+            )
         if len(self.stages) > 1 and any(rows < 1 for stage in self.stages for rows in stage.rows):
             raise ValueError("a batch coordinate of a pipeline's stage reads no sequence")
         for stage in self.stages:
             quantum = row_quantum(stage.mesh, stage.splits)
-            if quantum > 1 and (uneven := next((n for n in stage.rows if n % (self.microbatches * quantum)), 0)):
+            if quantum > 1 and (
+                uneven := next((n for n in stage.rows if n % (self.microbatches * quantum)), 0)
+            ):
                 raise ValueError(
-                    f"{uneven} rows in {self.microbatches} microbatches: operators that divide rows over a tensor axis "
+                    f"{uneven} rows in {self.microbatches} microbatches: operators that divide "
+                    "rows over a tensor axis "
                     f"of {quantum} need a multiple of {self.microbatches * quantum}"
                 )
 
@@ -164,7 +185,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return (microbatch + 1) * rows // parts - microbatch * rows // parts
 
     def span(self, stage: int, coordinate: int, microbatch: int) -> tuple[int, int]:
-        """The sequences [start, stop) of a step that a batch coordinate of a stage reads as one microbatch."""
+        """The sequences [start, stop) of a step that a batch coordinate of a stage reads as one
+        microbatch."""
         coordinates = range(len(self.stages[stage].rows))
         start = sum(self.part(stage, c, i) for i in range(microbatch) for c in coordinates)
         start += sum(self.part(stage, c, microbatch) for c in range(coordinate))
@@ -172,8 +194,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How replicas meet (DiLoCo, arXiv 2311.08105): every `every` steps the mean change of all parameters becomes the
-    gradient of an outer Nesterov step."""
+    """How replicas meet (DiLoCo, arXiv 2311.08105): every `every` steps the mean change of all
+    parameters becomes the gradient of an outer Nesterov step."""
 
     every: Positive
     bits: Literal[4, 8, 16, 32] = 32
@@ -203,7 +225,8 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a worker needs beside the token files. `technique` is a label for people: no code may read it."""
+    """All that a worker needs beside the token files. `technique` is a label for people: no code
+    may read it."""
 
     technique: str
     model: ModelSpec
@@ -223,16 +246,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def unsound(plan: Plan) -> str:
     """What of a plan cannot be, by itself; empty where all can."""
     units = plan.model.layers + 2
-    ranks = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
+    ranks = sorted(
+        rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
+    )
     if ranks != list(range(len(plan.devices))):
-        return f"its stages run on ranks {', '.join(map(str, ranks))}, not once on each of {len(plan.devices)} devices"
+        return (
+            f"its stages run on ranks {', '.join(map(str, ranks))}, not once on each of "
+            f"{len(plan.devices)} devices"
+        )
     if (batch := sum(replica.batch for replica in plan.replicas)) != plan.train.batch:
         return f"its replicas read {batch} sequences a step, the training has {plan.train.batch}"
     if len(plan.replicas) > 1 and plan.sync is None:
         return f"its {len(plan.replicas)} replicas never meet: it has no sync"
     for replica in plan.replicas:
         bounds = [bound for stage in replica.stages for bound in stage.units]
-        joined = all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True)) and bounds[1:-1:2] == bounds[2::2]
+        joined = (
+            all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
+            and bounds[1:-1:2] == bounds[2::2]
+        )
         if not joined or (bounds[0], bounds[-1]) != (0, units):
-            return f"its stages have units {bounds}, which are not the model's {units} one after another"
+            return (
+                f"its stages have units {bounds}, which are not the model's {units} one after "
+                "another"
+            )
     return ""

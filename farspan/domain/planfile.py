@@ -1,6 +1,8 @@
-"""plan.yaml: a plan as a person writes it down, in a short form; `planning.planfile` makes a whole Plan of it.
+"""plan.yaml: a plan as a person writes it down, in a short form; `planning.planfile` makes a whole
+Plan of it.
 
-Blocks of the model stand on devices of the cluster. What is left out is as farspan's own plans have it.
+Blocks of the model stand on devices of the cluster. What is left out is as farspan's own plans have
+it.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class TrainEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StageEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Blocks `a-b` of the model, b excluded, on devices `host:first-last`: `tp` neighbours share the operators of a
-    sequence, `dp` groups of them the sequences."""
+    """Blocks `a-b` of the model, b excluded, on devices `host:first-last`: `tp` neighbours share
+    the operators of a sequence, `dp` groups of them the sequences."""
 
     on: str | tuple[str, ...]
     layers: str | None = None
@@ -96,8 +98,12 @@ class PlanRefusals(msgspec.Struct, frozen=True):
 
     def value(self, place: str, what: str, fact: str, remedy: str) -> Refusal:
         """Of a value that nothing here can have."""
-        return Refusal("out-of-range", what=what, where=f"{self.file}, {place}", fact=fact, remedy=remedy)
+        return Refusal(
+            "out-of-range", what=what, where=f"{self.file}, {place}", fact=fact, remedy=remedy
+        )
 
     def mismatch(self, place: str, what: str, fact: str, remedy: str) -> Refusal:
         """Of what does not hold together."""
-        return Refusal("plan-mismatch", what=what, where=f"{self.file}, {place}", fact=fact, remedy=remedy)
+        return Refusal(
+            "plan-mismatch", what=what, where=f"{self.file}, {place}", fact=fact, remedy=remedy
+        )

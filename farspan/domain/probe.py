@@ -9,7 +9,8 @@ from farspan.domain.train import Precision
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One worker at one precision: the median optimizer step, and the peak memory of the process."""
+    """One worker at one precision: the median optimizer step, and the peak memory of the
+    process."""
 
     step_s: float
     tokens_per_s: float
@@ -17,7 +18,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speeds by precision, each measured on steps of `rows` sequences of `seq_len` tokens on one device."""
+    """Speeds by precision, each measured on steps of `rows` sequences of `seq_len` tokens on one
+    device."""
 
     rows: int
     seq_len: int
@@ -25,7 +27,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was not measured, as it would have needed more bytes than were free: of so many rows, where it has rows."""
+    """What was not measured, as it would have needed more bytes than were free: of so many rows,
+    where it has rows."""
 
     what: str
     needed: int
@@ -34,7 +37,8 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """FLOP/s of matrix products by shape and dtype, bytes a second of memory, and bytes that a worker may use."""
+    """FLOP/s of matrix products by shape and dtype, bytes a second of memory, and bytes that a
+    worker may use."""
 
     rates: tuple[MatmulRate, ...]
     bandwidth: float

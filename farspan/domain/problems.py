@@ -1,4 +1,5 @@
-"""What a user is told when farspan refuses: one shape for every refusal, one exit code for every kind."""
+"""What a user is told when farspan refuses: one shape for every refusal, one exit code for every
+kind."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-#: Exit code of every kind of problem. 0 is success, 1 an unexpected crash, 2 the shell's own "bad usage".
-#: Numbers are part of the interface: scripts test them, so a code keeps its number for ever.
+#: Exit code of every kind of problem. 0 is success, 1 an unexpected crash, 2 the shell's own "bad
+#: usage". Numbers are part of the interface: scripts test them, so a code keeps its number for
+#: ever.
 EXIT_CODES = {
     "usage": 2,
     "path-missing": 10,
@@ -60,12 +62,14 @@ EXIT_CODES = {
 #: Words as like as this, by difflib's ratio, may have been meant for each other.
 LIKE = 0.5
 
-#: Why a worker ended: by an error of its own, or in an exchange, which fails for another worker's sake.
+#: Why a worker ended: by an error of its own, or in an exchange, which fails for another worker's
+#: sake.
 Cause = Literal["own", "exchange"]
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One refusal: a stable code, what was refused, where, the fact behind it, and one command that mends it.
+    """One refusal: a stable code, what was refused, where, the fact behind it, and one command that
+    mends it.
 
     Further fields hold what programs need to know of it.
     """
@@ -98,17 +102,25 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return EXIT_CODES[self.code]
 
     def __str__(self) -> str:
-        return f"error[{self.code}]: {self.what}\n  where: {self.where}\n  fact:  {self.fact}\n  fix:   {self.remedy}"
+        return (
+            f"error[{self.code}]: {self.what}\n  where: {self.where}\n  fact:  {self.fact}\n  "
+            f"fix:   {self.remedy}"
+        )
 
 
 class Refusal(Exception):
-    """Raised to refuse; carries the Problem that the command line prints and turns into an exit code."""
+    """Raised to refuse; carries the Problem that the command line prints and turns into an exit
+    code."""
 
-    def __init__(self, code: str, *, what: str, where: object, fact: str, remedy: str, **more: Any) -> None:
+    def __init__(
+        self, code: str, *, what: str, where: object, fact: str, remedy: str, **more: Any
+    ) -> None:
         """`more`: the further fields of Problem."""
         if code not in EXIT_CODES:
             raise ValueError(f"unknown problem code {code!r}: add it to EXIT_CODES")
-        self.problem = Problem(code=code, what=what, where=str(where), fact=fact, remedy=remedy, **more)
+        self.problem = Problem(
+            code=code, what=what, where=str(where), fact=fact, remedy=remedy, **more
+        )
         super().__init__(str(self.problem))
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,7 +1,8 @@
 """What was predicted, what happened, and the events that a run is made of.
 
-`events.jsonl` in a run directory holds one event a line; everything that is shown about a run is computed from it.
-Times are seconds since the epoch (`at`) or durations (`_s`); sizes are bytes; losses are nats a token.
+`events.jsonl` in a run directory holds one event a line; everything that is shown about a run is
+computed from it. Times are seconds since the epoch (`at`) or durations (`_s`); sizes are bytes;
+losses are nats a token.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import msgspec
 from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.problems import Problem, Refusal
 
-#: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
+#: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning
+#: margin.
 RESERVE = 0.1
 
 
@@ -29,21 +31,22 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     activations: float
     logits: float
     buffers: float
-    #: What the process holds before any tensor: of a GPU its context and the kernels that were loaded.
+    #: What the process holds before any tensor: of a GPU its context and the kernels that were
+    #: loaded.
     framework: float
     #: What libraries of matrix products work in, and what communicators keep for their channels.
     workspace: float = 0.0
     communicators: float = 0.0
     #: What the allocator holds of tensors' memory while no tensor does, or a compiler keeps twice.
     fragmentation: float = 0.0
-    #: The copy of what the worker writes of a checkpoint, while training goes on; of other devices than CPUs it lies in
-    #: the host's memory.
+    #: The copy of what the worker writes of a checkpoint, while training goes on; of other devices
+    #: than CPUs it lies in the host's memory.
     snapshot: float = 0.0
 
     @property
     def shown(self) -> dict[str, float]:
-        """The same in as many parts as a picture can tell apart: communicators count with the buffers, and libraries
-        with the framework."""
+        """The same in as many parts as a picture can tell apart: communicators count with the
+        buffers, and libraries with the framework."""
         parts: dict[str, float] = msgspec.structs.asdict(self)
         parts["buffers"] += parts.pop("communicators")
         parts["framework"] += parts.pop("workspace")
@@ -56,7 +59,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run has to do, and what its devices are and cost together: what an Estimate's figures are derived from."""
+    """What a run has to do, and what its devices are and cost together: what an Estimate's figures
+    are derived from."""
 
     steps: float
     tokens_per_step: float
@@ -64,7 +68,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     flops_per_step: float
     deadline_s: float | None = None
     devices: int
-    #: FLOP/s of all devices together by their data sheets; None where one's is unknown, and so for price and watts.
+    #: FLOP/s of all devices together by their data sheets; None where one's is unknown, and so for
+    #: price and watts.
     peak_flops: float | None
     usd_per_hour: float | None
     #: For the bytes of a step that leave their site.
@@ -73,10 +78,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan would take. `interval` multiplies `step_s`: the run is expected between these two factors.
+    """What a plan would take. `interval` multiplies `step_s`: the run is expected between these two
+    factors.
 
-    A step is split as its slowest device sees it: `compute_s`, communication that nothing hides, and waiting for other
-    stages (`bubble_s`).
+    A step is split as its slowest device sees it: `compute_s`, communication that nothing hides,
+    and waiting for other stages (`bubble_s`).
     """
 
     step_s: float
@@ -86,7 +92,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     #: Of each rank.
     memory: tuple[Memory, ...]
     workload: Workload
-    #: Tokens that reach the loss of one synchronous token: 1 but for replicas that meet now and then; with bounds.
+    #: Tokens that reach the loss of one synchronous token: 1 but for replicas that meet now and
+    #: then; with bounds.
     token_efficiency: float = 1.0
     token_efficiency_interval: tuple[float, float] = (1.0, 1.0)
     #: Whether a published run in this setting stands behind `token_efficiency`.
@@ -114,7 +121,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def run_s(self) -> float:
         """Seconds of the run, which a deadline may end."""
-        return min(self.whole_s, math.inf if self.workload.deadline_s is None else self.workload.deadline_s)
+        return min(
+            self.whole_s, math.inf if self.workload.deadline_s is None else self.workload.deadline_s
+        )
 
     @property
     def steps_done(self) -> float:
@@ -167,7 +176,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     commit: str | None = None
 
 
-class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", forbid_unknown_fields=True):
+class _Event(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="event", forbid_unknown_fields=True
+):
     at: float
 
 
@@ -181,13 +192,14 @@ class Started(_Event, frozen=True, kw_only=True, tag="started"):
     estimate: Estimate | None
     #: Of all devices together, at the run's precision; None where it is not known.
     peak_flops: float | None
-    #: Seconds that the run had used up by then, as its time budget counts them; None of an earlier version's.
+    #: Seconds that the run had used up by then, as its time budget counts them; None of an earlier
+    #: version's.
     used_s: float | None = None
 
 
 class Recovered(_Event, frozen=True, kw_only=True, tag="recovered"):
-    """After a fault workers go on, without a person: from `step`, which makes `lost` steps to do again. The fault was
-    seen `down_s` seconds ago."""
+    """After a fault workers go on, without a person: from `step`, which makes `lost` steps to do
+    again. The fault was seen `down_s` seconds ago."""
 
     step: int
     epoch: int
@@ -204,8 +216,9 @@ class Step(_Event, frozen=True, kw_only=True, tag="step"):
     step: int
     loss: float
     lr: float
-    #: Before clipping; None where it was not finite, as after an overflow in fp16, and the update was skipped. A step
-    #: that was not read from a file may have inf or nan here: JSON has no word for them, and they are written as null.
+    #: Before clipping; None where it was not finite, as after an overflow in fp16, and the update
+    #: was skipped. A step that was not read from a file may have inf or nan here: JSON has no word
+    #: for them, and they are written as null.
     grad_norm: float | None
     tokens: int
     step_s: float
@@ -215,7 +228,8 @@ class Step(_Event, frozen=True, kw_only=True, tag="step"):
 
 
 class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
-    """The mean loss of `tokens` of the `of` tokens to be predicted in the validation split, with the weights of `step`.
+    """The mean loss of `tokens` of the `of` tokens to be predicted in the validation split, with
+    the weights of `step`.
 
     What has a default was not told by earlier versions, which read the first tokens of the split.
     """
@@ -232,10 +246,12 @@ class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
     standard_error: float | None = None
     #: What the tokens are known by: losses of runs with unlike names are not of the same tokens.
     read: str | None = None
-    #: Entropies of these same tokens under the training split's counts, nats a token; told by rank 0.
+    #: Entropies of these same tokens under the training split's counts, nats a token; told by rank
+    #: 0.
     unigram_nats: float | None = None
     bigram_nats: float | None = None
-    #: Of the last validation of a run: its loss on the `sample_tokens` that validations in between read.
+    #: Of the last validation of a run: its loss on the `sample_tokens` that validations in between
+    #: read.
     sample_loss: float | None = None
     sample_tokens: int | None = None
 
@@ -258,8 +274,8 @@ class Sampled(_Event, frozen=True, kw_only=True, tag="sampled"):
     step: int
     prompt: str
     text: str
-    #: The share of its tokens that stand in the training text word for word (`corpus.verbatim`); None where nobody
-    #: looked.
+    #: The share of its tokens that stand in the training text word for word (`corpus.verbatim`);
+    #: None where nobody looked.
     verbatim: float | None = None
 
 
@@ -269,14 +285,14 @@ class Warned(_Event, frozen=True, kw_only=True, tag="warned"):
     message: str
 
 
-#: Kinds of spans that are arithmetic; and backends whose passes have ended when their spans end: others only take
-#: orders in them.
+#: Kinds of spans that are arithmetic; and backends whose passes have ended when their spans end:
+#: others only take orders in them.
 COMPUTE, IN_STEP = ("forward", "backward", "update"), ("cpu", "cuda")
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker did from `start` to `end`, seconds since the epoch: forward, backward, receive, collective, or
-    update."""
+    """What a worker did from `start` to `end`, seconds since the epoch: forward, backward, receive,
+    collective, or update."""
 
     kind: str
     microbatch: int | None
@@ -315,8 +331,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tokens: int
     train_loss: float
-    #: Of the last validation, as are perplexity and bits per byte; and the least on the tokens that all validations
-    #: read.
+    #: Of the last validation, as are perplexity and bits per byte; and the least on the tokens that
+    #: all validations read.
     val_loss: float | None
     best_val_loss: float | None
     perplexity: float | None
@@ -324,7 +340,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None
     tflops_per_device: float
     reason: str
-    #: Of the last validation too, as in `Validated`: after which step, on which and how many tokens, how sure.
+    #: Of the last validation too, as in `Validated`: after which step, on which and how many
+    #: tokens, how sure.
     val_step: int | None = None
     val_tokens: int | None = None
     val_of: int | None = None
@@ -362,18 +379,24 @@ def _with_workload(old: dict[str, Any]) -> dict[str, Any]:
         step_s, run_s, devices = old["step_s"], old["run_s"], len(old["memory"])
         flops = old["tflops_per_device"] * 1e12 * devices
         usd_per_s, kwh_per_s = (price and price / run_s for price in (old["usd"], old["kwh"]))
-        return old | {"workload": {
-            "steps": run_s * (1 - RESERVE) / step_s, "tokens_per_step": old["tokens_per_s"] * step_s,
-            "flops_per_step": flops * step_s, "devices": devices, "peak_flops": old["mfu"] and flops / old["mfu"],
-            "usd_per_hour": usd_per_s and usd_per_s * 3600, "watts": kwh_per_s and kwh_per_s * 3.6e6,
-        }}  # fmt: skip
+        return old | {
+            "workload": {
+                "steps": run_s * (1 - RESERVE) / step_s,
+                "tokens_per_step": old["tokens_per_s"] * step_s,
+                "flops_per_step": flops * step_s,
+                "devices": devices,
+                "peak_flops": old["mfu"] and flops / old["mfu"],
+                "usd_per_hour": usd_per_s and usd_per_s * 3600,
+                "watts": kwh_per_s and kwh_per_s * 3.6e6,
+            }
+        }
     except (LookupError, TypeError, ZeroDivisionError):
         return old  # Its reader says what is wrong with it.
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run, oldest first. A last line that a killed worker left unfinished is left out. Raises Refusal
-    (file-unreadable) for a line that is no event."""
+    """The events of a run, oldest first. A last line that a killed worker left unfinished is left
+    out. Raises Refusal (file-unreadable) for a line that is no event."""
     with open(path, "rb") as lines:
         yield from decoded((line for line in lines if line.endswith(b"\n")), path)
 
@@ -386,7 +409,9 @@ def decoded(lines: Iterable[bytes], where: object) -> Iterator[Event]:
             yield decoder.decode(line if _OLD_ESTIMATE not in line else _modern(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refusal(
-                "file-unreadable", what="a line is not an event of a run", where=where,
+                "file-unreadable",
+                what="a line is not an event of a run",
+                where=where,
                 fact=f"{str(error)[:200]}: {line[:80].decode(errors='backslashreplace')}",
                 remedy=f"take that line out of {where}",
-            ) from None  # fmt: skip
+            ) from None

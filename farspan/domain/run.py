@@ -1,4 +1,5 @@
-"""A run directory: where everything of one run lies, and nothing else needs to be known to find it."""
+"""A run directory: where everything of one run lies, and nothing else needs to be known to find
+it."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from farspan.domain.forecast import Forecast
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
 
-#: The variable of a worker's environment that names the run's folder where farspan was asked to train: a worker on
-#: another host may have a folder of its own.
+#: The variable of a worker's environment that names the run's folder where farspan was asked to
+#: train: a worker on another host may have a folder of its own.
 HOME = "FARSPAN_RUN"
 
-#: The variable of a worker's environment that holds the secret by which the workers of a run know each other, and its
-#: value where the secret is the first line of standard input.
+#: The variable of a worker's environment that holds the secret by which the workers of a run know
+#: each other, and its value where the secret is the first line of standard input.
 SECRET, ON_STDIN = "FARSPAN_SECRET", "-"
-#: The variable that names the port of the workers' own store, where that of MASTER_PORT is torchrun's.
+#: The variable that names the port of the workers' own store, where that of MASTER_PORT is
+#: torchrun's.
 STORE_PORT = "FARSPAN_STORE_PORT"
 #: So many of the runs that there are a refusal names, the newest first.
 RUNS_SHOWN = 10
@@ -46,12 +48,15 @@ def commit() -> str | None:
         return None
     with suppress(OSError, subprocess.TimeoutExpired):
         words = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=5).stdout.strip() or None
+        return (
+            subprocess.run(words, capture_output=True, text=True, timeout=5).stdout.strip() or None
+        )
     return None
 
 
 class SpareTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a spare process a worker: its command line's two paths, its environment, and its log."""
+    """What makes a spare process a worker: its command line's two paths, its environment, and its
+    log."""
 
     plan: str
     run: str
@@ -72,7 +77,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     launcher: str = "local"
     #: run.yaml as it was when the run was made; None of runs that earlier versions made.
     asked: RunConfig | None = None
-    #: Of random weights; None where the text is too short to say, and of runs that earlier versions made.
+    #: Of random weights; None where the text is too short to say, and of runs that earlier versions
+    #: made.
     forecast: Forecast | None = None
 
     @property
@@ -109,7 +115,8 @@ class RunFolder:
         self.index = path / "index"
 
     def make(self) -> None:
-        """The folder itself and its logs, for this user alone: it holds text, and what its cluster runs."""
+        """The folder itself and its logs, for this user alone: it holds text, and what its cluster
+        runs."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.path.chmod(0o700)  # It may have been there, empty.
@@ -120,7 +127,11 @@ class RunFolder:
         """The folder of a run that was started; refuses anything else."""
         run = cls(path)
         if not run.plan.exists():
-            newest = sorted(Path("runs").glob("*/plan.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+            newest = sorted(
+                Path("runs").glob("*/plan.json"),
+                key=lambda file: file.stat().st_mtime,
+                reverse=True,
+            )
             runs = [str(file.parent) for file in newest]
             more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
             meant = nearest(f"runs/{path.name}", runs) or (runs[0] if runs else None)
@@ -130,12 +141,15 @@ class RunFolder:
                 what="this is not a farspan run",
                 where=path,
                 fact=f"{missing}; runs here: {', '.join(runs[:RUNS_SHOWN]) or 'none'}{more}",
-                remedy=f"use {shlex.quote(meant)}" if meant else "start one: farspan train run.yaml",
+                remedy=f"use {shlex.quote(meant)}"
+                if meant
+                else "start one: farspan train run.yaml",
             )
         return run
 
     def resume(self) -> str:
-        """The command that goes on with the run, on the machine where farspan was asked to train."""
+        """The command that goes on with the run, on the machine where farspan was asked to
+        train."""
         return command("resume", os.environ.get(HOME, self.path))
 
     def load_plan(self) -> Plan:

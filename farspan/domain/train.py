@@ -1,4 +1,5 @@
-"""TrainSpec: how long, on what, with which optimizer. Together with model and cluster it is all a technique sees."""
+"""TrainSpec: how long, on what, with which optimizer. Together with model and cluster it is all a
+technique sees."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
 
 
 class Muon(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Momentum whose singular values are made nearly 1 by Newton and Schulz's iteration (Jordan et al. 2024,
-    kellerjordan.github.io/posts/muon), times 0.2 sqrt(longer side): an element then moves as far as AdamW's would
-    (arXiv 2502.16982, equation 4), and both take one learning rate."""
+    """Momentum whose singular values are made nearly 1 by Newton and Schulz's iteration (Jordan et
+    al. 2024, kellerjordan.github.io/posts/muon), times 0.2 sqrt(longer side): an element then moves
+    as far as AdamW's would (arXiv 2502.16982, equation 4), and both take one learning rate."""
 
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
     iterations: Annotated[int, msgspec.Meta(ge=1, le=20)] = 5
@@ -24,8 +25,8 @@ class Muon(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW with decoupled weight decay (on matrices only) and clipping by the global norm; with `muon`, Muon for the
-    matrices of blocks and AdamW for the rest."""
+    """AdamW with decoupled weight decay (on matrices only) and clipping by the global norm; with
+    `muon`, Muon for the matrices of blocks and AdamW for the rest."""
 
     lr: Annotated[float, msgspec.Meta(gt=0, le=1)] = 6e-4
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
@@ -34,16 +35,18 @@ class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
     #: Largest global gradient norm; 0 leaves gradients as they are.
     clip: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    #: Unset, not None, where there is none: plans and checkpoints of before are known by the same hashes.
+    #: Unset, not None, where there is none: plans and checkpoints of before are known by the same
+    #: hashes.
     muon: Muon | msgspec.UnsetType = msgspec.UNSET
-    #: Of an exponential moving average of the weights, which is what is validated and kept as the best: the share of it
-    #: that is left after a step. Of replicas it follows the models that they meet at.
+    #: Of an exponential moving average of the weights, which is what is validated and kept as the
+    #: best: the share of it that is left after a step. Of replicas it follows the models that they
+    #: meet at.
     average: Annotated[float, msgspec.Meta(gt=0, lt=1)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Learning rate over the run: linear warm-up, then cosine, linear, constant, or WSD (stable, then linear
-    decay)."""
+    """Learning rate over the run: linear warm-up, then cosine, linear, constant, or WSD (stable,
+    then linear decay)."""
 
     kind: ScheduleKind = "cosine"
     warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -56,10 +59,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Regularization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What keeps a model that reads its text many times from learning it by heart."""
 
-    #: Share of what the embedding and each half of a block write that is set to 0, the rest scaled up (Srivastava et
-    #: al. 2014).
+    #: Share of what the embedding and each half of a block write that is set to 0, the rest scaled
+    #: up (Srivastava et al. 2014).
     dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    #: Share of the tokens read that another token, drawn at random, takes the place of; what is predicted stays.
+    #: Share of the tokens read that another token, drawn at random, takes the place of; what is
+    #: predicted stays.
     mask: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     #: After the first epoch documents follow one another in another order each time.
     reshuffle: bool = False
@@ -79,19 +83,22 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     attention: Literal["sdpa", "vanilla"] = "sdpa"
     recompute: bool = False
     compile: bool = False
-    #: Bits of a number on its way between sites: gradients, activations, replicas' changes. Fewer than the precision's
-    #: keep what rounding left for the next time (arXiv 1901.09847), but for activations: each is another sample's.
+    #: Bits of a number on its way between sites: gradients, activations, replicas' changes. Fewer
+    #: than the precision's keep what rounding left for the next time (arXiv 1901.09847), but for
+    #: activations: each is another sample's.
     wan_bits: Literal[8, 16, 32] = 32
     seed: int = 0
-    #: Steps between validations, and how many tokens of the validation split each of these reads (0: all).
+    #: Steps between validations, and how many tokens of the validation split each of these reads
+    #: (0: all).
     validate_every: Positive = 100
     validate_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: Stop after so many validations in a row that are worse than the best by more than chance; 0 never stops early.
+    #: Stop after so many validations in a row that are worse than the best by more than chance; 0
+    #: never stops early.
     patience: Annotated[int, msgspec.Meta(ge=0)] = 0
     checkpoint_every_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     keep: Positive = 3
-    #: Seconds that the workers may take, from when they open their devices to their last event, over all resumptions;
-    #: None runs every step.
+    #: Seconds that the workers may take, from when they open their devices to their last event,
+    #: over all resumptions; None runs every step.
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
     @property

@@ -11,7 +11,8 @@ from farspan.domain.results import Environment
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`step_s` is what a step of the whole run takes, meetings of replicas by their share; None where none was made."""
+    """`step_s` is what a step of the whole run takes, meetings of replicas by their share; None
+    where none was made."""
 
     #: Of the plan, without how long it trains: `plan_key`.
     plan: str

@@ -27,8 +27,23 @@ _SECONDS = {
     )
     for word in words.split()
 }
-_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
-_BITS_PER_S = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8}
+_BYTES = {
+    "b": 1.0,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+    "kib": 2.0**10,
+    "mib": 2.0**20,
+    "gib": 2.0**30,
+}
+_BITS_PER_S = {
+    "bit/s": 1 / 8,
+    "kbit/s": 1e3 / 8,
+    "mbit/s": 1e6 / 8,
+    "gbit/s": 1e9 / 8,
+    "tbit/s": 1e12 / 8,
+}
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
 #: From this share of the next prefix on three digits are rounded up to it.
@@ -39,14 +54,18 @@ def _split(text: str | int | float) -> tuple[float, str]:
     match = _NUMBER.fullmatch(str(text))
     if match is None:
         negative = _NUMBER.fullmatch(str(text).strip().removeprefix("-"))
-        raise ValueError(f"{text!r} {'is negative' if negative else 'does not start with a number'}")
+        raise ValueError(
+            f"{text!r} {'is negative' if negative else 'does not start with a number'}"
+        )
     number = float(match[1].replace("_", ""))
     if math.isinf(number):
         raise ValueError(f"{text!r} is too large a number")
     return number, match[2]
 
 
-def _scaled(text: str | int | float, table: dict[str, float] | dict[str, int], example: str) -> float:
+def _scaled(
+    text: str | int | float, table: dict[str, float] | dict[str, int], example: str
+) -> float:
     number, unit = _split(text)
     scale = table.get(unit.lower())
     if scale is None:
@@ -73,8 +92,8 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def parse_rate(text: str | int | float) -> float:
-    """`"1Gbit/s"`, `"300GB/s"` or a bare number of bytes a second, as bytes a second. `Gb/s` is refused: its writer
-    means bits, its reader may not."""
+    """`"1Gbit/s"`, `"300GB/s"` or a bare number of bytes a second, as bytes a second. `Gb/s` is
+    refused: its writer means bits, its reader may not."""
     if str(text).rstrip().endswith("b/s"):
         raise ValueError(f"{text!r} is not clear; write bits as 1Gbit/s, bytes as 1GB/s")
     bytes_per_s = {f"{unit}/s": scale for unit, scale in _BYTES.items()}
@@ -82,7 +101,8 @@ def parse_rate(text: str | int | float) -> float:
 
 
 def parse_count(text: str | int | float) -> int:
-    """`"124M"`, `"256k"`, `"1.5B"` or a bare number, as a whole number. A trailing noun ("tokens") is allowed."""
+    """`"124M"`, `"256k"`, `"1.5B"` or a bare number, as a whole number. A trailing noun ("tokens")
+    is allowed."""
     number, unit = _split(text)
     unit = re.sub(r"\s*(tokens|params|parameters|steps|sequences)$", "", unit.lower())
     if unit not in _COUNT:
@@ -105,7 +125,11 @@ def counted(number: int, noun: str) -> str:
     """`1 step`, `1,400 steps`, `2 passes`, `2 queries`."""
     if number != 1:
         ends_in_y = noun.endswith("y") and noun[-2:-1] not in "aeiou"
-        noun = f"{noun[:-1]}ies" if ends_in_y else f"{noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
+        noun = (
+            f"{noun[:-1]}ies"
+            if ends_in_y
+            else f"{noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
+        )
     return f"{number:,} {noun}"
 
 
@@ -126,7 +150,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def _prefixed(value: float, prefixes: tuple[tuple[float, str], ...]) -> str | None:
-    """Three digits with the largest prefix that they reach, rounded: 999.6 k is 1 M. None below all prefixes."""
+    """Three digits with the largest prefix that they reach, rounded: 999.6 k is 1 M. None below all
+    prefixes."""
     for scale, suffix in prefixes:
         if abs(value) >= ROUNDS_UP * scale:
             return f"{value / scale:.3g}{suffix}"
@@ -135,18 +160,25 @@ def _prefixed(value: float, prefixes: tuple[tuple[float, str], ...]) -> str | No
 
 def format_count(number: float) -> str:
     """A count in three significant digits: `850`, `2.21 M`, `13.9 M`, `124 M`."""
-    return _prefixed(number, ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))) or f"{number:.0f}"
+    return (
+        _prefixed(number, ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))) or f"{number:.0f}"
+    )
 
 
 def format_bytes(size: float) -> str:
     """Bytes in three significant digits, decimal prefixes: `7.6 MB`, `1.2 GB`."""
-    return _prefixed(size, ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB"))) or f"{size:.0f} B"
+    return (
+        _prefixed(size, ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB")))
+        or f"{size:.0f} B"
+    )
 
 
 def format_rate(bytes_per_s: float) -> str:
     """A network's rate as its people say it, in bits: `996 Mbit/s`, `10 Gbit/s`."""
     bits = bytes_per_s * 8
-    prefixed = _prefixed(bits, ((1e12, " Tbit/s"), (1e9, " Gbit/s"), (1e6, " Mbit/s"), (1e3, " kbit/s")))
+    prefixed = _prefixed(
+        bits, ((1e12, " Tbit/s"), (1e9, " Gbit/s"), (1e6, " Mbit/s"), (1e3, " kbit/s"))
+    )
     return prefixed or f"{bits:.0f} bit/s"
 
 

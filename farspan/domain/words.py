@@ -10,7 +10,11 @@ from farspan.domain.plan import Stage
 
 def stage_words(stage: Stage, layers: int) -> str:
     """`embedding, blocks 1-12; data 2; ZeRO 2; gradients by site`."""
-    axes = [f"{axis} {size}" for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True) if size > 1]
+    axes = [
+        f"{axis} {size}"
+        for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True)
+        if size > 1
+    ]
     parts = [units_words(stage.units, layers), " x ".join(axes) or "one device"]
     if stage.zero:
         parts.append(f"ZeRO {stage.zero}")
@@ -19,7 +23,12 @@ def stage_words(stage: Stage, layers: int) -> str:
     if len(stage.mesh.ranks) > stage.mesh.size("tensor"):
         bits = "" if stage.grad_sync.bits == 32 else f" in {stage.grad_sync.bits} bits"
         parts.append(
-            ("gradients site by site" if stage.grad_sync.topology == "hierarchical" else "gradients in one ring") + bits
+            (
+                "gradients site by site"
+                if stage.grad_sync.topology == "hierarchical"
+                else "gradients in one ring"
+            )
+            + bits
         )
     if split := {op: dim for op, dim in stage.splits.items() if dim}:
         parts.append("divides " + ", ".join(f"{op} by {dim}" for op, dim in split.items()))
@@ -27,14 +36,17 @@ def stage_words(stage: Stage, layers: int) -> str:
 
 
 def units_words(units: tuple[int, int], layers: int) -> str:
-    """Units [0, layers + 2) in words: `the whole model`, `embedding, blocks 1-12`, `blocks 13-24, head`."""
+    """Units [0, layers + 2) in words: `the whole model`, `embedding, blocks 1-12`, `blocks 13-24,
+    head`."""
     first, last = units
     if units == (0, layers + 2):
         return "the whole model"
     blocks = (max(first, 1), min(last, layers + 1) - 1)
     parts = ["embedding"] if first == 0 else []
     if blocks[0] <= blocks[1]:
-        parts.append(f"block {blocks[0]}" if blocks[0] == blocks[1] else f"blocks {blocks[0]}-{blocks[1]}")
+        parts.append(
+            f"block {blocks[0]}" if blocks[0] == blocks[1] else f"blocks {blocks[0]}-{blocks[1]}"
+        )
     return ", ".join([*parts, *(["head"] if last == layers + 2 else [])])
 
 

@@ -1,4 +1,5 @@
-"""What an estimate takes for granted, in sentences: each names a figure that a measurement could replace."""
+"""What an estimate takes for granted, in sentences: each names a figure that a measurement could
+replace."""
 
 from __future__ import annotations
 
@@ -23,17 +24,24 @@ def _rates(costs: Costs) -> list[str]:
         dtype = product_dtype(device, costs.train.precision, engine)
         if device.times.units and not costs.timed(device):
             sentences.append(
-                f"{kind} was timed with other units, dtypes or lengths of sequences; farspan probe measures these"
+                f"{kind} was timed with other units, dtypes or lengths of sequences; farspan probe "
+                "measures these"
             )
         if device.learned.pace != 1.0:
             sentences.append(f"{kind} keeps the {dtype} speed of a short trial of this model")
         elif costs.timed(device):
             sentences.append(f"{kind} keeps the {dtype} speed that the model's units were timed at")
         elif any(dtype in rate.flops for rate in device.times.rates):
-            sentences.append(f"{kind} keeps the {dtype} speed that its matrix products were measured at")
+            sentences.append(
+                f"{kind} keeps the {dtype} speed that its matrix products were measured at"
+            )
         elif dtype in device.sheet.flops:
-            reached = engine.efficiency[dtype] * best_product(device, dtype) / device.sheet.flops[dtype]
-            share = f"{reached:.0%} of its data sheet's {device.sheet.flops[dtype] / 1e12:.3g} TFLOP/s"
+            reached = (
+                engine.efficiency[dtype] * best_product(device, dtype) / device.sheet.flops[dtype]
+            )
+            share = (
+                f"{reached:.0%} of its data sheet's {device.sheet.flops[dtype] / 1e12:.3g} TFLOP/s"
+            )
             sentences.append(f"{kind} reaches {share} in {dtype}")
         else:
             known = UNKNOWN_FLOPS[device.backend] / 1e12
@@ -62,17 +70,25 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
         for b in used[i + 1 :]:
             pair = " - ".join(dict.fromkeys(network.site(host) for host in (a, b)))
             if pair in seen or (link := network.cluster.link(a, b)) is None:
-                continue  # Told already; or nothing leads from one to the other, and the plan sends nothing.
+                # Told already; or nothing leads from one to the other, and the plan sends nothing.
+                continue
             seen.add(pair)
             if link.bandwidth is None:
-                rate = costs.engine.host_rate or assumed_bandwidth(link, (network.site(a), network.site(b)))
-                text = f"the line's rate is unknown, {format_rate(rate)} is assumed; farspan probe measures it"
+                rate = costs.engine.host_rate or assumed_bandwidth(
+                    link, (network.site(a), network.site(b))
+                )
+                text = (
+                    f"the line's rate is unknown, {format_rate(rate)} is assumed; farspan probe "
+                    "measures it"
+                )
                 pairs_by_text.setdefault(text, []).append(pair)
             if link.window is None and not link.in_flight and link.rtt_s > 1e-3:
                 text = f"a TCP stream has {format_bytes(costs.engine.window)} under way"
                 pairs_by_text.setdefault(text, []).append(pair)
             if link.origin == "derived":
-                pairs_by_text.setdefault("the network inside a site, or derived from other links", []).append(pair)
+                pairs_by_text.setdefault(
+                    "the network inside a site, or derived from other links", []
+                ).append(pair)
     return [f"{_some(pairs, 'pairs')}: {text}" for text, pairs in pairs_by_text.items()]
 
 

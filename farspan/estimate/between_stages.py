@@ -1,6 +1,8 @@
-"""What goes between the stages of a pipeline: activations and their gradients, and a table that both ends hold.
+"""What goes between the stages of a pipeline: activations and their gradients, and a table that
+both ends hold.
 
-Each message goes over its own wire, as layouts' `transfer` lists them; lines are shared where they are the same.
+Each message goes over its own wire, as layouts' `transfer` lists them; lines are shared where they
+are the same.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ Ways = tuple[list[Hop], list[Hop]]
 def edges(replica: Replica, costs: Costs) -> Ways:
     """What a microbatch's activations take between neighbouring stages, and its gradients back."""
     down, up = (
-        [_hop(costs, costs.stage_sends(replica, i, backward), edge.streams) for i, edge in enumerate(replica.edges)]
+        [
+            _hop(costs, costs.stage_sends(replica, i, backward), edge.streams)
+            for i, edge in enumerate(replica.edges)
+        ]
         for backward in (False, True)
     )
     return down, up
 
 
 def _hop(costs: Costs, sends: Sends, streams: int) -> Hop:
-    """Wires are busy with what goes across; what then goes inside a site comes later, beside the next message."""
+    """Wires are busy with what goes across; what then goes inside a site comes later, beside the
+    next message."""
     network, key = costs.network, (id(sends), streams)  # Costs keep what was sent.
     if key not in costs.hops:
         across = network.flows_s(sends.across, max(costs.engine.streams, streams))
@@ -43,12 +49,14 @@ def crossing(replica: Replica, costs: Costs, edge: int, backward: bool) -> dict[
 
 
 def sent_between(replica: Replica, costs: Costs) -> dict[str, float]:
-    """Bytes of a step that leave each site for another stage: activations, gradients, a tied table's both ways."""
+    """Bytes of a step that leave each site for another stage: activations, gradients, a tied
+    table's both ways."""
     sent: dict[str, float] = {}
     parts = [
         (crossing(replica, costs, edge, backward), replica.microbatches)
-        for edge in range(len(replica.edges)) for backward in (False, True)
-    ]  # fmt: skip
+        for edge in range(len(replica.edges))
+        for backward in (False, True)
+    ]
     if costs.graph.tied and len(replica.stages) > 1:
         parts += [(costs.network.leaving(sends.across), 1) for sends in table(replica, costs)]
     for sizes, times in parts:
@@ -58,9 +66,10 @@ def sent_between(replica: Replica, costs: Costs) -> dict[str, float]:
 
 
 class Tie(NamedTuple):
-    """What a tied table costs the first and the last stage: seconds that both wait after their sums; or seconds of the
-    head's gradient on its way to the table, which leaves when the last stage ends, and of the gradient of the step's
-    own rows on its way back; and what those bytes take of the first stage's processors."""
+    """What a tied table costs the first and the last stage: seconds that both wait after their
+    sums; or seconds of the head's gradient on its way to the table, which leaves when the last
+    stage ends, and of the gradient of the step's own rows on its way back; and what those bytes
+    take of the first stage's processors."""
 
     both: float = 0.0
     across: float = 0.0
@@ -68,7 +77,8 @@ class Tie(NamedTuple):
     taken: float = 0.0
 
     def waits(self, summed: Sequence[float], ends: Sequence[float]) -> list[float]:
-        """Seconds that each stage waits, given when its passes and the sums of its gradients ended."""
+        """Seconds that each stage waits, given when its passes and the sums of its gradients
+        ended."""
         waits = [0.0] * len(ends)
         waits[0] = waits[-1] = self.both
         if self.across:
@@ -77,10 +87,12 @@ class Tie(NamedTuple):
 
 
 def tied_bytes(replica: Replica, costs: Costs) -> tuple[float, float]:
-    """Bytes of a tied table between a pipeline's ends in a step: the head's gradient, and what comes back."""
+    """Bytes of a tied table between a pipeline's ends in a step: the head's gradient, and what
+    comes back."""
     first = replica.stages[0]
     size = costs.graph.size("vd") * (4.0 if costs.engine.direct else first.grad_sync.bits / 8)
-    # What rounding left of a sum over several workers is in rows of other steps, too (`runtime.tied`).
+    # What rounding left of a sum over several workers is in rows of other steps, too
+    # (`runtime.tied`).
     rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
     if rounded or not costs.engine.receives_ahead:
         return size, size
@@ -88,10 +100,13 @@ def tied_bytes(replica: Replica, costs: Costs) -> tuple[float, float]:
 
 
 def table(replica: Replica, costs: Costs) -> tuple[Sends, Sends]:
-    """A tied table's messages in a step: the head's gradient to the first stage, and what comes back."""
+    """A tied table's messages in a step: the head's gradient to the first stage, and what comes
+    back."""
     first, last, rows = replica.stages[0], replica.stages[-1], costs.graph.sizes["v"]
     there, again = tied_bytes(replica, costs)
-    return costs.table_sends(last, first, there / rows), costs.table_sends(first, last, again / rows)
+    return costs.table_sends(last, first, there / rows), costs.table_sends(
+        first, last, again / rows
+    )
 
 
 def tie(replica: Replica, costs: Costs) -> Tie:
@@ -102,8 +117,14 @@ def tie(replica: Replica, costs: Costs) -> Tie:
     size, touched = tied_bytes(replica, costs)
     if costs.engine.ties_collective:
         # Each device of a stage meets its peer of the other; the update waits for the sum.
-        return Tie(both=costs.network.all_reduce_s((first.mesh.ranks[0], last.mesh.ranks[-1]), size))
-    streams = 1 if costs.engine.direct else max(costs.engine.streams, *(edge.streams for edge in replica.edges))
+        return Tie(
+            both=costs.network.all_reduce_s((first.mesh.ranks[0], last.mesh.ranks[-1]), size)
+        )
+    streams = (
+        1
+        if costs.engine.direct
+        else max(costs.engine.streams, *(edge.streams for edge in replica.edges))
+    )
     there, again = (sum(_hop(costs, sends, streams)) for sends in table(replica, costs))
     network, ranks = costs.network, (*first.mesh.ranks, *last.mesh.ranks)
     ends = [network.sites[stage.mesh.ranks[0]] for stage in (first, last)]

@@ -1,8 +1,9 @@
-"""Seconds of an operator on a device: the roofline (Williams et al. 2009), the slower of arithmetic and memory.
+"""Seconds of an operator on a device: the roofline (Williams et al. 2009), the slower of arithmetic
+and memory.
 
-FLOP/s are those timed on the device at the nearest shape. Else they are the best product that anybody published for
-the kind, or a share of the data sheet's, times the engine's efficiency. The board's power holds them down. Bytes a
-second are the data sheet's times the engine's share.
+FLOP/s are those timed on the device at the nearest shape. Else they are the best product that
+anybody published for the kind, or a share of the data sheet's, times the engine's efficiency. The
+board's power holds them down. Bytes a second are the data sheet's times the engine's share.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph, backward_flops, forward_flops
 from farspan.semantics.kernel_choice import BYTES, activities
 
-#: Where neither a data sheet nor a measurement is known: a T4's figures, the slowest GPU in common use, and one core
-#: with AVX2 (both as in `catalog/devices.yaml`). Every estimate that uses them says so.
+#: Where neither a data sheet nor a measurement is known: a T4's figures, the slowest GPU in common
+#: use, and one core with AVX2 (both as in `catalog/devices.yaml`). Every estimate that uses them
+#: says so.
 UNKNOWN_FLOPS = {"cuda": 65e12, "mps": 5e12, "cpu": 64e9}
 UNKNOWN_BANDWIDTH = {"cuda": 320e9, "mps": 100e9, "cpu": 3.2e9}
-#: Without tensor units fp32 is this much slower on GPUs (T4: 8.1 of 65 TFLOP/s); CPUs have the figure as it is.
+#: Without tensor units fp32 is this much slower on GPUs (T4: 8.1 of 65 TFLOP/s); CPUs have the
+#: figure as it is.
 UNKNOWN_FP32 = {"cuda": 1 / 8, "mps": 1.0, "cpu": 1.0}
 
-#: The share of a data sheet's FLOP/s that the best product reaches where nobody published a measurement of the kind:
-#: the median of the kinds in `catalog/devices.yaml` that have one (bf16 and fp16 0.6 to 1.2, fp32 0.7 to 1.0). Of CPU
-#: cores a choice: AMX waits for its tiles.
+#: The share of a data sheet's FLOP/s that the best product reaches where nobody published a
+#: measurement of the kind: the median of the kinds in `catalog/devices.yaml` that have one (bf16
+#: and fp16 0.6 to 1.2, fp32 0.7 to 1.0). Of CPU cores a choice: AMX waits for its tiles.
 ATTAINED: dict[str, dict[DType, float]] = {
     "cuda": {"bf16": 0.8, "fp16": 0.8, "tf32": 0.8, "fp32": 0.86},
     "mps": {"fp32": 0.77},
@@ -40,7 +43,8 @@ class OperatorWork(NamedTuple):
     m: int
     k: int
     n: int
-    #: Bytes that other kernels move, before or after: no arithmetic hides them; and those that composed ones do.
+    #: Bytes that other kernels move, before or after: no arithmetic hides them; and those that
+    #: composed ones do.
     apart: float = 0.0
     composed: float = 0.0
     #: Kernels that are launched.
@@ -58,16 +62,23 @@ class Kernels(NamedTuple):
 
 
 class DeviceSpeed:
-    """What one device does in a second, at one dtype under one engine. `slowdown` multiplies every time."""
+    """What one device does in a second, at one dtype under one engine. `slowdown` multiplies every
+    time."""
 
     def __init__(self, device: Device, dtype: DType, engine: Engine, slowdown: float = 1.0) -> None:
         dtype = product_dtype(device, dtype, engine)
-        self._measured = [(rate, rate.flops[dtype]) for rate in device.times.rates if dtype in rate.flops]
+        self._measured = [
+            (rate, rate.flops[dtype]) for rate in device.times.rates if dtype in rate.flops
+        ]
         self._flops = best_product(device, dtype) * engine.efficiency[dtype]
         if engine.flops_per_watt is not None and device.sheet.watts is not None:
             self._flops = min(self._flops, engine.flops_per_watt * device.sheet.watts)
-        self._bandwidth = (device.sheet.bandwidth or UNKNOWN_BANDWIDTH[device.backend]) * engine.bandwidth
-        self._composed = self._bandwidth * (engine.composed_bandwidth or engine.bandwidth) / engine.bandwidth
+        self._bandwidth = (
+            device.sheet.bandwidth or UNKNOWN_BANDWIDTH[device.backend]
+        ) * engine.bandwidth
+        self._composed = (
+            self._bandwidth * (engine.composed_bandwidth or engine.bandwidth) / engine.bandwidth
+        )
         self._launch_s = engine.launch_s / device.slot.share
         #: Launches go on beside what was launched.
         self.ahead = device.backend != "cpu"
@@ -75,24 +86,29 @@ class DeviceSpeed:
         self.slowdown = slowdown * device.learned.pace
 
     def flops(self, m: int, k: int, n: int) -> float:
-        """FLOP/s of a product of [m, k] and [k, n]: timed at the nearest shape, by ratio, or from the data sheet."""
+        """FLOP/s of a product of [m, k] and [k, n]: timed at the nearest shape, by ratio, or from
+        the data sheet."""
         if not self._measured:
             return self._flops * self._alignment(k, n)
         shape = (math.log(m), math.log(k), math.log(n))
 
         def distance(at: int) -> float:
             rate = self._measured[at][0]
-            return sum(abs(a - math.log(b)) for a, b in zip(shape, (rate.m, rate.k, rate.n), strict=True))
+            return sum(
+                abs(a - math.log(b)) for a, b in zip(shape, (rate.m, rate.k, rate.n), strict=True)
+            )
 
         return self._measured[min(range(len(self._measured)), key=distance)][1]
 
     def _alignment(self, k: int, n: int) -> float:
-        """Matrix units read 16 bytes at a time (NVIDIA, Matrix Multiplication Background, section 4.1): the share that
-        is left where rows begin elsewhere."""
+        """Matrix units read 16 bytes at a time (NVIDIA, Matrix Multiplication Background, section
+        4.1): the share that is left where rows begin elsewhere."""
         even = math.gcd(k, n) * self._width
         if even % 16 == 0 or not self._aligned:
             return 1.0
-        return next((share for each, share in self._aligned if even % each == 0), self._aligned[-1][1])
+        return next(
+            (share for each, share in self._aligned if even % each == 0), self._aligned[-1][1]
+        )
 
     def kernels(self, work: OperatorWork) -> Kernels:
         """What a pass over an operator takes."""
@@ -116,30 +132,53 @@ def best_product(device: Device, dtype: DType) -> float:
         return measured
     peak = device.sheet.flops.get(dtype)
     if peak is None:
-        peak = UNKNOWN_FLOPS[device.backend] * (UNKNOWN_FP32[device.backend] if dtype in ("fp32", "tf32") else 1.0)
+        peak = UNKNOWN_FLOPS[device.backend] * (
+            UNKNOWN_FP32[device.backend] if dtype in ("fp32", "tf32") else 1.0
+        )
     return peak * ATTAINED[device.backend].get(dtype, 1.0)
 
 
 def product_dtype(device: Device, dtype: DType, engine: Engine) -> DType:
-    """The dtype whose rate decides matrix products: TF32 for fp32 where plan or engine say so and the device has it."""
+    """The dtype whose rate decides matrix products: TF32 for fp32 where plan or engine say so and
+    the device has it."""
     if dtype == "tf32" or (dtype == "fp32" and engine.tf32):
         return "tf32" if "tf32" in device.sheet.flops else "fp32"
     return dtype
 
 
 def work(
-    graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float,
-    keys: float | None, engine: Engine,
-) -> tuple[OperatorWork, OperatorWork]:  # fmt: skip
-    """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`, and of
-    whose weights it has `weight_share`: products' arithmetic and their operands, which the backward pass reads and
-    writes twice; and what other kernels move (`Engine.kernels`). `keys`: `semantics.kernel_choice.scored_keys`."""
+    graph: OpGraph,
+    op: Operator,
+    rows: int,
+    seq_len: int,
+    width: int,
+    share: float,
+    weight_share: float,
+    keys: float | None,
+    engine: Engine,
+) -> tuple[OperatorWork, OperatorWork]:
+    """The forward and the backward pass of one operator over `rows` sequences, of which a device
+    does `share`, and of whose weights it has `weight_share`: products' arithmetic and their
+    operands, which the backward pass reads and writes twice; and what other kernels move
+    (`Engine.kernels`). `keys`: `semantics.kernel_choice.scored_keys`."""
     size, product = {"b": rows, "s": seq_len}, op.kind in ("matmul", "attention")
-    moved = sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share if product else 0.0
+    moved = (
+        sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share
+        if product
+        else 0.0
+    )
     if op.kind == "matmul":
         moved += sum(graph.size(weight.dims) for weight in op.weights) * weight_share
-    summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"
-    m, k, n = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
+    summed = (
+        "".join(dim for dim in op.inputs[-1] if dim not in op.output)
+        if op.kind == "matmul"
+        else "d"
+    )
+    m, k, n = (
+        rows * seq_len,
+        graph.size(summed),
+        max(1, round(graph.size(op.output[2:] or "d") * share)),
+    )
     done = activities(graph, op, rows, seq_len, keys)
     found = []
     for backward, flops in enumerate((forward_flops, backward_flops)):
@@ -149,8 +188,14 @@ def work(
             if moves := engine.kernels.get(activity):
                 part = weight_share if activity in ("weight", "table") else share
                 there = moves.bytes(bool(backward), width) * elements * part
-                streamed, composed = streamed + there * (not moves.composed), composed + there * moves.composed
+                streamed, composed = (
+                    streamed + there * (not moves.composed),
+                    composed + there * moves.composed,
+                )
                 launches += moves.launches[backward]
-        arithmetic, operands = flops(graph, op, rows, seq_len, keys) * share, width * moved * (1 + backward)
+        arithmetic, operands = (
+            flops(graph, op, rows, seq_len, keys) * share,
+            width * moved * (1 + backward),
+        )
         found.append(OperatorWork(arithmetic, operands, m, k, n, streamed, composed, launches))
     return found[0], found[1]

@@ -1,4 +1,5 @@
-"""A step as each device of a plan sees it: a stage takes as long as its slowest batch coordinate."""
+"""A step as each device of a plan sees it: a stage takes as long as its slowest batch
+coordinate."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from farspan.estimate.stage import Costs, Pass
 
 
 class DeviceTime(NamedTuple):
-    """One device's passes of a microbatch, and its step: `compute_s` are its passes and its update, `inside_s` the
-    collectives inside its passes."""
+    """One device's passes of a microbatch, and its step: `compute_s` are its passes and its update,
+    `inside_s` the collectives inside its passes."""
 
     passes: Pass
     compute_s: float

@@ -1,14 +1,16 @@
-"""The validation loss at a run's end: before it from counts of its own text, and on the way from what it has reached.
+"""The validation loss at a run's end: before it from counts of its own text, and on the way from
+what it has reached.
 
     L(D, S) = a + b ln r + c ln S + d ln min(D, U) + e C2 + f C2' + g C6' + h ln N
     r = 1 + R (1 - exp(-(D / U - 1) / R)), at least 1
 
-C2, C2' and C6' are cross-entropies of counts over min(D, U) tokens (`domain.forecast.Counted`), which know how hard
-the text is: of two tokens in a row, of these and what the same piece has said before, of six in a row and the same. D
-are the tokens read in S steps, U those that there are, N parameters. r are the epochs as far as they help: what is read
-again teaches less each time (Muennighoff et al. 2023, arXiv 2305.16264, equation 5). On the way, a loss v after a share
-x of the run is above L(x D, x S) by G(x), which goes with the learning rate, and by what this run does worse, which
-lasts the more the later it is seen:
+C2, C2' and C6' are cross-entropies of counts over min(D, U) tokens (`domain.forecast.Counted`),
+which know how hard the text is: of two tokens in a row, of these and what the same piece has said
+before, of six in a row and the same. D are the tokens read in S steps, U those that there are, N
+parameters. r are the epochs as far as they help: what is read again teaches less each time
+(Muennighoff et al. 2023, arXiv 2305.16264, equation 5). On the way, a loss v after a share x of the
+run is above L(x D, x S) by G(x), which goes with the learning rate, and by what this run does
+worse, which lasts the more the later it is seen:
 
     L_end = L(D, S) + x (v - L(x D, x S) - G(x))
 """
@@ -30,8 +32,8 @@ FACTORS = (3.2770, -0.6722, -0.1591, -0.3165, 1.0562, 0.7280, -0.4051, -0.04)
 GAP = -0.1236
 #: R. [fitted] on the same.
 USEFUL_REPEATS = 2.0
-#: Half of the interval before training, and from a fifth of the run on: twice the standard deviation of what the fit
-#: leaves of a text that it has not seen. [fitted] on the same.
+#: Half of the interval before training, and from a fifth of the run on: twice the standard
+#: deviation of what the fit leaves of a text that it has not seen. [fitted] on the same.
 BEFORE, ON_THE_WAY = 0.3, 0.25
 #: From this share of a run on its own losses say more than the fit.
 EARLIEST = 0.2
@@ -46,13 +48,20 @@ def forecast(
     steps: float,
     bigram_nats: float,
 ) -> Forecast | None:
-    """Of a run that reads so many tokens in so many steps; None where the text is too short to be counted."""
+    """Of a run that reads so many tokens in so many steps; None where the text is too short to be
+    counted."""
     if not counted:
         return None
     told = Forecast(
-        loss=0.0, interval=(0.0, 0.0), parameters=parameters, unique_tokens=unique_tokens, tokens=tokens, steps=steps,
-        counted=counted, bigram_nats=bigram_nats,
-    )  # fmt: skip
+        loss=0.0,
+        interval=(0.0, 0.0),
+        parameters=parameters,
+        unique_tokens=unique_tokens,
+        tokens=tokens,
+        steps=steps,
+        counted=counted,
+        bigram_nats=bigram_nats,
+    )
     loss = expected(told)
     return msgspec.structs.replace(told, loss=loss, interval=(loss - BEFORE, loss + BEFORE))
 
@@ -60,8 +69,9 @@ def forecast(
 def revised(
     before: Forecast, schedule: Schedule, share: float, loss: float, bigram_nats: float | None
 ) -> tuple[float, float] | None:
-    """(loss at the end, half of its interval) from a validation's loss after a share of the run, on tokens whose bigram
-    entropy is `bigram_nats`; None before EARLIEST, and of a schedule that is neither linear nor a cosine."""
+    """(loss at the end, half of its interval) from a validation's loss after a share of the run, on
+    tokens whose bigram entropy is `bigram_nats`; None before EARLIEST, and of a schedule that is
+    neither linear nor a cosine."""
     if schedule.kind not in ("linear", "cosine") or not EARLIEST <= share < 1:
         return None
     easier = 0.0 if bigram_nats is None else before.bigram_nats - bigram_nats
@@ -71,7 +81,9 @@ def revised(
 
 def expected(of: Forecast, share: float = 1.0) -> float:
     """L of a run that ends after this share of another's tokens and steps."""
-    return sum(factor * feature for factor, feature in zip(FACTORS, features(of, share), strict=True))
+    return sum(
+        factor * feature for factor, feature in zip(FACTORS, features(of, share), strict=True)
+    )
 
 
 def features(of: Forecast, share: float = 1.0) -> tuple[float, ...]:
@@ -81,9 +93,13 @@ def features(of: Forecast, share: float = 1.0) -> tuple[float, ...]:
     useful = 1 + USEFUL_REPEATS * (1 - math.exp(-again / USEFUL_REPEATS))
     distinct = min(tokens, of.unique_tokens)
     return (
-        1.0, math.log(useful), math.log(share * of.steps), math.log(distinct), *_nats(of.counted, distinct),
+        1.0,
+        math.log(useful),
+        math.log(share * of.steps),
+        math.log(distinct),
+        *_nats(of.counted, distinct),
         math.log(of.parameters),
-    )  # fmt: skip
+    )
 
 
 def rate(schedule: Schedule, share: float) -> float:
@@ -97,7 +113,9 @@ def _nats(counted: tuple[Counted, ...], tokens: float) -> tuple[float, float, fl
     if len(counted) == 1:
         (only,) = counted
         return only.few, only.few_again, only.many_again
-    upper = next((i for i in range(1, len(counted) - 1) if counted[i].tokens >= tokens), len(counted) - 1)
+    upper = next(
+        (i for i in range(1, len(counted) - 1) if counted[i].tokens >= tokens), len(counted) - 1
+    )
     less, more = counted[upper - 1], counted[upper]
     part = math.log(tokens / less.tokens) / math.log(more.tokens / less.tokens)
     return (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-#: L = E + A / N^alpha + B / D^beta, nats a token: Besiroglu et al. (arXiv 2404.10102, table 1), who fitted the data of
-#: Hoffmann et al. (arXiv 2203.15556) again. For web text and a tokenizer of 32k; small models lie outside the fit.
+#: L = E + A / N^alpha + B / D^beta, nats a token: Besiroglu et al. (arXiv 2404.10102, table 1), who
+#: fitted the data of Hoffmann et al. (arXiv 2203.15556) again. For web text and a tokenizer of 32k;
+#: small models lie outside the fit.
 E, A, B, ALPHA, BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
 
 
@@ -15,7 +16,8 @@ def loss(parameters: float, tokens: float) -> float:
 
 
 def tokens_for(excess: float, parameters: float, tokens: float) -> float:
-    """Factor on `tokens` that makes up for a loss that is higher by a share `excess`; infinite where none does."""
+    """Factor on `tokens` that makes up for a loss that is higher by a share `excess`; infinite
+    where none does."""
     asked = loss(parameters, tokens)
     left = asked / (1 + excess) - E - A / parameters**ALPHA
     return math.inf if left <= 0 else math.pow(B / left, 1 / BETA) / tokens

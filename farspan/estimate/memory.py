@@ -1,7 +1,8 @@
-"""Memory of one worker, by formula: state that stays, activations of the microbatches in flight, logits, buffers.
+"""Memory of one worker, by formula: state that stays, activations of the microbatches in flight,
+logits, buffers.
 
-Activations are counted as in Korthikanti et al. (arXiv 2205.05198), without dropout, from what each operator of the
-graph keeps; state as in ZeRO (arXiv 1910.02054).
+Activations are counted as in Korthikanti et al. (arXiv 2205.05198), without dropout, from what each
+operator of the graph keeps; state as in ZeRO (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -14,30 +15,44 @@ from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.matrices import NO_MATRICES, OwnedMatrices, by_shape
 from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 
-#: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer momentum (arXiv
+#: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer
+#: momentum (arXiv
 #: 2311.08105); while an exchange goes on, what it left from too.
 MEETING, OVERLAPPING = 8, 12
-#: Channels of an NCCL communicator by what joins the devices of a host: two for each link of an A100's twelve, and what
-#: rings over PCIe get (src/graph/search.cc, ncclTopoDupChannels and its callers).
+#: Channels of an NCCL communicator by what joins the devices of a host: two for each link of an
+#: A100's twelve, and what rings over PCIe get (src/graph/search.cc, ncclTopoDupChannels and its
+#: callers).
 CHANNELS = {"nvlink": 24, "xgmi": 24, "pcie": 4, "unified": 2}
 
 
-def local_parameters(graph: OpGraph, units: tuple[int, int], splits: dict[str, str], ways: int) -> float:
-    """Parameters that each device of a tensor axis of `ways` holds of a stage; a tied table inside it counts once."""
+def local_parameters(
+    graph: OpGraph, units: tuple[int, int], splits: dict[str, str], ways: int
+) -> float:
+    """Parameters that each device of a tensor axis of `ways` holds of a stage; a tied table inside
+    it counts once."""
     total = sum(
-        count * graph.size(weight.dims) * weight_share(op, weight.dims, splits.get(op.name, ""), ways)
+        count
+        * graph.size(weight.dims)
+        * weight_share(op, weight.dims, splits.get(op.name, ""), ways)
         for unit, count in graph.kinds(*units)
         for op in unit
         for weight in op.weights
     )
     if graph.tied and units == (0, graph.units):
         ends = (graph.embedding[0], graph.head[1])
-        total -= graph.size("vd") * min(weight_share(op, "vd", splits.get(op.name, ""), ways) for op in ends)
+        total -= graph.size("vd") * min(
+            weight_share(op, "vd", splits.get(op.name, ""), ways) for op in ends
+        )
     return total
 
 
 def kept_per_row(
-    graph: OpGraph, unit: tuple[Operator, ...], train: TrainSpec, splits: dict[str, str], ways: int, backend: str
+    graph: OpGraph,
+    unit: tuple[Operator, ...],
+    train: TrainSpec,
+    splits: dict[str, str],
+    ways: int,
+    backend: str,
 ) -> float:
     """Bytes that one unit keeps of one sequence for its backward pass."""
     working, total = BYTES[train.precision], 0.0
@@ -48,7 +63,8 @@ def kept_per_row(
             # Scores as matrices need contiguous q, k and v: copies, which outlive the projection.
             keeps = op.keeps[:1]
             heads = graph.size("nr") // graph.sizes["e"]
-            # The textbook's softmax is in fp32; what it multiplies is a copy where that is not the precision.
+            # The textbook's softmax is in fp32; what it multiplies is a copy where that is not the
+            # precision.
             score = 4 + working if train.attention == "vanilla" and working < 4 else working
             total += score * heads * train.seq_len * keys / (ways if split else 1)
         for dims in keeps:
@@ -58,70 +74,97 @@ def kept_per_row(
 
 
 def activations_per_row(
-    graph: OpGraph, units: tuple[int, int], train: TrainSpec, backend: str, *,
-    splits: dict[str, str] | None = None, ways: int = 1, recompute: bool = False,
-) -> float:  # fmt: skip
-    """Bytes that a stage keeps of one sequence in flight. With recompute only the blocks' inputs stay; the one block
-    that is computed again is in `replayed_per_row`."""
+    graph: OpGraph,
+    units: tuple[int, int],
+    train: TrainSpec,
+    backend: str,
+    *,
+    splits: dict[str, str] | None = None,
+    ways: int = 1,
+    recompute: bool = False,
+) -> float:
+    """Bytes that a stage keeps of one sequence in flight. With recompute only the blocks' inputs
+    stay; the one block that is computed again is in `replayed_per_row`."""
     total = 0.0
     for unit, count in graph.kinds(*units):
         if recompute and unit is graph.block:
             divided = ways if (splits or {}).get(RESIDUAL) == "b" else 1
-            total += count * BYTES[train.precision] * graph.size("bsd", b=1, s=train.seq_len) / divided
+            total += (
+                count * BYTES[train.precision] * graph.size("bsd", b=1, s=train.seq_len) / divided
+            )
         else:
             total += count * kept_per_row(graph, unit, train, splits or {}, ways, backend)
     return total
 
 
 def replayed_per_row(
-    graph: OpGraph, train: TrainSpec, backend: str, splits: dict[str, str] | None = None, ways: int = 1
+    graph: OpGraph,
+    train: TrainSpec,
+    backend: str,
+    splits: dict[str, str] | None = None,
+    ways: int = 1,
 ) -> float:
     """Bytes of the one block that a recomputing stage holds whole at a time, of one sequence."""
     return kept_per_row(graph, graph.block, train, splits or {}, ways, backend)
 
 
 def logits_bytes(
-    graph: OpGraph, train: TrainSpec, micro_rows: int, engine: Engine, share: float = 1.0, held: float = 1.0
+    graph: OpGraph,
+    train: TrainSpec,
+    micro_rows: int,
+    engine: Engine,
+    share: float = 1.0,
+    held: float = 1.0,
 ) -> float:
-    """The loss: logits of one chunk with their fp32 softmax, of which a device has a share; and the head's gradient
-    beside its running sum, of what it holds of the head."""
+    """The loss: logits of one chunk with their fp32 softmax, of which a device has a share; and the
+    head's gradient beside its running sum, of what it holds of the head."""
     width = BYTES[train.precision]
     whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
     chunk = whole if engine.logits_chunk is None else min(whole, engine.logits_chunk)
-    return chunk * (1 + 4 // width) + (2 * 4 * graph.size("vd") * held if engine.logits_chunk is not None else 0.0)
+    return chunk * (1 + 4 // width) + (
+        2 * 4 * graph.size("vd") * held if engine.logits_chunk is not None else 0.0
+    )
 
 
 def communicators(mesh: Mesh, piped: bool, devices: int) -> int:
-    """Communicators of a worker: one for each axis, for its neighbours in a pipeline, and for all of the plan."""
+    """Communicators of a worker: one for each axis, for its neighbours in a pipeline, and for all
+    of the plan."""
     axes = sum(size > 1 for size in mesh.shape)
     return axes + piped + (devices > 1 and (axes > 1 or piped))
 
 
 def snapshot_bytes(parameters: float, copies: int, outer: float) -> float:
-    """What a worker copies for a checkpoint: fp32 master and two moments of its part of the parameters that it shares
-    with so many others, and `outer` bytes a parameter of replicas that meet."""
+    """What a worker copies for a checkpoint: fp32 master and two moments of its part of the
+    parameters that it shares with so many others, and `outer` bytes a parameter of replicas that
+    meet."""
     return parameters / copies * (12 + outer)
 
 
 def state_bytes(
-    parameters: float, train: TrainSpec, engine: Engine, zero: int, ways: int, matrices: OwnedMatrices = NO_MATRICES
+    parameters: float,
+    train: TrainSpec,
+    engine: Engine,
+    zero: int,
+    ways: int,
+    matrices: OwnedMatrices = NO_MATRICES,
 ) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer state of a worker that shares them with `ways` - 1 others by ZeRO's level. Of
-    matrices that are updated whole there is no second moment; parts of their buckets are filled up, and where a worker
-    has a whole bucket, all of its parts."""
+    """Weights, gradients and optimizer state of a worker that shares them with `ways` - 1 others by
+    ZeRO's level. Of matrices that are updated whole there is no second moment; parts of their
+    buckets are filled up, and where a worker has a whole bucket, all of its parts."""
     dtype, padding = train.precision, matrices.padding
     weights = parameters / (ways if zero == 3 else 1) + padding * (1 if zero == 3 else ways)
     gradients = parameters / (ways if zero >= 2 else 1) + padding * (1 if zero >= 2 else ways)
     optimizer = (parameters / (ways if zero >= 1 else 1) + padding) * engine.optimizer_bytes[dtype]
     return (
-        weights * engine.weight_bytes[dtype], gradients * engine.gradient_bytes[dtype],
+        weights * engine.weight_bytes[dtype],
+        gradients * engine.gradient_bytes[dtype],
         optimizer - 4 * matrices.elements,
-    )  # fmt: skip
+    )
 
 
 def updating_bytes(matrices: OwnedMatrices) -> float:
-    """The most that updates of matrices take at a time: all steps, and of those of one shape, that are made together,
-    the momenta and two results, in fp32."""
+    """The most that updates of matrices take at a time: all steps, and of those of one shape, that
+    are made together, the momenta and two results, in fp32."""
     alike = by_shape(matrices.updated)
     sizes = [count * rows * columns for (rows, columns), count in alike.items()]
     return 4.0 * sum(sizes) + 12.0 * max(sizes, default=0)

@@ -1,8 +1,10 @@
-"""What the network takes: one message between two ranks, and collectives as hops over the links they really cross.
+"""What the network takes: one message between two ranks, and collectives as hops over the links
+they really cross.
 
-A wire has a one-way delay and a rate; the rate is the least of what the line carries, what the streams' windows keep
-under way in a round trip (window / (RTT + overhead), RFC 7323), what loss allows (Mathis et al. 1997:
-MSS / RTT x sqrt(3/2) / sqrt(loss) a stream), and what the software moves. On a long link the windows decide.
+A wire has a one-way delay and a rate; the rate is the least of what the line carries, what the
+streams' windows keep under way in a round trip (window / (RTT + overhead), RFC 7323), what loss
+allows (Mathis et al. 1997: MSS / RTT x sqrt(3/2) / sqrt(loss) a stream), and what the software
+moves. On a long link the windows decide.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from farspan.semantics.communications import Communication, Flow, ring_steps
 
 #: Between devices of one host: a copy through shared memory or a bus.
 LOCAL_DELAY_S = 5e-6
-#: Where nothing is known of the line between two sites: what research networks and cloud regions commonly grant.
+#: Where nothing is known of the line between two sites: what research networks and cloud regions
+#: commonly grant.
 UNKNOWN_BANDWIDTH = 1e9 / 8
 #: Bytes of a TCP segment on Ethernet.
 SEGMENT = 1448
@@ -40,11 +43,13 @@ class NoLink(Exception):
 
 
 class NetworkPath(msgspec.Struct, frozen=True):
-    """Between two ranks, one way: seconds before the first byte arrives, bytes a second afterwards."""
+    """Between two ranks, one way: seconds before the first byte arrives, bytes a second
+    afterwards."""
 
     delay_s: float
     rate: float
-    #: What the line itself carries; concurrent messages share it, while windows are each message's own.
+    #: What the line itself carries; concurrent messages share it, while windows are each message's
+    #: own.
     line: float
     #: Hosts at its ends, the same where both ranks are in one host.
     hosts: tuple[str, str]
@@ -69,7 +74,9 @@ class Network:
         self.hosts = [device.host for device in devices]
         by_name = {host.name: host for host in cluster.hosts}
         sites = {host.name: site for site in cluster.sites for host in site.hosts}
-        self.devices: list[Device] = [by_name[device.host].devices[device.index] for device in devices]
+        self.devices: list[Device] = [
+            by_name[device.host].devices[device.index] for device in devices
+        ]
         self.sites = [sites[host].name for host in self.hosts]
         self.crowd = _crowding(cluster, self.devices, self.hosts)
         #: Bytes a second between two devices of a host.
@@ -87,18 +94,23 @@ class Network:
         return zip(self.devices, self.hosts, strict=True)
 
     def _local_rate(self, host: Host) -> float:
-        """Bytes a second between devices of a host: measured; or what rings reach of their slowest interconnect; or
-        the engine's, of which a processor that is shared or held back does its part."""
+        """Bytes a second between devices of a host: measured; or what rings reach of their slowest
+        interconnect; or the engine's, of which a processor that is shared or held back does its
+        part."""
         used = [device for device, name in self._used() if name == host.name]
-        rates = [ring_rate(joined, len(used)) for device in used if (joined := device.sheet.interconnect)]
-        parts = [device.slot.share / self.crowd[host.name] for device in used if device.backend == "cpu"]
+        rates = [
+            ring_rate(joined, len(used)) for device in used if (joined := device.sheet.interconnect)
+        ]
+        parts = [
+            device.slot.share / self.crowd[host.name] for device in used if device.backend == "cpu"
+        ]
         if host.local_rate is None and len(rates) == len(used) and None not in rates:
             return min(rate for rate in rates if rate is not None)
         return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
 
     def link(self, a: str, b: str) -> Link:
-        """The link between two hosts, as it is given; that of their sites where they have none of their own. Raises
-        NoLink where nothing leads from one to the other."""
+        """The link between two hosts, as it is given; that of their sites where they have none of
+        their own. Raises NoLink where nothing leads from one to the other."""
         pair = (a, b)
         if frozenset(pair) not in self._own and not self._cards.intersection(pair):
             pair = (self._site_of[a], self._site_of[b])
@@ -114,8 +126,12 @@ class Network:
         """Whether all that lies between the devices was measured: links, and rates inside hosts."""
         counts = Counter(self.hosts)
         by_name = {host.name: host for host in self.cluster.machines}
-        inside = all(by_name[host].local_rate is not None for host, count in counts.items() if count > 1)
-        return inside and all(self.link(a, b).origin == "measured" for a, b in itertools.combinations(counts, 2))
+        inside = all(
+            by_name[host].local_rate is not None for host, count in counts.items() if count > 1
+        )
+        return inside and all(
+            self.link(a, b).origin == "measured" for a, b in itertools.combinations(counts, 2)
+        )
 
     def site(self, host: str) -> str:
         """The site of a host."""
@@ -129,9 +145,13 @@ class Network:
         return ranks
 
     def byte_s(self, site: str) -> float:
-        """Seconds that a byte through a host's sockets, in or out of its site, keeps busy all that its devices have of
-        its cores: measured, or the engine's."""
-        measured = [link.busy_s for link in self.cluster.links if site in (link.a, link.b) and link.busy_s is not None]
+        """Seconds that a byte through a host's sockets, in or out of its site, keeps busy all that
+        its devices have of its cores: measured, or the engine's."""
+        measured = [
+            link.busy_s
+            for link in self.cluster.links
+            if site in (link.a, link.b) and link.busy_s is not None
+        ]
         if measured or not self.engine.socket_s:
             return max(measured, default=0.0)
         cores = {host: 0.0 for host in self.hosts if self._site_of[host] == site}
@@ -146,8 +166,11 @@ class Network:
         return 0.0 if hosts[0] == hosts[1] else paced(self.link(*hosts)).rtt_s
 
     def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> NetworkPath:
-        """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many streams."""
-        return self.between(self.hosts[a], self.hosts[b], collective, streams or self.engine.streams)
+        """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many
+        streams."""
+        return self.between(
+            self.hosts[a], self.hosts[b], collective, streams or self.engine.streams
+        )
 
     def between(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
         key = (a, b, collective, streams)
@@ -173,15 +196,17 @@ class Network:
         return NetworkPath(link.rtt_s / 2, rate, line, (a, b), sites, timed)
 
     def send_s(self, wire: NetworkPath, size: float) -> float:
-        """Seconds that a message of `size` bytes keeps a wire busy, without its delay and the software's time."""
+        """Seconds that a message of `size` bytes keeps a wire busy, without its delay and the
+        software's time."""
         if len(wire.timed) > 1:
             return max(size / wire.line, _interpolated(wire.timed, size) - wire.delay_s)
         return size / wire.rate
 
     def flows_s(self, flows: Sequence[Flow], streams: int) -> Hop:
-        """What messages that leave at the same time take: each on its own wire, all that share a line after another,
-        and the software of each sender one after another."""
-        # Of each pair of hosts the largest message; of each device what goes out and comes in inside its host.
+        """What messages that leave at the same time take: each on its own wire, all that share a
+        line after another, and the software of each sender one after another."""
+        # Of each pair of hosts the largest message; of each device what goes out and comes in
+        # inside its host.
         largest: dict[tuple[str, str], float] = {}
         lines: defaultdict[object, float] = defaultdict(float)
         ports: defaultdict[tuple[int, bool], float] = defaultdict(float)
@@ -198,7 +223,10 @@ class Network:
         for pair, size in largest.items():
             wire = self.between(*pair, False, streams)
             if wire.local:
-                took = max(moved for (rank, _), moved in ports.items() if self.hosts[rank] == pair[0]) / wire.rate
+                took = (
+                    max(moved for (rank, _), moved in ports.items() if self.hosts[rank] == pair[0])
+                    / wire.rate
+                )
             else:
                 took = max(lines[self._line(*pair)] / wire.line, self.send_s(wire, size))
             busy, delay = max(busy, took), max(delay, wire.delay_s)
@@ -223,31 +251,52 @@ class Network:
             return self._hierarchical_s(group, size, messages, concurrent, one.inside)
         if one.way == "straight":
             part = size / len(group) if one.kind == "reduce_scatter" else size
-            return self.direct_s(group, part, messages=messages, concurrent=concurrent, ahead=one.ahead)
+            return self.direct_s(
+                group, part, messages=messages, concurrent=concurrent, ahead=one.ahead
+            )
         steps = ring_steps(one.kind, len(group))
         return self._ring_s(group, size, steps, messages, concurrent, one.at_once)
 
-    # -- collectives over a group of ranks, `size` bytes being the whole tensor --------------------------------------
+    # -- collectives over a group of ranks, `size` bytes being the whole tensor
+    #   --------------------------------------
 
     def all_gather_s(
-        self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1, at_once: int | None = None
+        self,
+        group: Sequence[int],
+        size: float,
+        *,
+        messages: float = 1,
+        concurrent: int = 1,
+        at_once: int | None = None,
     ) -> float:
-        """A ring: n - 1 steps of a part each. No more than `at_once` messages are under way, where that is said."""
+        """A ring: n - 1 steps of a part each. No more than `at_once` messages are under way, where
+        that is said."""
         return self._ring_s(group, size, len(group) - 1, messages, concurrent, at_once)
 
-    def reduce_scatter_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
-        """A ring like an all-gather's; or every part straight to its owner, where the engine sends so."""
+    def reduce_scatter_s(
+        self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1
+    ) -> float:
+        """A ring like an all-gather's; or every part straight to its owner, where the engine sends
+        so."""
         if self.engine.scatters_straight:
-            return self.direct_s(group, size / max(1, len(group)), messages=messages, concurrent=concurrent)
+            return self.direct_s(
+                group, size / max(1, len(group)), messages=messages, concurrent=concurrent
+            )
         return self._ring_s(group, size, len(group) - 1, messages, concurrent)
 
     def direct_s(
-        self, group: Sequence[int], part: float, *, messages: float = 1, concurrent: int = 1, connections: int = 1,
+        self,
+        group: Sequence[int],
+        part: float,
+        *,
+        messages: float = 1,
+        concurrent: int = 1,
+        connections: int = 1,
         ahead: bool = False,
-    ) -> float:  # fmt: skip
-        """Every rank sends `part` bytes to each other one, all at once: messages of one series share the round trip
-        that they begin with, or half of one where receives are posted `ahead`, and the line between two sites; each
-        pair has so many connections."""
+    ) -> float:
+        """Every rank sends `part` bytes to each other one, all at once: messages of one series
+        share the round trip that they begin with, or half of one where receives are posted `ahead`,
+        and the line between two sites; each pair has so many connections."""
         if len(group) < 2:
             return 0.0
         trip = busy = 0.0
@@ -256,28 +305,41 @@ class Network:
         for (a, b), count in pairs.items():
             lines[self._line(a, b)] += count
         for a, b in pairs:
-            wire, sharing = self.between(a, b, False, self.engine.streams), lines[self._line(a, b)] * concurrent
+            wire, sharing = (
+                self.between(a, b, False, self.engine.streams),
+                lines[self._line(a, b)] * concurrent,
+            )
             rate = wire.rate if wire.local else min(wire.line / sharing, wire.rate * connections)
             # Else a message waits until its receiver has said that it is ready for it.
             trips = 1 if ahead and self.engine.receives_ahead else 2
-            trip = max(trip, trips * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s))
+            trip = max(
+                trip,
+                trips * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s),
+            )
             busy = max(busy, part * (max(1, len(group) - 1) if wire.local else 1) / rate)
         return trip + busy
 
     def _line(self, a: str, b: str) -> tuple[str, ...]:
-        """What messages between two ranks' hosts share: the host, a link of their own, the line between their sites, or
-        the way out of the first."""
+        """What messages between two ranks' hosts share: the host, a link of their own, the line
+        between their sites, or the way out of the first."""
         sites = self._site_of[a], self._site_of[b]
         if a == b or frozenset((a, b)) in self._own:
             return a, b
         return sites if sites[0] != sites[1] else (a,)
 
     def all_reduce_s(
-        self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1,
-        topology: str = "flat", bits: int = 32,
-    ) -> float:  # fmt: skip
-        """A ring of 2 (n - 1) steps; or inside each site first, then once between the sites, and back. `size` is of
-        numbers of so many bits; an engine that sends straight rounds between sites only, and to everyone at once."""
+        self,
+        group: Sequence[int],
+        size: float,
+        *,
+        messages: float = 1,
+        concurrent: int = 1,
+        topology: str = "flat",
+        bits: int = 32,
+    ) -> float:
+        """A ring of 2 (n - 1) steps; or inside each site first, then once between the sites, and
+        back. `size` is of numbers of so many bits; an engine that sends straight rounds between
+        sites only, and to everyone at once."""
         if topology == "hierarchical" and len({self.sites[rank] for rank in group}) > 1:
             inside = size * 32 / bits if self.engine.direct else size
             return self._hierarchical_s(group, size, messages, concurrent, inside)
@@ -286,12 +348,15 @@ class Network:
         return self._ring_s(group, size, 2 * (len(group) - 1), messages, concurrent)
 
     def inside_s(self, group: Sequence[int], size: float, steps: int) -> float:
-        """What of a ring of so many steps goes between devices of one host; 0 where no two of the group share one."""
+        """What of a ring of so many steps goes between devices of one host; 0 where no two of the
+        group share one."""
         hosts = Counter(self.hosts[rank] for rank in group)
         rates = (self.local_rate[host] for host, count in hosts.items() if count > 1)
         return max((steps * size / len(group) / rate for rate in rates), default=0.0)
 
-    def all_to_all_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
+    def all_to_all_s(
+        self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1
+    ) -> float:
         """Every rank sends 1/n of its part, `size` / n, to each other rank."""
         return self._ring_s(group, size / max(1, len(group)), len(group) - 1, messages, concurrent)
 
@@ -309,16 +374,25 @@ class Network:
             return 0.0
         hosts = tuple(self.hosts[rank] for rank in group)
         if self.engine.ring_answered:
-            return self._answered_s(hosts, size / n, steps, messages, concurrent, at_once or self.engine.collectives)
+            return self._answered_s(
+                hosts, size / n, steps, messages, concurrent, at_once or self.engine.collectives
+            )
         latency, slowest = self._ring(hosts, steps, concurrent)
         # Streams are channels that each work through messages of their own, one after another.
         return math.ceil(messages / self.engine.streams) * latency + steps * size / n * slowest
 
     def _answered_s(
-        self, hosts: tuple[str, ...], part: float, steps: int, messages: float, concurrent: int, at_once: float
+        self,
+        hosts: tuple[str, ...],
+        part: float,
+        steps: int,
+        messages: float,
+        concurrent: int,
+        at_once: float,
     ) -> float:
-        """A ring whose every step waits for an answer, of messages that are `part` bytes a step together. A step takes
-        a round trip, or as many as its bytes take where only some may be under way."""
+        """A ring whose every step waits for an answer, of messages that are `part` bytes a step
+        together. A step takes a round trip, or as many as its bytes take where only some may be
+        under way."""
         pairs = zip(hosts, hosts[1:] + hosts[:1], strict=True)
         wires = [self.between(a, b, True, self.engine.streams) for a, b in pairs]
         crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
@@ -331,18 +405,25 @@ class Network:
         return max(1.0, messages) / at_once * steps * slowest
 
     def _ring(self, hosts: tuple[str, ...], steps: int, concurrent: int) -> tuple[float, float]:
-        """Latency of the longest way that a part goes in so many steps, and seconds a byte on the slowest wire."""
+        """Latency of the longest way that a part goes in so many steps, and seconds a byte on the
+        slowest wire."""
         key = (hosts, steps, str(concurrent))
         if key not in self._rings:
             n = len(hosts)
-            wires = [self.between(hosts[i], hosts[(i + 1) % n], True, self.engine.streams) for i in range(n)]
+            wires = [
+                self.between(hosts[i], hosts[(i + 1) % n], True, self.engine.streams)
+                for i in range(n)
+            ]
             hops = [wire.delay_s + (0.0 if wire.local else self.engine.message_s) for wire in wires]
             rounds, rest = divmod(steps, n)
-            part = max(sum(hops[(i + k) % n] for k in range(rest)) for i in range(n)) if rest else 0.0
+            part = (
+                max(sum(hops[(i + k) % n] for k in range(rest)) for i in range(n)) if rest else 0.0
+            )
             # Hops of one ring between the same two sites go over the same line.
             crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
             slowest = max(
-                1 / wire.shared(1 if wire.local else concurrent * max(1, crossing[wire.sites])) for wire in wires
+                1 / wire.shared(1 if wire.local else concurrent * max(1, crossing[wire.sites]))
+                for wire in wires
             )
             self._rings[key] = (rounds * sum(hops) + part, slowest)
         return self._rings[key]
@@ -350,42 +431,62 @@ class Network:
     def _hierarchical_s(
         self, group: Sequence[int], size: float, messages: float, concurrent: int, inside: float
     ) -> float:
-        """Summed by one rank of each site, another one for each message; between these straight; and spread again.
-        `inside` are the bytes that a site's own sum is made of."""
+        """Summed by one rank of each site, another one for each message; between these straight;
+        and spread again. `inside` are the bytes that a site's own sum is made of."""
         sites = self.by_site(group)
-        within = max(self._ring_s(ranks, inside, len(ranks) - 1, messages, concurrent) for ranks in sites.values())
+        within = max(
+            self._ring_s(ranks, inside, len(ranks) - 1, messages, concurrent)
+            for ranks in sites.values()
+        )
         connections = max(1, min(math.floor(messages), *(len(ranks) for ranks in sites.values())))
         leaders = [ranks[0] for ranks in sites.values()]
         across = self.direct_s(
-            leaders, size, messages=messages, concurrent=concurrent, connections=connections, ahead=True
+            leaders,
+            size,
+            messages=messages,
+            concurrent=concurrent,
+            connections=connections,
+            ahead=True,
         )
         if not self.engine.direct:
             return 2 * within + across
         # Each message goes through three phases, and another one through each phase meanwhile.
-        return (2 * within + across) / max(1.0, messages) + (1 - 1 / max(1.0, messages)) * max(within, across)
+        return (2 * within + across) / max(1.0, messages) + (1 - 1 / max(1.0, messages)) * max(
+            within, across
+        )
 
 
-def _crowding(cluster: Cluster, devices: Sequence[Device], hosts: Sequence[str]) -> dict[str, float]:
-    """CPU workers' threads for each core of their host, at least 1: so many share one core's speed."""
+def _crowding(
+    cluster: Cluster, devices: Sequence[Device], hosts: Sequence[str]
+) -> dict[str, float]:
+    """CPU workers' threads for each core of their host, at least 1: so many share one core's
+    speed."""
     cpus, threads = {host.name: host.cpus for host in cluster.hosts}, dict.fromkeys(hosts, 0)
     for device, host in zip(devices, hosts, strict=True):
         threads[host] += device.slot.threads if device.backend == "cpu" else 0
-    return {host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0 for host, used in threads.items()}
+    return {
+        host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0
+        for host, used in threads.items()
+    }
 
 
 def paced(link: Link) -> Link:
-    """The link whose round trips and bytes take what they took in trials; what is under way in a round trip stays."""
+    """The link whose round trips and bytes take what they took in trials; what is under way in a
+    round trip stays."""
     if link.pace == 1.0:
         return link
     return msgspec.structs.replace(
-        link, pace=1.0, rtt_s=link.rtt_s * link.pace,
+        link,
+        pace=1.0,
+        rtt_s=link.rtt_s * link.pace,
         bandwidth=None if link.bandwidth is None else link.bandwidth / link.pace,
         transfer_s={size: seconds * link.pace for size, seconds in link.transfer_s.items()},
-    )  # fmt: skip
+    )
 
 
 def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:
-    """Bytes a second of a line of which nothing is known: a site's own network, or one between sites."""
+    """Bytes a second of a line of which nothing is known: a site's own network, or one between
+    sites."""
     return SITE_BANDWIDTH if sites[0] == sites[1] else UNKNOWN_BANDWIDTH
 
 
@@ -395,13 +496,16 @@ def _under_way(link: Link, streams: int, window: int) -> float:
         return link.in_flight[streams]
     if link.in_flight:
         # More streams carry no less than fewer did, and of more that were measured their share.
-        return max(under_way * min(1.0, streams / count) for count, under_way in link.in_flight.items())
+        return max(
+            under_way * min(1.0, streams / count) for count, under_way in link.in_flight.items()
+        )
     return streams * (link.window or window)
 
 
 @functools.lru_cache(maxsize=1024)
 def _interpolated(timed: tuple[tuple[int, float], ...], size: float) -> float:
-    """Seconds for `size` bytes on the broken line through measured points, its ends prolonged; never below 0."""
+    """Seconds for `size` bytes on the broken line through measured points, its ends prolonged;
+    never below 0."""
     place = min(max(1, bisect_left(timed, (size, 0.0))), len(timed) - 1)
     (x0, y0), (x1, y1) = timed[place - 1], timed[place]
     return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))

@@ -1,7 +1,9 @@
-"""`estimate`: what any Plan would take. It reads the plan's structure, never the name of the technique that made it.
+"""`estimate`: what any Plan would take. It reads the plan's structure, never the name of the
+technique that made it.
 
-A step of one replica is the longest of its stages' cycles: from a stage's first forward pass to the end of its update.
-All replicas step side by side; every `sync.every` steps they also exchange their parameters' changes.
+A step of one replica is the longest of its stages' cycles: from a stage's first forward pass to the
+end of its update. All replicas step side by side; every `sync.every` steps they also exchange their
+parameters' changes.
 """
 
 from __future__ import annotations
@@ -34,14 +36,15 @@ from farspan.estimate.sums import carried_s, leaving
 from farspan.semantics.communications import meeting
 from farspan.semantics.pass_order import depths_in_flight
 
-#: Factors on steps of devices whose arithmetic no data sheet, probe or trial tells. A choice: an Intel core with AMX
-#: takes 0.24 (bf16) and 0.6 (fp32) of what is predicted for an unknown one.
+#: Factors on steps of devices whose arithmetic no data sheet, probe or trial tells. A choice: an
+#: Intel core with AMX takes 0.24 (bf16) and 0.6 (fp32) of what is predicted for an unknown one.
 BLIND = (0.2, 2.0)
 #: Of devices that took part in a trial. A choice.
 TRIED = (0.75, 1.3)
-#: The least factor on CPU cores of which only the catalogue tells: it assumes their clock and takes their memory's rate
-#: from a socket with all cores busy. [fitted] to benchmarks/results/regret.jsonl: single devices of an Intel with AMX
-#: take 0.47 to 0.63 of what is predicted in fp32, all plans 0.5 to 0.8.
+#: The least factor on CPU cores of which only the catalogue tells: it assumes their clock and takes
+#: their memory's rate from a socket with all cores busy. [fitted] to
+#: benchmarks/results/regret.jsonl: single devices of an Intel with AMX take 0.47 to 0.63 of what is
+#: predicted in fp32, all plans 0.5 to 0.8.
 ASSUMED = 0.4
 
 
@@ -58,14 +61,15 @@ class ReplicaStep(NamedTuple):
 
 def estimate(plan: Plan, graph: OpGraph, cluster: Cluster, engine: Engine) -> Estimate:
     """Time, memory, money, energy and loss of a plan. Raises NoLink where two of its hosts are not
-    linked, KeyError where the cluster lacks a device, ValueError where it splits what the model does not have."""
+    linked, KeyError where the cluster lacks a device, ValueError where it splits what the model
+    does not have."""
     costs = Costs(graph, plan.train, Network(cluster, plan.devices, engine))
     return price(plan, costs)
 
 
 def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
-    """As `estimate`, with what was priced before kept in `costs`: searches price hundreds of plans of one model. A
-    `brief` one lists no assumptions."""
+    """As `estimate`, with what was priced before kept in `costs`: searches price hundreds of plans
+    of one model. A `brief` one lists no assumptions."""
     network = costs.network
     steps = [step(replica, costs) for replica in plan.replicas]
     slowest = max(steps, key=lambda replica_step: replica_step.seconds)
@@ -74,15 +78,26 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
     for replica in plan.replicas:
         for site, size in sent_by(replica, costs).items():
             sent[site] = sent.get(site, 0.0) + size
-    used = [network.devices[rank] for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks]
+    used = [
+        network.devices[rank]
+        for replica in plan.replicas
+        for stage in replica.stages
+        for rank in stage.mesh.ranks
+    ]
     worth = token_efficiency(plan, costs.graph.parameters())
     priced = Estimate(
-        step_s=step_s, compute_s=slowest.compute, communication_s=slowest.communication + outer,
-        bubble_s=slowest.bubble, memory=_memory(plan, costs), workload=_workload(plan, costs, used, sent),
-        token_efficiency=worth.tokens, token_efficiency_interval=worth.interval, evidence=worth.evidence,
+        step_s=step_s,
+        compute_s=slowest.compute,
+        communication_s=slowest.communication + outer,
+        bubble_s=slowest.bubble,
+        memory=_memory(plan, costs),
+        workload=_workload(plan, costs, used, sent),
+        token_efficiency=worth.tokens,
+        token_efficiency_interval=worth.interval,
+        evidence=worth.evidence,
         interval=_interval(network, step_s, slowest.network + outer, used, plan),
         assumptions=() if brief else assumptions(plan, costs),
-    )  # fmt: skip
+    )
     return with_loss(priced, costs.graph.parameters())
 
 
@@ -119,33 +134,52 @@ def sent_by(replica: Replica, costs: Costs) -> dict[str, float]:
     return sent
 
 
-def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None) -> StageTime:
-    """A stage's times, with other rows than its own where said; its passes with what each takes of processors to bring
-    a microbatch in and out."""
+def timed_stage(
+    replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None
+) -> StageTime:
+    """A stage's times, with other rows than its own where said; its passes with what each takes of
+    processors to bring a microbatch in and out."""
     stage, network = replica.stages[index], costs.network
     time = stage_time(costs, stage, stage.rows if rows is None else rows, replica.microbatches)
     if not (replica.edges and costs.engine.move_cost):
         return time  # Others than processors compute, or nothing comes in and out.
     site = network.sites[stage.mesh.ranks[0]]
     carried = sum(
-        carried_s(network, stage.mesh.ranks, site, max(crossing(replica, costs, edge, False).values(), default=0.0))
-        for edge in (index - 1, index) if 0 <= edge < len(replica.edges)
-    )  # fmt: skip
-    passes = time.passes._replace(forward=time.passes.forward + carried, backward=time.passes.backward + carried)
+        carried_s(
+            network,
+            stage.mesh.ranks,
+            site,
+            max(crossing(replica, costs, edge, False).values(), default=0.0),
+        )
+        for edge in (index - 1, index)
+        if 0 <= edge < len(replica.edges)
+    )
+    passes = time.passes._replace(
+        forward=time.passes.forward + carried, backward=time.passes.backward + carried
+    )
     return time._replace(passes=passes)
 
 
 def _period(
-    replica: Replica, costs: Costs, times: list[StageTime], ways: Ways, tied: Tie, simulated: Simulated
+    replica: Replica,
+    costs: Costs,
+    times: list[StageTime],
+    ways: Ways,
+    tied: Tie,
+    simulated: Simulated,
 ) -> float:
-    """Seconds from one step to the next: where receives are posted ahead, a stage begins its next step while others
-    still finish theirs, and the longest cycle of waiting for one another decides (Baccelli et al. 1992, chapter 3)."""
+    """Seconds from one step to the next: where receives are posted ahead, a stage begins its next
+    step while others still finish theirs, and the longest cycle of waiting for one another decides
+    (Baccelli et al. 1992, chapter 3)."""
     told = _told(replica, costs)
     starts = _next(times, tied, told, simulated.ends)
     if not costs.engine.receives_ahead or len(times) == 1:
         return max(starts)
     begins = _begins(simulated, len(times))
-    if all(start - begin <= starts[0] * (1 + 1e-12) for start, begin in zip(starts, begins, strict=True)):
+    if all(
+        start - begin <= starts[0] * (1 + 1e-12)
+        for start, begin in zip(starts, begins, strict=True)
+    ):
         return starts[0]  # Nobody waits longer than the first stage does for itself.
     between = starts
     for _ in times:
@@ -157,12 +191,17 @@ def _period(
     return max(between)  # Not steady yet, it is a bound: the greatest of these only falls.
 
 
-def _next(times: Sequence[StageTime], tied: Tie, told: Sequence[Sequence[float]], ends: Sequence[float]) -> list[float]:
-    """When each stage can begin its next step: after an update that needs the gradient norm of all stages, which takes
-    them so long to hear."""
+def _next(
+    times: Sequence[StageTime], tied: Tie, told: Sequence[Sequence[float]], ends: Sequence[float]
+) -> list[float]:
+    """When each stage can begin its next step: after an update that needs the gradient norm of all
+    stages, which takes them so long to hear."""
     summed = [end + time.exposed for end, time in zip(ends, times, strict=True)]
     known = [end + wait for end, wait in zip(summed, tied.waits(summed, ends), strict=True)]
-    starts = [max(map(operator.add, known, delays)) + time.update for delays, time in zip(told, times, strict=True)]
+    starts = [
+        max(map(operator.add, known, delays)) + time.update
+        for delays, time in zip(told, times, strict=True)
+    ]
     if tied.across:
         starts[-1] = max(starts[-1], summed[0] + tied.back + times[-1].update)
     return starts
@@ -171,12 +210,15 @@ def _next(times: Sequence[StageTime], tied: Tie, told: Sequence[Sequence[float]]
 def _told(replica: Replica, costs: Costs) -> list[list[float]]:
     """Of each stage, how long what each stage knows of the gradient norm takes to it."""
     stages = range(len(replica.stages))
-    return [[_delay(replica, costs, j, i) if j != i else _inside(replica, costs, i) for j in stages] for i in stages]
+    return [
+        [_delay(replica, costs, j, i) if j != i else _inside(replica, costs, i) for j in stages]
+        for i in stages
+    ]
 
 
 def _inside(replica: Replica, costs: Costs, stage: int) -> float:
-    """One way between the farthest devices of a stage that know unlike parts of the gradient norm, and tell each other
-    where receives are posted ahead."""
+    """One way between the farthest devices of a stage that know unlike parts of the gradient norm,
+    and tell each other where receives are posted ahead."""
     at = replica.stages[stage]
     alike = at.mesh.size("tensor") == 1 and not (at.zero and at.mesh.size("data") > 1)
     ranks = list({costs.network.hosts[rank]: rank for rank in at.mesh.ranks}.values())
@@ -187,14 +229,24 @@ def _inside(replica: Replica, costs: Costs, stage: int) -> float:
 
 
 def run(
-    replica: Replica, costs: Costs, times: Sequence[StageTime], ways: Ways, starts: Sequence[float] | None = None
+    replica: Replica,
+    costs: Costs,
+    times: Sequence[StageTime],
+    ways: Ways,
+    starts: Sequence[float] | None = None,
 ) -> Simulated:
-    """The simulated passes of one step of a replica, whose stages are free from `starts` on; all from 0 by default."""
+    """The simulated passes of one step of a replica, whose stages are free from `starts` on; all
+    from 0 by default."""
     return simulate(
-        [time.passes.forward for time in times], [time.passes.backward for time in times], *ways,
-        replica.microbatches, depths_in_flight(replica), sends_awaited=costs.engine.sends_awaited,
-        receives_ahead=costs.engine.receives_ahead, starts=starts,
-    )  # fmt: skip
+        [time.passes.forward for time in times],
+        [time.passes.backward for time in times],
+        *ways,
+        replica.microbatches,
+        depths_in_flight(replica),
+        sends_awaited=costs.engine.sends_awaited,
+        receives_ahead=costs.engine.receives_ahead,
+        starts=starts,
+    )
 
 
 def _delay(replica: Replica, costs: Costs, a: int, b: int) -> float:
@@ -218,8 +270,13 @@ def _outer(plan: Plan, costs: Costs, slowest: ReplicaStep) -> tuple[float, dict[
     took, sent = costs.network.seconds(met), leaving(costs.network, [met])
     hidden = plan.sync.every * slowest.seconds if plan.sync.overlap else 0.0
     busy = _met(plan, costs) / plan.sync.every
-    every = [rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks]
-    busy += max((carried_s(costs.network, every, site, 2 * size) for site, size in sent.items()), default=0.0)
+    every = [
+        rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
+    ]
+    busy += max(
+        (carried_s(costs.network, every, site, 2 * size) for site, size in sent.items()),
+        default=0.0,
+    )
     return max(0.0, took - hidden) / plan.sync.every + busy, sent
 
 
@@ -228,8 +285,10 @@ def _met(plan: Plan, costs: Costs) -> float:
     moved = 4 * costs.engine.meeting_passes
     return max(
         costs.stream_s(rank, costs.owned(stage) * moved)
-        for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
-    )  # fmt: skip
+        for replica in plan.replicas
+        for stage in replica.stages
+        for rank in stage.mesh.ranks
+    )
 
 
 def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
@@ -244,18 +303,24 @@ def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
 
 
 def _workload(plan: Plan, costs: Costs, used: list[Device], sent: dict[str, float]) -> Workload:
-    """What the run has to do, on the devices `used`; `sent` are bytes of a step that leave a site, by site."""
+    """What the run has to do, on the devices `used`; `sent` are bytes of a step that leave a site,
+    by site."""
     train = plan.train
     egress = {site.name: site.egress_usd_per_byte for site in costs.network.cluster.sites}
     return Workload(
-        steps=train.steps, tokens_per_step=train.tokens_per_step, deadline_s=train.deadline_s, devices=len(used),
+        steps=train.steps,
+        tokens_per_step=train.tokens_per_step,
+        deadline_s=train.deadline_s,
+        devices=len(used),
         flops_per_step=train.tokens_per_step * train_flops_per_token(plan.model, train.seq_len),
         peak_flops=_sum(
-            device.sheet.flops.get(product_dtype(device, train.precision, costs.engine)) or None for device in used
+            device.sheet.flops.get(product_dtype(device, train.precision, costs.engine)) or None
+            for device in used
         ),
-        usd_per_hour=_sum(device.usd_per_hour for device in used), watts=_sum(device.sheet.watts for device in used),
+        usd_per_hour=_sum(device.usd_per_hour for device in used),
+        watts=_sum(device.sheet.watts for device in used),
         egress_usd_per_step=sum(egress[site] * size for site, size in sent.items()),
-    )  # fmt: skip
+    )
 
 
 def _sum(figures: Iterable[float | None]) -> float | None:
@@ -264,10 +329,16 @@ def _sum(figures: Iterable[float | None]) -> float | None:
     return None if None in known else math.fsum(figure for figure in known if figure is not None)
 
 
-def _interval(network: Network, step_s: float, network_s: float, used: list[Device], plan: Plan) -> tuple[float, float]:
-    """The widest of the devices' factors and the engine's own on networks, weighed by what of the step is which."""
+def _interval(
+    network: Network, step_s: float, network_s: float, used: list[Device], plan: Plan
+) -> tuple[float, float]:
+    """The widest of the devices' factors and the engine's own on networks, weighed by what of the
+    step is which."""
     engine = network.engine
-    factors = [_factors(engine, device, plan.train.precision) for device in {id(one): one for one in used}.values()]
+    factors = [
+        _factors(engine, device, plan.train.precision)
+        for device in {id(one): one for one in used}.values()
+    ]
     low, high = min(low for low, _ in factors), max(high for _, high in factors)
     if all(device.learned.pace != 1.0 for device in used) and len(used) > 1:
         high = 2.0  # A trial on one device does not show what several do to each other.
@@ -277,7 +348,8 @@ def _interval(network: Network, step_s: float, network_s: float, used: list[Devi
 
 
 def _factors(engine: Engine, device: Device, precision: Precision) -> tuple[float, float]:
-    """By what says how fast a device computes: a trial, a probe, a data sheet, a kind of core, or nothing."""
+    """By what says how fast a device computes: a trial, a probe, a data sheet, a kind of core, or
+    nothing."""
     if device.learned.pace != 1.0:
         return TRIED
     dtype = product_dtype(device, precision, engine)

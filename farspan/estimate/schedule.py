@@ -1,8 +1,9 @@
-"""A pipeline's step by event simulation: one-forward-one-backward order (arXiv 1806.03377) over unlike stages.
+"""A pipeline's step by event simulation: one-forward-one-backward order (arXiv 1806.03377) over
+unlike stages.
 
-Each stage runs its own order: as many forward passes as it may have in flight, then a backward and a forward pass in
-turn, then the backward passes that are left. A pass starts when its input is there and the stage is free. A wire
-carries one message at a time each way.
+Each stage runs its own order: as many forward passes as it may have in flight, then a backward and
+a forward pass in turn, then the backward passes that are left. A pass starts when its input is
+there and the stage is free. A wire carries one message at a time each way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from farspan.semantics.pass_order import pass_order
 
 
 class Hop(NamedTuple):
-    """One direction of an edge between stages: seconds that a message keeps the wire busy, then its delay."""
+    """One direction of an edge between stages: seconds that a message keeps the wire busy, then its
+    delay."""
 
     busy: float
     delay: float
@@ -33,7 +35,8 @@ class PassSpan(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """When each stage finished its last pass, how long it computed and how long it waited for sends, and the spans."""
+    """When each stage finished its last pass, how long it computed and how long it waited for
+    sends, and the spans."""
 
     ends: list[float]
     computed: list[float]
@@ -42,14 +45,22 @@ class Simulated(NamedTuple):
 
 
 def simulate(
-    forward: Sequence[float], backward: Sequence[float], down: Sequence[Hop], up: Sequence[Hop], microbatches: int,
-    depths: Sequence[int], *, sends_awaited: bool, receives_ahead: bool, starts: Sequence[float] | None = None,
-) -> Simulated:  # fmt: skip
-    """One step. `down[i]` carries activations from stage i to i + 1, `up[i]` gradients back; `depths` never increase.
-    Stage i is free from `starts[i]` on, 0 by default.
+    forward: Sequence[float],
+    backward: Sequence[float],
+    down: Sequence[Hop],
+    up: Sequence[Hop],
+    microbatches: int,
+    depths: Sequence[int],
+    *,
+    sends_awaited: bool,
+    receives_ahead: bool,
+    starts: Sequence[float] | None = None,
+) -> Simulated:
+    """One step. `down[i]` carries activations from stage i to i + 1, `up[i]` gradients back;
+    `depths` never increase. Stage i is free from `starts[i]` on, 0 by default.
 
-    With `sends_awaited` a sender is blocked until its message has arrived. Without `receives_ahead` a message first
-    waits for the receiver to be free and to answer: another delay.
+    With `sends_awaited` a sender is blocked until its message has arrived. Without `receives_ahead`
+    a message first waits for the receiver to be free and to answer: another delay.
     """
     stages = len(forward)
     orders = {depth: pass_order(microbatches, depth) for depth in set(depths)}
@@ -64,7 +75,11 @@ def simulate(
     waiting = list(range(stages))
     while waiting:
         stage = waiting.pop()
-        due, took, idle = ready[stage], {"forward": forward[stage], "backward": backward[stage]}, free[stage]
+        due, took, idle = (
+            ready[stage],
+            {"forward": forward[stage], "backward": backward[stage]},
+            free[stage],
+        )
         for kind, index in todo[stage][place[stage] :]:
             if (ready_at := due[kind][index]) is None:
                 break
@@ -92,4 +107,6 @@ def simulate(
             if not waiting or waiting[-1] != peer:
                 waiting.append(peer)
         free[stage] = idle
-    return Simulated(free, computed, sending, list(map(functools.partial(tuple.__new__, PassSpan), spans)))
+    return Simulated(
+        free, computed, sending, list(map(functools.partial(tuple.__new__, PassSpan), spans))
+    )

@@ -43,11 +43,18 @@ from farspan.semantics.communications import (
 from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.matrices import NO_MATRICES, OwnedMatrices, owned_matrices
 from farspan.semantics.pass_order import depths_in_flight
-from farspan.semantics.tensor_sharding import RESIDUAL, Collective, between, weight_share, work_share
+from farspan.semantics.tensor_sharding import (
+    RESIDUAL,
+    Collective,
+    between,
+    weight_share,
+    work_share,
+)
 
 
 class Pass(NamedTuple):
-    """Seconds of a forward and of a backward pass over one microbatch, and of the collectives inside them."""
+    """Seconds of a forward and of a backward pass over one microbatch, and of the collectives
+    inside them."""
 
     forward: float
     backward: float
@@ -56,31 +63,45 @@ class Pass(NamedTuple):
 
 
 class Costs:
-    """Seconds and bytes of stages of one model on one network; results are kept, as searches ask again and again."""
+    """Seconds and bytes of stages of one model on one network; results are kept, as searches ask
+    again and again."""
 
     def __init__(self, graph: OpGraph, train: TrainSpec, network: Network, outer: int = 0) -> None:
-        """`outer`: bytes a parameter that every plan here keeps beside its own, as the replica that it is to become."""
+        """`outer`: bytes a parameter that every plan here keeps beside its own, as the replica that
+        it is to become."""
         self.graph, self.train, self.engine, self.network = graph, train, network.engine, network
         self._outer = outer
         self.width = BYTES[train.precision]
         self.signature = [
-            (device, network.crowd[host]) for device, host in zip(network.devices, network.hosts, strict=True)
+            (device, network.crowd[host])
+            for device, host in zip(network.devices, network.hosts, strict=True)
         ]
         #: Ranks whose devices are alike have the same number.
         known: dict[tuple[bytes, float, int], int] = {}
-        keys, together = {id(device): _figures(device) for device in network.devices}, Counter(network.hosts)
+        keys, together = (
+            {id(device): _figures(device) for device in network.devices},
+            Counter(network.hosts),
+        )
         self.figures = [
             (keys[id(device)], crowd, together[host] if device.times.units else 1)
             for (device, crowd), host in zip(self.signature, network.hosts, strict=True)
         ]
-        self._turns = [max(device.slot.turn_s, self.engine.turn_s * (crowd - 1)) for device, crowd in self.signature]
+        self._turns = [
+            max(device.slot.turn_s, self.engine.turn_s * (crowd - 1))
+            for device, crowd in self.signature
+        ]
         self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
-            kind: DeviceSpeed(self.signature[rank][0], train.precision, self.engine, self.signature[rank][1])
+            kind: DeviceSpeed(
+                self.signature[rank][0], train.precision, self.engine, self.signature[rank][1]
+            )
             for rank, kind in reversed(list(enumerate(self.alike)))
         }
         self._devices = {kind: self.signature[rank][0] for rank, kind in enumerate(self.alike)}
-        crowds = {kind: (self.figures[rank][2], self.signature[rank][1]) for rank, kind in enumerate(self.alike)}
+        crowds = {
+            kind: (self.figures[rank][2], self.signature[rank][1])
+            for rank, kind in enumerate(self.alike)
+        }
         self._timed = TimedUnits(graph, train, self._devices, crowds, self._unpaced)
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
@@ -97,18 +118,28 @@ class Costs:
         self.syncs: dict[tuple[object, ...], Any] = {}
 
     def with_batch(self, train: TrainSpec, outer: int) -> Costs:
-        """The costs of a training that is the same but for its batch: they keep what they know together."""
+        """The costs of a training that is the same but for its batch: they keep what they know
+        together."""
         other = copy.copy(self)
         other.train, other._outer = train, outer
         return other
 
-    # -- arithmetic --------------------------------------------------------------------------------------------------
+    # -- arithmetic
+    #   --------------------------------------------------------------------------------------------
 
     def unit_s(
         self, rank: int, unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], ways: int
     ) -> tuple[float, float]:
-        """Seconds of a device for the forward and the backward pass of one unit over `rows` sequences."""
-        key = (self.alike[rank], unit[0].name, len(unit), rows, ways, tuple(splits.items()) if ways > 1 else ())
+        """Seconds of a device for the forward and the backward pass of one unit over `rows`
+        sequences."""
+        key = (
+            self.alike[rank],
+            unit[0].name,
+            len(unit),
+            rows,
+            ways,
+            tuple(splits.items()) if ways > 1 else (),
+        )
         if key not in self._units:
             kind = self.alike[rank]
             times = [self._timed_op(kind, op, rows, splits.get(op.name, ""), ways) for op in unit]
@@ -116,13 +147,18 @@ class Costs:
             self._units[key] = self._together(kind, forward), self._together(kind, backward)
         return self._units[key]
 
-    def op_s(self, rank: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
-        """Seconds of a device for the forward and the backward pass of one operator under one split."""
+    def op_s(
+        self, rank: int, op: Operator, rows: int, split: str, ways: int
+    ) -> tuple[float, float]:
+        """Seconds of a device for the forward and the backward pass of one operator under one
+        split."""
         kind = self.alike[rank]
         forward, backward = self._timed_op(kind, op, rows, split, ways)
         return self._together(kind, (forward,)), self._together(kind, (backward,))
 
-    def _timed_op(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[Kernels, Kernels]:
+    def _timed_op(
+        self, kind: int, op: Operator, rows: int, split: str, ways: int
+    ) -> tuple[Kernels, Kernels]:
         """One operator's kernels and launches on a kind of device: forward, backward."""
         forward, backward = self._roofline(kind, op, rows, split, ways)
         factors = self._timed.factors(kind, op, rows)
@@ -134,7 +170,8 @@ class Costs:
         return self.rates[kind].together(computing, launching)
 
     def timed(self, device: Device) -> bool:
-        """Whether units of this model were timed on a device, at this precision and length of sequences."""
+        """Whether units of this model were timed on a device, at this precision and length of
+        sequences."""
         return any(self._timed.fits(unit_time) for unit_time in device.times.units)
 
     def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[Kernels, Kernels]:
@@ -143,44 +180,75 @@ class Costs:
         pace = 1 / self._devices[kind].learned.pace
         return forward.scaled((pace, pace)), backward.scaled((pace, pace))
 
-    def _roofline(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[Kernels, Kernels]:
+    def _roofline(
+        self, kind: int, op: Operator, rows: int, split: str, ways: int
+    ) -> tuple[Kernels, Kernels]:
         shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
         keys = scored_keys(self.train, self._devices[kind].backend)
         forward, backward = work(
-            self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways),
-            min(shares, default=1.0), keys, self.engine,
-        )  # fmt: skip
+            self.graph,
+            op,
+            rows,
+            self.train.seq_len,
+            self.width,
+            work_share(split, ways),
+            min(shares, default=1.0),
+            keys,
+            self.engine,
+        )
         return self.rates[kind].kernels(forward), self.rates[kind].kernels(backward)
 
-    # -- the tensor axis ---------------------------------------------------------------------------------------------
+    # -- the tensor axis
+    #   --------------------------------------------------------------------------------------------
 
     def unit_wait(
-        self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], concurrent: int
+        self,
+        group: Sequence[int],
+        unit: tuple[Operator, ...],
+        rows: int,
+        splits: Mapping[str, str],
+        concurrent: int,
     ) -> tuple[float, float]:
         """Seconds of the collectives of one unit over its tensor axis: forward, backward."""
         places = ((self.network.hosts[rank], self.alike[rank]) for rank in group)
         key = (*places, unit[0].name, len(unit), rows, concurrent, *splits.items())
         if key not in self._waits:
             waits = [0.0, 0.0]
-            for kind, size, backward in layout_changes(self.graph, unit, splits, rows, self.train.seq_len, self.width):
+            for kind, size, backward in layout_changes(
+                self.graph, unit, splits, rows, self.train.seq_len, self.width
+            ):
                 waits[backward] += self.waited_s(kind, group, size, concurrent)
             self._waits[key] = waits[0], waits[1]
         return self._waits[key]
 
     def edge_s(
-        self, group: Sequence[int], writes: str, reads: str, gradient: str, dims: str, rows: int, concurrent: int
+        self,
+        group: Sequence[int],
+        writes: str,
+        reads: str,
+        gradient: str,
+        dims: str,
+        rows: int,
+        concurrent: int,
     ) -> tuple[float, float]:
         """Seconds of what lies between two operators: forward, backward."""
-        if len(group) < 2 or dims == "bs":  # Every device reads the tokens that it needs, and they have no gradient.
+        if (
+            len(group) < 2 or dims == "bs"
+        ):  # Every device reads the tokens that it needs, and they have no gradient.
             return 0.0, 0.0
         size = self.graph.size(dims, b=rows, s=self.train.seq_len) * self.width
         both = between(writes, reads, gradient)
-        first, second = (sum(self.waited_s(name, group, size, concurrent) for name in names) for names in both)
+        first, second = (
+            sum(self.waited_s(name, group, size, concurrent) for name in names) for names in both
+        )
         return first, second
 
-    def waited_s(self, name: Collective, group: Sequence[int], size: float, concurrent: int) -> float:
-        """Seconds of a collective that everyone waits for: each step of its ring, there and back, also for the turn of
-        the worker that must answer; and for its bytes where others share that one's core."""
+    def waited_s(
+        self, name: Collective, group: Sequence[int], size: float, concurrent: int
+    ) -> float:
+        """Seconds of a collective that everyone waits for: each step of its ring, there and back,
+        also for the turn of the worker that must answer; and for its bytes where others share that
+        one's core."""
         took: float = getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent)
         n = len(group)
         steps = ring_steps(name, n)
@@ -190,35 +258,60 @@ class Costs:
         return took + steps * (2 * turn + others * self.engine.turn_byte_s * part)
 
     def batch_axes(self, stage: Stage, microbatches: int) -> tuple[Communication, ...]:
-        """What a stage's batch axes exchange in a step, the sums of its gradients first, and its tensor axis for the
-        update of matrices."""
+        """What a stage's batch axes exchange in a step, the sums of its gradients first, and its
+        tensor axis for the update of matrices."""
         matrices, at = self.matrices(stage), self.network.sites.__getitem__
-        parameters = self.parameters(stage) + matrices.padding * (stage.mesh.size("data") if stage.zero else 1)
-        found = batch_axes(self.graph, stage, self.engine, self.train.precision, parameters, microbatches, at)
+        parameters = self.parameters(stage) + matrices.padding * (
+            stage.mesh.size("data") if stage.zero else 1
+        )
+        found = batch_axes(
+            self.graph, stage, self.engine, self.train.precision, parameters, microbatches, at
+        )
         return (*found, *matrix_parts(stage, matrices.shared))
 
     def stage_sends(self, replica: Replica, edge: int, backward: bool) -> Sends:
         """A microbatch's activations on their way over an edge, or their gradients back."""
         a, b = replica.stages[edge : edge + 2]
         bits = replica.edges[edge].bits
-        key = (a.mesh, a.rows, a.splits.get(RESIDUAL), b.mesh, b.rows, b.splits.get(RESIDUAL), replica.microbatches,
-               bits, backward)  # fmt: skip
+        key = (
+            a.mesh,
+            a.rows,
+            a.splits.get(RESIDUAL),
+            b.mesh,
+            b.rows,
+            b.splits.get(RESIDUAL),
+            replica.microbatches,
+            bits,
+            backward,
+        )
         if key not in self._sends:
             sequence = self.graph.size("bsd", b=1, s=self.train.seq_len)
             at = self._place(a, b)
-            self._sends[key] = stage_sends(replica, edge, backward, sequence * bits / 8, sequence * self.width, at)
+            self._sends[key] = stage_sends(
+                replica, edge, backward, sequence * bits / 8, sequence * self.width, at
+            )
         return self._sends[key]
 
     def table_sends(self, source: Stage, target: Stage, row: float) -> Sends:
         """A tied table on its way from one stage to another: `row` bytes each of its rows."""
-        key = (source.mesh, source.splits.get("tok"), source.splits.get("head"), target.mesh, target.splits.get("tok"),
-               target.splits.get("head"), row)  # fmt: skip
+        key = (
+            source.mesh,
+            source.splits.get("tok"),
+            source.splits.get("head"),
+            target.mesh,
+            target.splits.get("tok"),
+            target.splits.get("head"),
+            row,
+        )
         if key not in self._sends:
-            self._sends[key] = table_sends(self.graph, source, target, row, self._place(source, target))
+            self._sends[key] = table_sends(
+                self.graph, source, target, row, self._place(source, target)
+            )
         return self._sends[key]
 
     def _place(self, a: Stage, b: Stage) -> Place:
-        """Where each byte comes to once and spreads from: a site; or a stage, where peers send each other parts."""
+        """Where each byte comes to once and spreads from: a site; or a stage, where peers send each
+        other parts."""
         if not self.engine.sends_paired:
             return self.network.sites.__getitem__
         first = frozenset(a.mesh.ranks)
@@ -228,30 +321,47 @@ class Costs:
         """Seconds of a device to stream so many bytes through its memory."""
         return self.rates[self.alike[rank]].stream_s(size)
 
-    # -- a stage -----------------------------------------------------------------------------------------------------
+    # -- a stage
+    #   --------------------------------------------------------------------------------------------
 
     def passes(self, stage: Stage, rows: Sequence[int], microbatches: int = 1) -> Pass:
-        """The passes of a stage over one microbatch, in the mean of those that the rows of its batch coordinates come
-        in: those of its slowest coordinate."""
+        """The passes of a stage over one microbatch, in the mean of those that the rows of its
+        batch coordinates come in: those of its slowest coordinate."""
         ways, hosts = stage.mesh.size("tensor"), self.network.hosts
         unlike: dict[tuple[object, ...], Sequence[int]] = {}
         for group, count in zip(stage.mesh.batch, rows, strict=True):
             places = tuple(hosts[rank] for rank in group) if ways > 1 else ()
             unlike.setdefault((count, *(self.alike[rank] for rank in group), *places), group)
-        about = (stage.units, stage.recompute, microbatches, len(stage.mesh.batch), *stage.splits.items())
+        about = (
+            stage.units,
+            stage.recompute,
+            microbatches,
+            len(stage.mesh.batch),
+            *stage.splits.items(),
+        )
         key = (about, *unlike)
         if key not in self._slowest:
-            passes = (self._mean_pass(group, stage, like[0], microbatches) for like, group in unlike.items() if like[0])
-            self._slowest[key] = max(passes, key=lambda p: p.forward + p.backward, default=Pass(0.0, 0.0))
+            passes = (
+                self._mean_pass(group, stage, like[0], microbatches)
+                for like, group in unlike.items()
+                if like[0]
+            )
+            self._slowest[key] = max(
+                passes, key=lambda p: p.forward + p.backward, default=Pass(0.0, 0.0)
+            )
         return self._slowest[key]
 
     def _mean_pass(self, group: Sequence[int], stage: Stage, count: Any, microbatches: int) -> Pass:
         """The passes of a batch coordinate in the mean of its microbatches."""
         each, larger = divmod(count, microbatches)
-        passes = self._pass(group, max(1, each), stage)  # A worker without a sequence in a microbatch reads one.
+        passes = self._pass(
+            group, max(1, each), stage
+        )  # A worker without a sequence in a microbatch reads one.
         if larger:
             more = self._pass(group, each + 1, stage)
-            passes = Pass(*(a + larger / microbatches * (b - a) for a, b in zip(passes, more, strict=True)))
+            passes = Pass(
+                *(a + larger / microbatches * (b - a) for a, b in zip(passes, more, strict=True))
+            )
         return passes
 
     def _pass(self, group: Sequence[int], rows: int, stage: Stage) -> Pass:
@@ -262,15 +372,22 @@ class Costs:
             forward, forward_wait = forward + count * f, forward_wait + count * fw
             backward, backward_wait = backward + count * b, backward_wait + count * bw
             if stage.recompute and unit is self.graph.block:
-                f, _, fw, _ = self._unit_pass(group, replayed(unit), rows, stage, len(stage.mesh.batch))
+                f, _, fw, _ = self._unit_pass(
+                    group, replayed(unit), rows, stage, len(stage.mesh.batch)
+                )
                 backward, backward_wait = backward + count * f, backward_wait + count * fw
         return Pass(forward + forward_wait, backward + backward_wait, forward_wait, backward_wait)
 
     def _unit_pass(
-        self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, stage: Stage, concurrent: int
+        self,
+        group: Sequence[int],
+        unit: tuple[Operator, ...],
+        rows: int,
+        stage: Stage,
+        concurrent: int,
     ) -> tuple[float, float, float, float]:
-        """Seconds of the slowest device of a tensor axis for a unit, forward and backward; and of its collectives. Kept
-        by what decides them."""
+        """Seconds of the slowest device of a tensor axis for a unit, forward and backward; and of
+        its collectives. Kept by what decides them."""
         ways = len(group)
         if ways == 1:
             return *self.unit_s(group[0], unit, rows, stage.splits, ways), 0.0, 0.0
@@ -291,8 +408,8 @@ class Costs:
         return self._sizes[key]
 
     def owned(self, stage: Stage) -> float:
-        """Parameters of which each device of a stage has the optimizer state, and that it updates; with what fills up
-        the parts of those who own smaller matrices than others."""
+        """Parameters of which each device of a stage has the optimizer state, and that it updates;
+        with what fills up the parts of those who own smaller matrices than others."""
         own = self.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1)
         return own + self.matrices(stage).padding
 
@@ -300,45 +417,94 @@ class Costs:
         """What a device of a stage updates whole; nothing where AdamW updates all."""
         if not self.train.optimizer.muon:
             return NO_MATRICES
-        key = stage.units, stage.zero, stage.mesh.shape, stage.mesh.axes, stage.grad_sync, *stage.splits.items()
+        key = (
+            stage.units,
+            stage.zero,
+            stage.mesh.shape,
+            stage.mesh.axes,
+            stage.grad_sync,
+            *stage.splits.items(),
+        )
         if key not in self._matrices:
             self._matrices[key] = owned_matrices(self.graph, stage)
         return self._matrices[key]
 
     def kept(self, stage: Stage, backend: str) -> tuple[float, float]:
-        """Bytes of one sequence that a device of a stage keeps, and those of the block that it computes again."""
+        """Bytes of one sequence that a device of a stage keeps, and those of the block that it
+        computes again."""
         ways = stage.mesh.size("tensor")
-        key = ("kept", stage.units, stage.recompute, backend, ways, tuple(stage.splits.items()) if ways > 1 else ())
+        key = (
+            "kept",
+            stage.units,
+            stage.recompute,
+            backend,
+            ways,
+            tuple(stage.splits.items()) if ways > 1 else (),
+        )
         if key not in self._sizes:
             self._sizes[key] = activations_per_row(
-                self.graph, stage.units, self.train, backend, splits=stage.splits, ways=ways, recompute=stage.recompute
+                self.graph,
+                stage.units,
+                self.train,
+                backend,
+                splits=stage.splits,
+                ways=ways,
+                recompute=stage.recompute,
             )
         again = ("again", backend, ways, tuple(stage.splits.items()) if ways > 1 else ())
         if again not in self._sizes:
-            self._sizes[again] = replayed_per_row(self.graph, self.train, backend, stage.splits, ways)
-        replays = stage.recompute and min(stage.units[1], self.graph.layers + 1) > max(stage.units[0], 1)
+            self._sizes[again] = replayed_per_row(
+                self.graph, self.train, backend, stage.splits, ways
+            )
+        replays = stage.recompute and min(stage.units[1], self.graph.layers + 1) > max(
+            stage.units[0], 1
+        )
         return self._sizes[key], self._sizes[again] if replays else 0.0
 
     def memory(self, replica: Replica, index: int, coordinate: int, outer: int = 0) -> Memory:
-        """The peak of a device of one batch coordinate of a stage; `outer` bytes a parameter more between replicas."""
+        """The peak of a device of one batch coordinate of a stage; `outer` bytes a parameter more
+        between replicas."""
         piped = len(replica.stages) > 1
         depth = depths_in_flight(replica)[index] if piped else 1
         rows = replica.micro_rows(index, coordinate)
-        return self.memory_of(replica.stages[index], rows, depth, coordinate, piped=piped, outer=outer)
+        return self.memory_of(
+            replica.stages[index], rows, depth, coordinate, piped=piped, outer=outer
+        )
 
     def memory_of(
-        self, stage: Stage, rows: int, depth: int, coordinate: int, *, piped: bool = True, outer: int = 0
+        self,
+        stage: Stage,
+        rows: int,
+        depth: int,
+        coordinate: int,
+        *,
+        piped: bool = True,
+        outer: int = 0,
     ) -> Memory:
-        """As `memory`, of a stage with `depth` microbatches of so many rows in flight; `piped` if it has neighbours.
-        Kept, as searches ask for stages among others again."""
+        """As `memory`, of a stage with `depth` microbatches of so many rows in flight; `piped` if
+        it has neighbours. Kept, as searches ask for stages among others again."""
         rank, outer = stage.mesh.batch[coordinate][0], max(outer, self._outer)
-        key = (stage.units, stage.mesh.shape, stage.mesh.axes, stage.zero, stage.recompute, stage.grad_sync,
-               *stage.splits.items(), self.alike[rank], rows, depth, piped, outer)  # fmt: skip
+        key = (
+            stage.units,
+            stage.mesh.shape,
+            stage.mesh.axes,
+            stage.zero,
+            stage.recompute,
+            stage.grad_sync,
+            *stage.splits.items(),
+            self.alike[rank],
+            rows,
+            depth,
+            piped,
+            outer,
+        )
         if key not in self._memories:
             self._memories[key] = self._memory_of(stage, rows, depth, rank, piped, outer)
         return self._memories[key]
 
-    def _memory_of(self, stage: Stage, rows: int, depth: int, rank: int, piped: bool, outer: int) -> Memory:
+    def _memory_of(
+        self, stage: Stage, rows: int, depth: int, rank: int, piped: bool, outer: int
+    ) -> Memory:
         train, engine, device = self.train, self.engine, self.signature[rank][0]
         ways, parameters = stage.mesh.size("tensor"), self.parameters(stage)
         matrices = self.matrices(stage)
@@ -359,28 +525,40 @@ class Costs:
         split = stage.splits.get("head", "")
         shares = work_share(split, ways), 1 / ways if split and split in "vd" else 1.0
         if head and engine.logits_chunk is not None:
-            # The head's gradient is made in the forward pass: each further one that is in flight keeps its own.
+            # The head's gradient is made in the forward pass: each further one that is in flight
+            # keeps its own.
             kept += (depth - 1) * self.width * self.graph.size("vd") * shares[1]
         buffers, buckets = self._buffers(stage, depth * rows if piped else 0)
         logits = logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0
         # When weights are updated no activations are there.
         buffers = max(buffers, updating_bytes(matrices) - kept - logits)
         lost = (engine.overhead - 1) * (weights + gradients + optimizer)
-        lost += (engine.overhead * engine.slack - 1) * kept + (engine.slack - 1) * (logits + buffers)
+        lost += (engine.overhead * engine.slack - 1) * kept + (engine.slack - 1) * (
+            logits + buffers
+        )
         return Memory(
-            weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, logits=logits,
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=kept,
+            logits=logits,
             buffers=buffers + buckets,
-            framework=engine.framework if device.learned.framework is None else device.learned.framework,
-            workspace=engine.workspace, fragmentation=lost,
-            communicators=communicators(stage.mesh, piped, len(self.network.devices)) * engine.channel_bytes
+            framework=engine.framework
+            if device.learned.framework is None
+            else device.learned.framework,
+            workspace=engine.workspace,
+            fragmentation=lost,
+            communicators=communicators(stage.mesh, piped, len(self.network.devices))
+            * engine.channel_bytes
             * CHANNELS[self._joined(rank)],
             snapshot=snapshot_bytes(parameters, len(stage.mesh.ranks) // ways, outer + average)
-            if engine.snapshots and device.backend == "cpu" else 0.0,
-        )  # fmt: skip
+            if engine.snapshots and device.backend == "cpu"
+            else 0.0,
+        )
 
     def _buffers(self, stage: Stage, sent: int) -> tuple[float, float]:
-        """Bytes of messages that come and go, `sent` sequences to neighbours and units that are gathered; and of
-        buckets, which stay."""
+        """Bytes of messages that come and go, `sent` sequences to neighbours and units that are
+        gathered; and of buckets, which stay."""
         engine, ways, buckets = self.engine, stage.mesh.size("tensor"), 0.0
         buffers = 2.0 * sent * self.graph.size("bsd", b=1, s=self.train.seq_len) * self.width
         if len(stage.mesh.ranks) > ways and engine.buckets_copied:

@@ -1,4 +1,5 @@
-"""What one stage of a plan takes in a step: its passes, the sums of its gradients beside them, its update."""
+"""What one stage of a plan takes in a step: its passes, the sums of its gradients beside them, its
+update."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from farspan.estimate.update import update_s
 
 
 class StageTime(NamedTuple):
-    """Seconds of one stage. `exposed` is what its gradient sums and gathers add after the last backward pass."""
+    """Seconds of one stage. `exposed` is what its gradient sums and gathers add after the last
+    backward pass."""
 
     passes: Pass
     exposed: float
@@ -23,12 +25,18 @@ class StageTime(NamedTuple):
 
 
 def stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: int) -> StageTime:
-    """All of a stage's times for so many rows of each batch coordinate, with ZeRO's gathers and sums where its level
-    has them; kept, as searches ask for the same stages among others again."""
+    """All of a stage's times for so many rows of each batch coordinate, with ZeRO's gathers and
+    sums where its level has them; kept, as searches ask for the same stages among others again."""
     key = (
-        stage.units, stage.mesh, stage.zero, stage.recompute, stage.grad_sync, tuple(stage.splits.items()), tuple(rows),
+        stage.units,
+        stage.mesh,
+        stage.zero,
+        stage.recompute,
+        stage.grad_sync,
+        tuple(stage.splits.items()),
+        tuple(rows),
         microbatches,
-    )  # fmt: skip
+    )
     if key not in costs.stage_times:
         costs.stage_times[key] = _stage_time(costs, stage, rows, microbatches)
     known: StageTime = costs.stage_times[key]
@@ -36,10 +44,15 @@ def stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: in
 
 
 def _stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: int) -> StageTime:
-    engine, passes, sums = costs.engine, costs.passes(stage, rows, microbatches), _sync(costs, stage, microbatches)
+    engine, passes, sums = (
+        costs.engine,
+        costs.passes(stage, rows, microbatches),
+        _sync(costs, stage, microbatches),
+    )
     forward, backward = _contended(engine, stage, passes, sums, microbatches)
     if stage.zero == 3:
-        # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
+        # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered
+        # after each.
         forward += _exposed(engine, sums.gather, forward, sums.each)
         backward += _exposed(engine, sums.gather + sums.reduce, backward, sums.each)
         tail = sums.rest
@@ -50,15 +63,17 @@ def _stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: i
         cover = engine.overlap * (passes.backward + sums.busy)
         tail = sums.exposed(sums.reduce + sums.rest, cover) + sums.gather
     waits = (forward - passes.forward, backward - passes.backward)
-    adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
+    adjusted = Pass(
+        forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1]
+    )
     # A device that waits for weights in its passes moves bytes meanwhile.
     tail += max(0.0, sums.busy - microbatches * sum(waits))
     return StageTime(adjusted, tail, update_s(costs, stage), sums.sent)
 
 
 def _sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
-    """`sums.sync`, kept: whose rows these are does not matter to it, nor, where gradients are summed once a step, how
-    many microbatches there are."""
+    """`sums.sync`, kept: whose rows these are does not matter to it, nor, where gradients are
+    summed once a step, how many microbatches there are."""
     often = microbatches if stage.zero >= 2 else 1
     key = stage.units, stage.mesh, stage.zero, stage.grad_sync, tuple(stage.splits.items()), often
     if key not in costs.syncs:
@@ -68,14 +83,17 @@ def _sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
 
 
 def _exposed(engine: Engine, seconds: float, cover: float, last: float) -> float:
-    """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one, which is
-    such a share of them."""
+    """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the
+    last one, which is such a share of them."""
     return max(seconds * last, seconds - engine.overlap * cover) if seconds else 0.0
 
 
-def _contended(engine: Engine, stage: Stage, passes: Pass, sync: SyncTimes, microbatches: int) -> tuple[float, float]:
-    """The passes, longer where collectives of the batch axes run beside them: sums during the backward pass (the last
-    microbatch's, unless they are scattered each time), gathers the forward pass too."""
+def _contended(
+    engine: Engine, stage: Stage, passes: Pass, sync: SyncTimes, microbatches: int
+) -> tuple[float, float]:
+    """The passes, longer where collectives of the batch axes run beside them: sums during the
+    backward pass (the last microbatch's, unless they are scattered each time), gathers the forward
+    pass too."""
     slower = engine.contention
     gathers = slower if stage.zero >= 2 and sync.gather else 0.0
     sums = slower / (1 if stage.zero >= 2 else microbatches) if sync.reduce else 0.0

@@ -1,8 +1,9 @@
-"""What a stage's batch axes exchange in a step: seconds, bytes, and what they take of processors. All are folds over
-its communications (`semantics.communications`).
+"""What a stage's batch axes exchange in a step: seconds, bytes, and what they take of processors.
+All are folds over its communications (`semantics.communications`).
 
-On CPUs messages take turns with arithmetic on the same cores: what goes through a host's memory or its sockets is time
-in which nothing is computed, while the line itself works beside the backward pass.
+On CPUs messages take turns with arithmetic on the same cores: what goes through a host's memory or
+its sockets is time in which nothing is computed, while the line itself works beside the backward
+pass.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from farspan.semantics.communications import Communication, flows, ring_steps
 
 
 class SyncTimes(NamedTuple):
-    """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; the share of one message,
-    and of what is sent last; the way that straight messages share; seconds that all this keeps processors from
-    computing; bytes that leave each site."""
+    """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; the share
+    of one message, and of what is sent last; the way that straight messages share; seconds that all
+    this keeps processors from computing; bytes that leave each site."""
 
     reduce: float
     gather: float
@@ -32,8 +33,11 @@ class SyncTimes(NamedTuple):
     sent: dict[str, float]
 
     def exposed(self, seconds: float, cover: float) -> float:
-        """What of a series of sums does not hide behind so many seconds of arithmetic: at least what is sent last."""
-        return max(self.trip + (seconds - self.trip) * self.last, seconds - cover) if seconds else 0.0
+        """What of a series of sums does not hide behind so many seconds of arithmetic: at least
+        what is sent last."""
+        return (
+            max(self.trip + (seconds - self.trip) * self.last, seconds - cover) if seconds else 0.0
+        )
 
 
 def sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
@@ -44,43 +48,64 @@ def sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
     rest = sum(network.seconds(one) for one in others if one.purpose == "gradients")
     each = 1 / max(1.0, sums.messages)
     return SyncTimes(
-        network.seconds(sums), network.seconds(gathers) if gathers else 0.0, rest, each,
-        max(each, _tables(costs, stage)), _trip(network, found),
-        _busy(costs, stage, found) if costs.engine.move_cost else 0.0, leaving(network, found),
-    )  # fmt: skip
+        network.seconds(sums),
+        network.seconds(gathers) if gathers else 0.0,
+        rest,
+        each,
+        max(each, _tables(costs, stage)),
+        _trip(network, found),
+        _busy(costs, stage, found) if costs.engine.move_cost else 0.0,
+        leaving(network, found),
+    )
 
 
 def _trip(network: Network, found: Iterable[Communication]) -> float:
-    """The way, there and back where nothing is posted ahead, of sums that go straight between sites; those of a ring
-    take theirs message by message."""
+    """The way, there and back where nothing is posted ahead, of sums that go straight between
+    sites; those of a ring take theirs message by message."""
     if not network.engine.direct:
         return 0.0
     groups = (group for one in found if one.ahead and one.way != "ring" for group in one.groups)
     ends = ({network.hosts[rank]: rank for rank in group}.values() for group in groups)
     share = 0.5 if network.engine.receives_ahead else 1.0
-    return share * max((network.rtt_s(*pair) for ranks in ends for pair in combinations(ranks, 2)), default=0.0)
+    return share * max(
+        (network.rtt_s(*pair) for ranks in ends for pair in combinations(ranks, 2)), default=0.0
+    )
 
 
 def _tables(costs: Costs, stage: Stage) -> float:
-    """The share of the embedding's tables in a stage's parameters: their gradients are complete only when its
-    backward pass ends."""
+    """The share of the embedding's tables in a stage's parameters: their gradients are complete
+    only when its backward pass ends."""
     graph = costs.graph
     return graph.parameters(0, 1) / graph.parameters(*stage.units) if stage.units[0] == 0 else 0.0
 
 
-# -- processors --------------------------------------------------------------------------------------------------------
+# -- processors
+#   ------------------------------------------------------------------------------------------------
 
 
 def _busy(costs: Costs, stage: Stage, found: Sequence[Communication]) -> float:
-    """Seconds of the busiest site: what goes between its devices, through its sockets, and through its codecs. Where
-    weights are gathered after the update nobody has anything else to do."""
+    """Seconds of the busiest site: what goes between its devices, through its sockets, and through
+    its codecs. Where weights are gathered after the update nobody has anything else to do."""
     mesh, network = stage.mesh, costs.network
     beside = [one for one in found if one.beside != "nothing"]
-    turns = [one for one in beside if one.groups == (mesh.groups("data") if stage.zero else mesh.transposed)]
-    inside = sum(one.times * _inside_s(network, one, 4.0 * costs.parameters(stage)) for one in turns)
-    sockets = max((carried_s(network, mesh.ranks, name, 2 * size) for name, size in leaving(network, beside).items()),
-                  default=0.0)  # fmt: skip
-    in_memory = inside + _coding(costs, stage, found[0].messages) + _scattered(costs, stage, found[0].times)
+    turns = [
+        one
+        for one in beside
+        if one.groups == (mesh.groups("data") if stage.zero else mesh.transposed)
+    ]
+    inside = sum(
+        one.times * _inside_s(network, one, 4.0 * costs.parameters(stage)) for one in turns
+    )
+    sockets = max(
+        (
+            carried_s(network, mesh.ranks, name, 2 * size)
+            for name, size in leaving(network, beside).items()
+        ),
+        default=0.0,
+    )
+    in_memory = (
+        inside + _coding(costs, stage, found[0].messages) + _scattered(costs, stage, found[0].times)
+    )
     woken = sum(one.times for one in turns) * found[0].messages if len(mesh.batch) > 1 else 0
     return costs.engine.move_cost * in_memory + sockets + costs.engine.message_busy_s * woken
 
@@ -89,21 +114,23 @@ def _inside_s(network: Network, one: Communication, size: float) -> float:
     """Seconds of what of a sum or a gather of so many bytes goes between devices of one host."""
     kind = "all_reduce" if one.kind == "exchange" else one.kind
     parts = [
-        ranks for group in one.groups for ranks in (network.by_site(group).values() if one.way == "sites" else (group,))
+        ranks
+        for group in one.groups
+        for ranks in (network.by_site(group).values() if one.way == "sites" else (group,))
     ]
     return max(network.inside_s(ranks, size, ring_steps(kind, len(ranks))) for ranks in parts)
 
 
 def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) -> float:
-    """Seconds that so many bytes through the sockets of a site, in and out, keep its hosts among `ranks` from
-    computing; 0 where others than processors compute."""
+    """Seconds that so many bytes through the sockets of a site, in and out, keep its hosts among
+    `ranks` from computing; 0 where others than processors compute."""
     hosts = {network.hosts[rank] for rank in ranks if network.sites[rank] == site}
     return network.engine.move_cost * network.byte_s(site) * size / max(1, len(hosts))
 
 
 def _scattered(costs: Costs, stage: Stage, rounds: float) -> float:
-    """What a part takes that each rank of a data axis sums for itself, as passes through memory: it is copied, the
-    others' are added to it, and it goes where the update reads it."""
+    """What a part takes that each rank of a data axis sums for itself, as passes through memory: it
+    is copied, the others' are added to it, and it goes where the update reads it."""
     ways = stage.mesh.size("data")
     if stage.zero == 0 or ways == 1:
         return 0.0
@@ -112,7 +139,8 @@ def _scattered(costs: Costs, stage: Stage, rounds: float) -> float:
 
 
 def _coding(costs: Costs, stage: Stage, messages: float) -> float:
-    """Encoding, decoding and adding what goes straight between sites, as passes through memory (Engine)."""
+    """Encoding, decoding and adding what goes straight between sites, as passes through memory
+    (Engine)."""
     mesh, bits = stage.mesh, stage.grad_sync.bits
     shares = [0.0]  # Of the parameters, those that a device codes.
     if stage.zero:
@@ -128,7 +156,8 @@ def _coding(costs: Costs, stage: Stage, messages: float) -> float:
     return max(costs.stream_s(rank, moved) for rank in mesh.ranks)
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- bytes
+#   ------------------------------------------------------------------------------------------------
 
 
 def leaving(network: Network, found: Iterable[Communication]) -> dict[str, float]:

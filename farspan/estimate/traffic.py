@@ -1,7 +1,8 @@
-"""What a plan sends over the network in a step: by purpose, how many bytes between which hosts, and how long it takes.
+"""What a plan sends over the network in a step: by purpose, how many bytes between which hosts, and
+how long it takes.
 
-Counted from the plan as `estimate.stage` and `estimate.price` count it; seconds here are of the exchange alone, before
-anything of it hides behind arithmetic.
+Counted from the plan as `estimate.stage` and `estimate.price` count it; seconds here are of the
+exchange alone, before anything of it hides behind arithmetic.
 """
 
 from __future__ import annotations
@@ -16,13 +17,21 @@ from farspan.domain.plan import Plan, Replica, Stage
 from farspan.estimate.between_stages import edges, table, tied_bytes
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
-from farspan.semantics.communications import Communication, Purpose, Sends, flows, layout_changes, meeting
+from farspan.semantics.communications import (
+    Communication,
+    Purpose,
+    Sends,
+    flows,
+    layout_changes,
+    meeting,
+)
 
 Pair = tuple[str, str]
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """One purpose's messages of a step. `by_hosts` holds bytes, both ways together, between hosts that are not one."""
+    """One purpose's messages of a step. `by_hosts` holds bytes, both ways together, between hosts
+    that are not one."""
 
     purpose: Purpose
     by_hosts: dict[Pair, float]
@@ -32,7 +41,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ledger:
-    """Adds up exchanges by purpose; groups of one purpose exchange side by side, so the slowest of a call counts."""
+    """Adds up exchanges by purpose; groups of one purpose exchange side by side, so the slowest of
+    a call counts."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -51,18 +61,23 @@ class _Ledger:
             hosts[pair] = hosts.get(pair, 0.0) + size
 
     def communication(self, one: Communication, *, timed: bool = True) -> None:
-        """Its bytes between hosts and, unless others of its kind go on at the same time, its seconds."""
+        """Its bytes between hosts and, unless others of its kind go on at the same time, its
+        seconds."""
         network = self._network
         for source, target, size in flows(one, network.sites.__getitem__):
             self.bytes(one.purpose, network.hosts[source], network.hosts[target], size)
         if timed:
             empty = one._replace(size=0.0, inside=0.0)
-            self.add(one.purpose, one.times * network.seconds(one), one.times * network.seconds(empty))
+            self.add(
+                one.purpose, one.times * network.seconds(one), one.times * network.seconds(empty)
+            )
 
     def sends(self, purpose: Purpose, sends: Sends, times: int) -> None:
         """The bytes between hosts of messages that are sent so many times."""
         for source, target, size in (*sends.across, *sends.inside):
-            self.bytes(purpose, self._network.hosts[source], self._network.hosts[target], times * size)
+            self.bytes(
+                purpose, self._network.hosts[source], self._network.hosts[target], times * size
+            )
 
     def exchanges(self) -> tuple[Exchange, ...]:
         exchanges = (
@@ -91,7 +106,9 @@ def traffic(plan: Plan, costs: Costs) -> tuple[Exchange, ...]:
     return ledger.exchanges()
 
 
-def between_sites(exchanges: Sequence[Exchange], network: Network) -> dict[Pair, dict[Purpose, float]]:
+def between_sites(
+    exchanges: Sequence[Exchange], network: Network
+) -> dict[Pair, dict[Purpose, float]]:
     """Bytes a step between every two sites that exchange any, by purpose."""
     by_pair: dict[Pair, dict[Purpose, float]] = {}
     for exchange in exchanges:
@@ -115,11 +132,23 @@ def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) ->
     for coordinate, group in enumerate(stage.mesh.batch):
         if not stage.rows[coordinate]:
             continue
-        sizes = Counter(max(1, replica.part(index, coordinate, i)) for i in range(replica.microbatches))
-        for (unit, count), (rows, parts) in itertools.product(graph.kinds(*stage.units), sizes.items()):
-            for kind, size, _ in layout_changes(graph, unit, stage.splits, rows, costs.train.seq_len, costs.width):
+        sizes = Counter(
+            max(1, replica.part(index, coordinate, i)) for i in range(replica.microbatches)
+        )
+        for (unit, count), (rows, parts) in itertools.product(
+            graph.kinds(*stage.units), sizes.items()
+        ):
+            for kind, size, _ in layout_changes(
+                graph, unit, stage.splits, rows, costs.train.seq_len, costs.width
+            ):
                 one = Communication(
-                    "operators", kind, "ring", (group,), size, count * parts, concurrent=len(stage.mesh.batch)
+                    "operators",
+                    kind,
+                    "ring",
+                    (group,),
+                    size,
+                    count * parts,
+                    concurrent=len(stage.mesh.batch),
                 )
                 ledger.communication(one, timed=coordinate == 0)
 
@@ -129,21 +158,27 @@ def _edges(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
     down, up = edges(replica, costs)
     for i in range(len(replica.edges)):
         for backward in (False, True):
-            ledger.sends("activations", costs.stage_sends(replica, i, backward), replica.microbatches)
+            ledger.sends(
+                "activations", costs.stage_sends(replica, i, backward), replica.microbatches
+            )
         busy = replica.microbatches * (down[i].busy + up[i].busy)
         delay = down[i].delay + up[i].delay
         ledger.add("activations", busy + delay, delay)
 
 
 def _tied(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
-    """The gradient of a table that both ends of a pipeline hold, one way, and its sum or the updated rows back."""
+    """The gradient of a table that both ends of a pipeline hold, one way, and its sum or the
+    updated rows back."""
     if not costs.graph.tied or len(replica.stages) == 1:
         return
     both = table(replica, costs)
     for sends in both:
         ledger.sends("tied table", sends, 1)
     if costs.engine.ties_collective:
-        took, ends = costs.network.all_reduce_s, (replica.stages[0].mesh.ranks[0], replica.stages[-1].mesh.ranks[-1])
+        took, ends = (
+            costs.network.all_reduce_s,
+            (replica.stages[0].mesh.ranks[0], replica.stages[-1].mesh.ranks[-1]),
+        )
         ledger.add("tied table", took(ends, tied_bytes(replica, costs)[0]), took(ends, 0.0))
     else:
         for sends in both:

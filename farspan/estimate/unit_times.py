@@ -1,5 +1,5 @@
-"""Units of the model that were timed on a device (`farspan probe`): they take so long together, and the roofline only
-divides it among their operators and over a tensor axis.
+"""Units of the model that were timed on a device (`farspan probe`): they take so long together, and
+the roofline only divides it among their operators and over a tensor axis.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ Factors = tuple[float, float]
 
 
 class TimedUnits:
-    """What kinds of devices took for the units of one model, at one precision and length of sequences.
+    """What kinds of devices took for the units of one model, at one precision and length of
+    sequences.
 
-    `predicted` gives seconds of the forward and the backward pass of an operator on a kind of device, for so many rows,
-    at its share of the host that `crowds` says: how many devices there are at work, and how much slower that makes one
-    by the number of threads.
+    `predicted` gives seconds of the forward and the backward pass of an operator on a kind of
+    device, for so many rows, at its share of the host that `crowds` says: how many devices there
+    are at work, and how much slower that makes one by the number of threads.
     """
 
     def __init__(
-        self, graph: OpGraph, train: TrainSpec, devices: Mapping[int, Device], crowds: Mapping[int, tuple[int, float]],
+        self,
+        graph: OpGraph,
+        train: TrainSpec,
+        devices: Mapping[int, Device],
+        crowds: Mapping[int, tuple[int, float]],
         predicted: Callable[[int, Operator, int], tuple[Kernels, Kernels]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._predicted, self._devices = predicted, devices
         named = {"embedding": graph.embedding, "block": graph.block, "head": graph.head}
         self._unit = {op.name: (name, unit) for name, unit in named.items() for op in unit}
@@ -39,7 +44,9 @@ class TimedUnits:
             fitting = [unit_time for unit_time in device.times.units if self.fits(unit_time)]
             count, crowd = crowds[kind]
             crowded = [unit_time for unit_time in fitting if unit_time.together == count]
-            for unit_time in crowded or [_slowed(unit_time, crowd) for unit_time in fitting if unit_time.together == 1]:
+            for unit_time in crowded or [
+                _slowed(unit_time, crowd) for unit_time in fitting if unit_time.together == 1
+            ]:
                 self._times.setdefault((kind, unit_time.unit), []).append(unit_time)
         self._found: dict[tuple[int, str, int], tuple[Factors, Factors]] = {}
 
@@ -48,11 +55,12 @@ class TimedUnits:
         return (unit_time.model, unit_time.dtype, unit_time.seq_len) == self._asked
 
     def factors(self, kind: int, op: Operator, rows: int) -> tuple[Factors, Factors]:
-        """Forward and backward, what the kernels of the operator's unit took over what they were predicted to take, and
-        the same of their launches; 1 where it was not timed.
+        """Forward and backward, what the kernels of the operator's unit took over what they were
+        predicted to take, and the same of their launches; 1 where it was not timed.
 
-        Launches take what they were predicted to, but no longer than the unit did; kernels take what is left, or all of
-        it where launches go on beside them. So a part of a unit, on a tensor axis, launches as many kernels as all.
+        Launches take what they were predicted to, but no longer than the unit did; kernels take
+        what is left, or all of it where launches go on beside them. So a part of a unit, on a
+        tensor axis, launches as many kernels as all.
         """
         name, unit = self._unit[op.name]
         times = self._times.get((kind, name))
@@ -63,7 +71,8 @@ class TimedUnits:
             both = zip(*(self._predicted(kind, operator, rows) for operator in unit), strict=True)
             ahead = self._devices[kind].backend != "cpu"
             forward, backward = (
-                _factors(timed, passes, ahead) for timed, passes in zip(unit_seconds(times, rows), both, strict=True)
+                _factors(timed, passes, ahead)
+                for timed, passes in zip(unit_seconds(times, rows), both, strict=True)
             )
             self._found[key] = forward, backward
         return self._found[key]
@@ -84,17 +93,22 @@ def _slowed(unit_time: UnitTime, times: float) -> UnitTime:
 
 
 def unit_seconds(times: Sequence[UnitTime], rows: int) -> tuple[float, float]:
-    """Forward and backward seconds of a unit over `rows` sequences, from those timed: on the line through the nearest
-    two, or in proportion where there is one; beyond the most that was timed never less than that took."""
+    """Forward and backward seconds of a unit over `rows` sequences, from those timed: on the line
+    through the nearest two, or in proportion where there is one; beyond the most that was timed
+    never less than that took."""
     known = sorted(times, key=lambda unit_time: unit_time.rows)
     if len(known) == 1:
         share = rows / known[0].rows
         return known[0].forward_s * share, known[0].backward_s * share
-    above = next((i for i, unit_time in enumerate(known) if i > 0 and unit_time.rows >= rows), len(known) - 1)
+    above = next(
+        (i for i, unit_time in enumerate(known) if i > 0 and unit_time.rows >= rows), len(known) - 1
+    )
     a, b = known[above - 1], known[above]
     share = (rows - a.rows) / (b.rows - a.rows)
     forward = a.forward_s + share * (b.forward_s - a.forward_s)
     backward = a.backward_s + share * (b.backward_s - a.backward_s)
-    if rows > b.rows:  # Where overheads are all that small ones take, noise would turn the line downwards.
+    if (
+        rows > b.rows
+    ):  # Where overheads are all that small ones take, noise would turn the line downwards.
         return max(b.forward_s, forward), max(b.backward_s, backward)
     return max(0.0, forward), max(0.0, backward)

@@ -1,8 +1,11 @@
-"""What doctor and probe run on every host: a conversation about that host and its network, one JSON line each way.
+"""What doctor and probe run on every host: a conversation about that host and its network, one JSON
+line each way.
 
-Sent there as text and run by whatever Python is there, so it uses the standard library only and is written for Python
-3.7: a host that lacks farspan, or has an old Python, must be able to say so. It ends with its standard input.
-Questions are `{"do": NAME, ...}`; an answer is what the function of that name returns, or `{"error": text}`.
+Sent there as text and run by whatever Python is there, so it uses the standard library only and is
+written for Python
+3.7: a host that lacks farspan, or has an old Python, must be able to say so. It ends with its
+  standard input. Questions are `{"do": NAME, ...}`; an answer is what the function of that name
+  returns, or `{"error": text}`.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ BLOCK = 1 << 18
 CALL_S, IDLE_S = 10, 60
 #: What nvidia-smi is asked for of each GPU; drivers know the first three since ever.
 GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap", "uuid", "mig.mode.current")
-#: Seconds until a driver that does not answer is hung, and until PyTorch is imported on a slow disk.
+#: Seconds until a driver that does not answer is hung, and until PyTorch is imported on a slow
+#: disk.
 DRIVER_S, IMPORT_S = 10.0, 90.0
 PACKAGES = ("farspan", "torch", "ray", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class Server:
-    """Answers pings, swallows streams and counts datagrams of those who say its secret, on one port of an address."""
+    """Answers pings, swallows streams and counts datagrams of those who say its secret, on one port
+    of an address."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self.secret = secret
@@ -118,8 +123,9 @@ def serve(address: str, secret: str) -> dict[str, Any]:
 
 
 def listening(address: str) -> str:
-    """The address to listen on for those who know this host by one. Behind address translation no interface has that,
-    and a name may lead its own host to loopback: then it is all addresses, and the secret alone guards them."""
+    """The address to listen on for those who know this host by one. Behind address translation no
+    interface has that, and a name may lead its own host to loopback: then it is all addresses, and
+    the secret alone guards them."""
     try:
         ip = socket.gethostbyname(address)
         with socket.socket() as probe:
@@ -141,12 +147,14 @@ def free_ports(count: int) -> dict[str, Any]:
 
 
 def received() -> dict[str, Any]:
-    """Bytes swallowed so far, at this host's own time; seconds that the machine's cores were busy, of each."""
+    """Bytes swallowed so far, at this host's own time; seconds that the machine's cores were busy,
+    of each."""
     return {"bytes": SERVER[0].received, "at": time.monotonic(), "busy": busy()}
 
 
 def busy() -> float | None:
-    """Seconds that a core of this machine was busy so far, on average; None where the kernel does not say so."""
+    """Seconds that a core of this machine was busy so far, on average; None where the kernel does
+    not say so."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
@@ -167,7 +175,9 @@ def facts() -> dict[str, Any]:
         "system": platform.system(),
         "packages": {name: version(name) for name in PACKAGES},
         "interfaces": interfaces(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "disk_free": shutil.disk_usage(Path.home()).free,
         "nvidia": nvidia(),
@@ -186,7 +196,8 @@ def version(name: str) -> str | None:
 
 
 def nvidia() -> dict[str, Any]:
-    """The NVIDIA GPUs that their driver lists, in the order of its numbers, or why it lists none."""
+    """The NVIDIA GPUs that their driver lists, in the order of its numbers, or why it lists
+    none."""
     answer = asked_of_driver(GPU_FIELDS)
     # Older drivers refuse a question whose fields they do not all know.
     return asked_of_driver(GPU_FIELDS[:3]) if "not a valid field" in answer["failure"] else answer
@@ -196,7 +207,11 @@ def asked_of_driver(fields: tuple[str, ...]) -> dict[str, Any]:
     words = ["nvidia-smi", "--query-gpu=" + ",".join(fields), "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=DRIVER_S
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=DRIVER_S,
         )
     except FileNotFoundError:
         return {"gpus": [], "failure": ""}
@@ -204,11 +219,21 @@ def asked_of_driver(fields: tuple[str, ...]) -> dict[str, Any]:
         return {"gpus": [], "failure": f"it has not answered within {DRIVER_S:g} s"}
     except OSError as error:
         return {"gpus": [], "failure": str(error)}
-    lines = [line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()
+    ]
     rows = [[value.strip() for value in line.split(",")] for line in lines]
-    gpus = [gpu({field: row[i] for i, field in enumerate(fields)}) for row in rows if len(row) == len(fields)]
+    gpus = [
+        gpu({field: row[i] for i, field in enumerate(fields)})
+        for row in rows
+        if len(row) == len(fields)
+    ]
     # Exit code 6: no GPU is there, which is no failure.
-    failure = "" if gpus or done.returncode in (0, 6) else " ".join(lines)[:300] or f"exit code {done.returncode}"
+    failure = (
+        ""
+        if gpus or done.returncode in (0, 6)
+        else " ".join(lines)[:300] or f"exit code {done.returncode}"
+    )
     return {"gpus": gpus, "failure": failure}
 
 
@@ -219,19 +244,25 @@ def gpu(said: dict[str, str]) -> dict[str, Any]:
         "name": said["name"],
         "memory": int(float(memory) * 2**20) if memory.replace(".", "", 1).isdigit() else 0,
         "driver": said["driver_version"],
-        "capability": [int(part) for part in capability] if all(map(str.isdigit, capability)) else None,
+        "capability": [int(part) for part in capability]
+        if all(map(str.isdigit, capability))
+        else None,
         "uuid": said.get("uuid", ""),
         "mig": said.get("mig.mode.current") == "Enabled",
     }
 
 
 def wheel() -> dict[str, Any]:
-    """What the PyTorch of this interpreter is built for and sees; None where it, or farspan, is not there."""
+    """What the PyTorch of this interpreter is built for and sees; None where it, or farspan, is not
+    there."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "farspan.runtime.probe"], input=b'{"type": "installed"}\n', stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, timeout=IMPORT_S,
-        )  # fmt: skip
+            [sys.executable, "-m", "farspan.runtime.probe"],
+            input=b'{"type": "installed"}\n',
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=IMPORT_S,
+        )
         return {"wheel": json.loads(done.stdout.decode())["answer"]}
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
         return {"wheel": None}
@@ -247,7 +278,9 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+                packed = fcntl.ioctl(
+                    probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15])
+                )
             except OSError:
                 continue
             addresses[name] = socket.inet_ntoa(packed[20:24])
@@ -262,7 +295,10 @@ def route(address: str) -> dict[str, Any]:
             own = probe.getsockname()[0]
     except OSError:
         return {"interface": None, "address": None}
-    return {"interface": next((name for name, ip in interfaces().items() if ip == own), None), "address": own}
+    return {
+        "interface": next((name for name, ip in interfaces().items() if ip == own), None),
+        "address": own,
+    }
 
 
 def reach(address: str, port: int, secret: str, deadline: float, pings: int) -> dict[str, Any]:
@@ -300,7 +336,8 @@ def reach(address: str, port: int, secret: str, deadline: float, pings: int) -> 
 
 
 def failure(error: OSError, silent: str) -> dict[str, Any]:
-    """What a connection failed at; `silent` says that nothing came. Before 3.10 socket.timeout is no TimeoutError."""
+    """What a connection failed at; `silent` says that nothing came. Before 3.10 socket.timeout is
+    no TimeoutError."""
     if isinstance(error, TimeoutError) or str(error) == "timed out":
         return {"failed": "timeout", "fact": silent}
     refused = error.errno == errno.ECONNREFUSED
@@ -351,7 +388,8 @@ def settle() -> dict[str, Any]:
 
 
 def transfer(address: str, port: int, secret: str, size: int, repeats: int) -> dict[str, Any]:
-    """Seconds to send `size` bytes and learn that the last one arrived, over one warm connection each."""
+    """Seconds to send `size` bytes and learn that the last one arrived, over one warm connection
+    each."""
     times = []
     for _ in range(repeats):
         with socket.create_connection((address, port), timeout=30) as out:
@@ -365,7 +403,21 @@ def transfer(address: str, port: int, secret: str, size: int, repeats: int) -> d
     return {"seconds": times}
 
 
-DO = (hello, serve, free_ports, received, datagrams, facts, wheel, route, reach, say, stream, settle, transfer)
+DO = (
+    hello,
+    serve,
+    free_ports,
+    received,
+    datagrams,
+    facts,
+    wheel,
+    route,
+    reach,
+    say,
+    stream,
+    settle,
+    transfer,
+)
 
 
 def main() -> None:

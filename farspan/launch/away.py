@@ -1,4 +1,5 @@
-"""Which hosts of a run cannot be worked with now: those that cannot be entered, and those that others cannot reach."""
+"""Which hosts of a run cannot be worked with now: those that cannot be entered, and those that
+others cannot reach."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ MOST_PAIRED = 8
 
 
 def away(hosts: Sequence[Host]) -> set[str]:
-    """The hosts that are away. The side of a cut link counts as there that has the first host which can be entered, of
-    those that see the run's folder if any does: what the run has saved is there."""
+    """The hosts that are away. The side of a cut link counts as there that has the first host which
+    can be entered, of those that see the run's folder if any does: what the run has saved is
+    there."""
     if len(hosts) == 1 and hosts[0].enter == ():
         return set()
     with agents(hosts) as (reached, unreachable):
         there = sorted(
-            (host for host in hosts if host.name in reached), key=lambda host: host.folder is not None
-        )  # fmt: skip
+            (host for host in hosts if host.name in reached),
+            key=lambda host: host.folder is not None,
+        )
         if not there:
             return set(unreachable)
         home, others = there[0].name, [host.name for host in there[1:]]
@@ -31,8 +34,13 @@ def away(hosts: Sequence[Host]) -> set[str]:
         if len(there) <= MOST_PAIRED:
             pairs += combinations(others, 2)
         with ThreadPoolExecutor(max(1, len(pairs))) as pool:
-            cut = [pair for pair, whole in zip(pairs, pool.map(lambda p: _joined(reached, *p), pairs), strict=True)
-                   if not whole]  # fmt: skip
+            cut = [
+                pair
+                for pair, whole in zip(
+                    pairs, pool.map(lambda p: _joined(reached, *p), pairs), strict=True
+                )
+                if not whole
+            ]
     gone = set(unreachable) | {other for first, other in cut if first == home}
     while left := [pair for pair in cut if not gone & set(pair)]:
         # Of two that do not reach each other goes the one that lacks more, else the later one.
@@ -43,4 +51,6 @@ def away(hosts: Sequence[Host]) -> set[str]:
 
 def _joined(reached: dict[str, Agent], a: str, b: str) -> bool:
     """Whether each of two hosts can connect to the other."""
-    return not any(reach(reached[one], reached[other], pings=1).failed for one, other in ((a, b), (b, a)))
+    return not any(
+        reach(reached[one], reached[other], pings=1).failed for one, other in ((a, b), (b, a))
+    )

@@ -1,4 +1,5 @@
-"""Clusters by name: a user's file, or one that ships with farspan; `:N` after either takes its first N devices."""
+"""Clusters by name: a user's file, or one that ships with farspan; `:N` after either takes its
+first N devices."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from farspan.domain.problems import Refusal, nearest
 def named() -> dict[str, Path]:
     """The files of the clusters that ship with farspan, by name (`fabric/gat-amst`)."""
     root = Path(str(resources.files("farspan.catalog").joinpath("clusters")))
-    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    return {
+        str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))
+    }
 
 
 def find(name: str) -> Cluster:
-    """The cluster of a file or of a name, with `:N` its first N devices, or the one that Ray runs at `ray:ADDRESS`."""
+    """The cluster of a file or of a name, with `:N` its first N devices, or the one that Ray runs
+    at `ray:ADDRESS`."""
     if name.startswith("ray:"):
         from farspan.launch.launchers.ray import read_cluster
 
@@ -30,10 +34,14 @@ def find(name: str) -> Cluster:
         return cluster
     if not 1 <= int(count) <= len(cluster.devices):
         raise Refusal(
-            "device-missing", where="--cluster", fact=f"{whole} has {len(cluster.devices)}",
-            what=f"{whole} has fewer than {count} devices" if int(count) else f"{name} has no devices",
+            "device-missing",
+            where="--cluster",
+            fact=f"{whole} has {len(cluster.devices)}",
+            what=f"{whole} has fewer than {count} devices"
+            if int(count)
+            else f"{name} has no devices",
             remedy=f"--cluster {whole}:{len(cluster.devices)}",
-        )  # fmt: skip
+        )
     return cluster.first(int(count))
 
 
@@ -47,7 +55,9 @@ def _path(name: str) -> Path:
         raise missing_path(path)
     match = nearest(name, ours)
     raise Refusal(
-        "path-missing", what=f"there is no cluster {name!r}", where="--cluster",
+        "path-missing",
+        what=f"there is no cluster {name!r}",
+        where="--cluster",
         fact=f"it is neither a file nor one of {', '.join(ours)}",
         remedy=f"--cluster {match}" if match else "farspan cluster list",
-    )  # fmt: skip
+    )

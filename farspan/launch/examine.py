@@ -25,7 +25,8 @@ REACH_S = 4.0
 #: A datagram that has not come by then will not.
 DATAGRAM_S = 3.0
 PINGS = 12
-#: Seconds that a stream gets to grow, beside GROW_RTTS round trips; then it is timed so long, or TIMED_RTTS if longer.
+#: Seconds that a stream gets to grow, beside GROW_RTTS round trips; then it is timed so long, or
+#: TIMED_RTTS if longer.
 GROW_S, GROW_RTTS, TIMED_S, TIMED_RTTS = 0.5, 16, 1.0, 20
 
 
@@ -47,7 +48,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostPath(msgspec.Struct, frozen=True, kw_only=True):
-    """From one host to another. `failed` is name, route, port, timeout or None; rates are bytes a second."""
+    """From one host to another. `failed` is name, route, port, timeout or None; rates are bytes a
+    second."""
 
     a: str
     b: str
@@ -73,7 +75,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def agents(hosts: Iterable[Host]) -> Iterator[tuple[dict[str, Agent], dict[str, Problem]]]:
-    """An agent on every host that can be reached, and why not on the others; started side by side."""
+    """An agent on every host that can be reached, and why not on the others; started side by
+    side."""
     hosts = tuple(hosts)
     with ExitStack() as stack, ThreadPoolExecutor(max(1, len(hosts))) as pool:
 
@@ -87,7 +90,10 @@ def agents(hosts: Iterable[Host]) -> Iterator[tuple[dict[str, Agent], dict[str, 
         reached = {name: agent for name, agent in started.items() if isinstance(agent, Agent)}
         for agent in reached.values():
             stack.push(agent)
-        yield reached, {name: problem for name, problem in started.items() if isinstance(problem, Problem)}
+        yield (
+            reached,
+            {name: problem for name, problem in started.items() if isinstance(problem, Problem)},
+        )
 
 
 def examine(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
@@ -97,7 +103,9 @@ def examine(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
         ways: list[HostPath] = []
         for pairs in rounds(sorted(reached)):
             with ThreadPoolExecutor(max(1, len(pairs))) as pool:
-                for both in pool.map(lambda pair: between(reached[pair[0]], reached[pair[1]], streams), pairs):
+                for both in pool.map(
+                    lambda pair: between(reached[pair[0]], reached[pair[1]], streams), pairs
+                ):
                     ways += both
     return Examination(hosts=facts, unreachable=unreachable, ways=tuple(ways))
 
@@ -113,7 +121,8 @@ def wheel_of(agent: Agent) -> Wheel | None:
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every pair once, in rounds in which no name comes twice (the circle method of round-robin tournaments)."""
+    """Every pair once, in rounds in which no name comes twice (the circle method of round-robin
+    tournaments)."""
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     schedule = []
     for _ in range(len(circle) - 1):
@@ -125,7 +134,8 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def between(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath, HostPath]:
-    """Both ways between two hosts: first whether, then how fast, never two measurements at a time."""
+    """Both ways between two hosts: first whether, then how fast, never two measurements at a
+    time."""
     with ThreadPoolExecutor(2) as pool:
         there, back = pool.map(lambda pair: reach(*pair), ((a, b), (b, a)))
     if there.failed or back.failed:
@@ -143,11 +153,16 @@ def address(host: Host) -> str:
 
 
 def reach(a: Agent, b: Agent, pings: int = PINGS) -> HostPath:
-    """Whether `a` can connect to `b`, and its round trips: median, and half the spread of the middle half as jitter."""
+    """Whether `a` can connect to `b`, and its round trips: median, and half the spread of the
+    middle half as jitter."""
     answer = a.ask("reach", **b.target, deadline=REACH_S, pings=pings, deadline_s=3 * REACH_S)
     interface = a.ask("route", address=b.address)["interface"]
     way = HostPath(
-        a=a.host.name, b=b.host.name, failed=answer["failed"], fact=answer.get("fact", ""), interface=interface
+        a=a.host.name,
+        b=b.host.name,
+        failed=answer["failed"],
+        fact=answer.get("fact", ""),
+        interface=interface,
     )
     if way.failed:
         return way
@@ -155,9 +170,11 @@ def reach(a: Agent, b: Agent, pings: int = PINGS) -> HostPath:
     rtts = sorted(answer["rtts"][1:] or answer["rtts"])
     quarters = statistics.quantiles(rtts, n=4) if len(rtts) > 1 else [rtts[0]] * 3
     return msgspec.structs.replace(
-        way, rtt_s=statistics.median(rtts), jitter_s=(quarters[2] - quarters[0]) / 2,
+        way,
+        rtt_s=statistics.median(rtts),
+        jitter_s=(quarters[2] - quarters[0]) / 2,
         clock_offset_s=answer["clock_offset"],
-    )  # fmt: skip
+    )
 
 
 def one_way(a: Agent, b: Agent, way: HostPath) -> HostPath:
@@ -174,15 +191,17 @@ def one_way(a: Agent, b: Agent, way: HostPath) -> HostPath:
 
 
 class Streamed(NamedTuple):
-    """Bytes a second that arrived, and seconds that one of them kept the cores of either end busy, on average."""
+    """Bytes a second that arrived, and seconds that one of them kept the cores of either end busy,
+    on average."""
 
     rate: float
     busy_s: float | None
 
 
 def stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
-    """As many bytes as arrive at `b` over so many streams from `a`, after they have grown. A lost packet holds back
-    what follows it for a round trip: some twenty of them make that a small share."""
+    """As many bytes as arrive at `b` over so many streams from `a`, after they have grown. A lost
+    packet holds back what follows it for a round trip: some twenty of them make that a small
+    share."""
     grow, timed = GROW_S + GROW_RTTS * rtt_s, max(TIMED_S, TIMED_RTTS * rtt_s)
     a.ask("stream", **b.target, streams=streams, seconds=grow + timed + 0.1)
     time.sleep(grow)
@@ -192,8 +211,14 @@ def stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
     a.ask("settle")
     size = last[1]["bytes"] - first[1]["bytes"]
     known = None not in (answer["busy"] for answer in first)
-    busy = sum(after["busy"] - before["busy"] for before, after in zip(first, last, strict=True)) if known else 0.0
-    return Streamed(float(size / (last[1]["at"] - first[1]["at"])), busy / 2 / size if known and size else None)
+    busy = (
+        sum(after["busy"] - before["busy"] for before, after in zip(first, last, strict=True))
+        if known
+        else 0.0
+    )
+    return Streamed(
+        float(size / (last[1]["at"] - first[1]["at"])), busy / 2 / size if known and size else None
+    )
 
 
 def rate(a: Agent, b: Agent, streams: int, rtt_s: float) -> float:

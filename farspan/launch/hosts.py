@@ -1,4 +1,5 @@
-"""Reaching hosts: the command that runs something on one, and a conversation with the agent that runs there."""
+"""Reaching hosts: the command that runs something on one, and a conversation with the agent that
+runs there."""
 
 from __future__ import annotations
 
@@ -22,53 +23,73 @@ import msgspec
 from farspan.domain.cluster import Host
 from farspan.domain.problems import Refusal
 
-#: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no signals: what is
-#: signalled is the client alone.
+#: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no
+#: signals: what is signalled is the client alone.
 CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
-#: A host that has not answered the first question by then is not reachable (ssh itself gives up after CONNECT_S).
+#: A host that has not answered the first question by then is not reachable (ssh itself gives up
+#: after CONNECT_S).
 START_S, CONNECT_S = 12.0, 8
-#: ssh asks a host that says nothing every so many seconds whether it is there, and ends after so many times without an
-#: answer: a line that is cut, or that a router has forgotten, would else be waited on for hours.
+#: ssh asks a host that says nothing every so many seconds whether it is there, and ends after so
+#: many times without an answer: a line that is cut, or that a router has forgotten, would else be
+#: waited on for hours.
 ALIVE_S, UNANSWERED = 5, 3
 #: A host answers a question about its files within this.
 ANSWER_S = 30.0
 #: An answer of more bytes is none: a host must not fill this machine's memory.
 MOST_BYTES = 2**28
-#: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting for it.
+#: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting
+#: for it.
 BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 
 
 def _enter(host: Host, device: int | None) -> tuple[str, ...]:
     enter = host.enter if device is None else host.devices[device].slot.enter or host.enter
     options = {
-        "BatchMode": "yes", "ConnectTimeout": CONNECT_S, "ServerAliveInterval": ALIVE_S,
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_S,
+        "ServerAliveInterval": ALIVE_S,
         "ServerAliveCountMax": UNANSWERED,
-    }  # fmt: skip
-    return ("ssh", *(f"-o{key}={value}" for key, value in options.items()), "--", host.name) if enter is None else enter
+    }
+    return (
+        ("ssh", *(f"-o{key}={value}" for key, value in options.items()), "--", host.name)
+        if enter is None
+        else enter
+    )
 
 
 def command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
-    """The command on this machine that runs `words` on `host`, confined to one of its devices where it can be."""
+    """The command on this machine that runs `words` on `host`, confined to one of its devices where
+    it can be."""
     enter = _enter(host, device)
     # ssh hands one text to the shell there.
     return [*enter, shlex.join(words)] if enter[:1] == ("ssh",) else [*enter, *words]
 
 
 def by_client(host: Host, device: int | None = None) -> bool:
-    """Whether what `command` starts is a client of the process on the host, and not that process."""
+    """Whether what `command` starts is a client of the process on the host, and not that
+    process."""
     return not CLIENTS.isdisjoint(_enter(host, device)[:1])
 
 
 def answer_of(line: bytes, host: Host) -> dict[str, Any]:
-    """What a process on a host answers in a line. Refuses a line of anything else, as of a shell that starts there."""
+    """What a process on a host answers in a line. Refuses a line of anything else, as of a shell
+    that starts there."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError:
         raise Refusal(
-            "host-unreachable", what=f"{host.name} prints something before it answers", where=f"host {host.name}",
-            fact=f"it says {line.decode(errors='replace').strip()[:200]!r}, as a shell's start-up files may",
-            remedy=f"on {host.name}, as the first line of ~/.bashrc: case $- in *i*) ;; *) return ;; esac",
-        ) from None  # fmt: skip
+            "host-unreachable",
+            what=f"{host.name} prints something before it answers",
+            where=f"host {host.name}",
+            fact=(
+                f"it says {line.decode(errors='replace').strip()[:200]!r}, as a shell's start-up "
+                "files may"
+            ),
+            remedy=(
+                f"on {host.name}, as the first line of ~/.bashrc: case $- in *i*) ;; *) return "
+                ";; esac"
+            ),
+        ) from None
 
 
 def quoted(path: Path) -> str:
@@ -78,13 +99,15 @@ def quoted(path: Path) -> str:
 
 
 def ask(host: Host, text: str, seconds: float = ANSWER_S, most: int = MOST_BYTES) -> bytes | None:
-    """What a shell command on a host prints; None where it fails, cannot be started, has not ended by then, or prints
-    more than `most` bytes."""
+    """What a shell command on a host prints; None where it fails, cannot be started, has not ended
+    by then, or prints more than `most` bytes."""
     try:
         process = subprocess.Popen(
-            command(host, ["sh", "-c", text]), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            command(host, ["sh", "-c", text]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
     except OSError:
         return None
     with process:
@@ -95,7 +118,8 @@ def ask(host: Host, text: str, seconds: float = ANSWER_S, most: int = MOST_BYTES
 
 
 def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> bytes | None:
-    """All that a process prints until it ends; None where that is more than `most` bytes, or is not done by then."""
+    """All that a process prints until it ends; None where that is more than `most` bytes, or is not
+    done by then."""
     assert process.stdout is not None
     content, descriptor = bytearray(), process.stdout.fileno()
     while True:
@@ -119,7 +143,8 @@ def interpreter(host: Host) -> str:
 
 
 class Agent:
-    """The agent on one host, for the time of a `with`. Raises Refusal (host-unreachable) with what failed and why."""
+    """The agent on one host, for the time of a `with`. Raises Refusal (host-unreachable) with what
+    failed and why."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -131,7 +156,11 @@ class Agent:
         words = command(self.host, [interpreter(self.host), "-u", "-c", BOOTSTRAP])
         try:
             self._process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
         except OSError as error:
             raise self._unreachable("command", f"{words[0]}: {error.strerror}") from None
@@ -149,8 +178,8 @@ class Agent:
 
     @functools.cached_property
     def target(self) -> dict[str, Any]:
-        """Where this agent answers others' pings, streams and datagrams, and what who calls has to say first. Until
-        this is asked for the first time it listens nowhere."""
+        """Where this agent answers others' pings, streams and datagrams, and what who calls has to
+        say first. Until this is asked for the first time it listens nowhere."""
         place: dict[str, Any] = {"address": self.address, "secret": secrets.token_hex(16)}
         return place | self.ask("serve", **place)
 
@@ -176,7 +205,9 @@ class Agent:
 
     def _line(self, deadline: float) -> bytes | None:
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select(
+            [self._process.stdout], [], [], max(0.0, deadline - time.monotonic())
+        )
         if not ready:
             return None
         line = self._process.stdout.readline()
@@ -189,11 +220,14 @@ class Agent:
         self._errors.extend(self._process.stderr)
 
     def _ended(self) -> Refusal:
-        """Why the command that should have reached the host ended, in the words of ssh or of the shell there."""
+        """Why the command that should have reached the host ended, in the words of ssh or of the
+        shell there."""
         self._process.wait(timeout=ANSWER_S)
         self._reader.join(timeout=2)
         words = " ".join(b" ".join(self._errors).decode(errors="replace").split())
-        return self._unreachable(_cause(words), words[-300:] or f"exit code {self._process.returncode}")
+        return self._unreachable(
+            _cause(words), words[-300:] or f"exit code {self._process.returncode}"
+        )
 
     def _unreachable(self, cause: str, fact: str) -> Refusal:
         name = self.host.name
@@ -205,10 +239,20 @@ class Agent:
             "host key": f"ssh {name}   (once, to see and accept its key)",
             "python": f"set python: of {name} in the cluster file to an interpreter that is there",
         }.get(cause, shlex.join(command(self.host, ["true"])))
-        return Refusal("host-unreachable", what=f"{name} cannot be reached: {cause}", where=f"host {name}", fact=fact,
-                       remedy=remedy)  # fmt: skip
+        return Refusal(
+            "host-unreachable",
+            what=f"{name} cannot be reached: {cause}",
+            where=f"host {name}",
+            fact=fact,
+            remedy=remedy,
+        )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         process = self._process
         for stream in (process.stdin, process.stdout):
             if stream is not None:
@@ -226,9 +270,15 @@ class Agent:
 def _cause(words: str) -> str:
     """What failed, from the message of OpenSSH (its strings are stable) or of a shell."""
     causes = {
-        "Permission denied": "authentication", "Too many authentication": "authentication",
-        "Host key verification failed": "host key", "Could not resolve hostname": "name",
-        "Connection refused": "port", "No route to host": "route", "Network is unreachable": "route",
-        "timed out": "route", "not found": "python", "No such file": "python",
-    }  # fmt: skip
+        "Permission denied": "authentication",
+        "Too many authentication": "authentication",
+        "Host key verification failed": "host key",
+        "Could not resolve hostname": "name",
+        "Connection refused": "port",
+        "No route to host": "route",
+        "Network is unreachable": "route",
+        "timed out": "route",
+        "not found": "python",
+        "No such file": "python",
+    }
     return next((cause for sign, cause in causes.items() if sign in words), "command")

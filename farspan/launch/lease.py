@@ -1,4 +1,5 @@
-"""The right to train a run: its lock, held by one process and what it starts, and the epochs of its starts."""
+"""The right to train a run: its lock, held by one process and what it starts, and the epochs of its
+starts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from farspan.launch.lock import locked
 
 
 class Lease:
-    """Holds a run from when it is made until `close`, over as many starts as it takes. Raises Refusal (run-busy)."""
+    """Holds a run from when it is made until `close`, over as many starts as it takes. Raises
+    Refusal (run-busy)."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -19,10 +21,13 @@ class Lease:
 
     @property
     def keep_open(self) -> int:
-        """The lock's descriptor, for processes to inherit: it is held as long as any of them lives."""
+        """The lock's descriptor, for processes to inherit: it is held as long as any of them
+        lives."""
         return self._lock.fileno()
 
-    def begin(self, *, used_s: float = 0.0, skip: tuple[int, ...] = (), fault: Fault | None = None) -> Epoch:
+    def begin(
+        self, *, used_s: float = 0.0, skip: tuple[int, ...] = (), fault: Fault | None = None
+    ) -> Epoch:
         """Begin an epoch: what workers of earlier ones write from now on counts for nothing."""
         names = [path.name.removeprefix("step-") for path in self._run.checkpoints.glob("step-*")]
         newest = max((int(name) for name in names if name.isdecimal()), default=-1)
@@ -35,5 +40,10 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         self.close()

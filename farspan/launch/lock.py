@@ -15,23 +15,27 @@ ASKING_S = 0.2
 
 
 def locked(path: Path, what: str, where: Path) -> IO[bytes]:
-    """A file, held by this process alone; the lock goes with the last process that has it open, however that ends.
-    Raises Refusal (run-busy) with `what` is being done at `where` already."""
+    """A file, held by this process alone; the lock goes with the last process that has it open,
+    however that ends. Raises Refusal (run-busy) with `what` is being done at `where` already."""
     file = open(path, "ab")  # noqa: SIM115 - closed by who asks
     deadline = time.monotonic() + ASKING_S
     while not _taken(file, fcntl.LOCK_EX):
         if time.monotonic() > deadline:
             file.close()
             raise Refusal(
-                "run-busy", what=what, where=where, fact="another process holds its lock",
+                "run-busy",
+                what=what,
+                where=where,
+                fact="another process holds its lock",
                 remedy=f"fuser {shlex.quote(str(path))}",
-            )  # fmt: skip
+            )
         time.sleep(ASKING_S / 10)
     return file
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file, which may not exist. To ask is to take it for a moment."""
+    """Whether a process holds the lock of a file, which may not exist. To ask is to take it for a
+    moment."""
     if not path.exists():
         return False
     with open(path, "rb") as file:

@@ -1,4 +1,5 @@
-"""Measures a cluster: every device, every link, the collectives over all. The result is a Cluster like any other."""
+"""Measures a cluster: every device, every link, the collectives over all. The result is a Cluster
+like any other."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ from farspan.launch.rendezvous import arrange
 
 T = TypeVar("T")
 #: What mends too little memory.
-SMALLER = "--model and --seq-len with a smaller model or shorter sequences, or leave the device out of the cluster"
+SMALLER = (
+    "--model and --seq-len with a smaller model or shorter sequences, or leave the device out of "
+    "the cluster"
+)
 STREAMS = (1, 2, 4, 8, 16)
 PINGS = 40
 #: Datagrams that loss is counted on, and the pause between two.
 DATAGRAMS, GAP_S = 2000, 0.0005
-#: Bytes of the all-reduces: one that only the round trips cost, a bucket, and one that the line decides.
+#: Bytes of the all-reduces: one that only the round trips cost, a bucket, and one that the line
+#: decides.
 ALLREDUCE_BYTES = (8, 4_000_000, 64_000_000)
 #: Bytes of the all-reduce over the devices of one host.
 INSIDE_BYTES = 16_000_000
@@ -39,14 +44,16 @@ INSIDE_BYTES = 16_000_000
 SEQUENCES = (1, 2, 4, 8)
 #: Rows of the matrix products: a CPU is busy with a few hundred, a GPU with a few thousand.
 ROWS = {"cpu": 512, "mps": 2048, "cuda": 8192}
-#: Sequences whose activations are sent at once, and bytes of one of their numbers: a microbatch of a pipeline in bf16.
+#: Sequences whose activations are sent at once, and bytes of one of their numbers: a microbatch of
+#: a pipeline in bf16.
 SENT_ROWS, SENT_BYTES = 8, 2
 #: A single stream is window-limited where several get this much more.
 LIMITED = 1.5
 
 
 class Measured(NamedTuple):
-    """What was found; why devices are not measured in whole, by host and place there; what needed too much memory."""
+    """What was found; why devices are not measured in whole, by host and place there; what needed
+    too much memory."""
 
     cluster: Cluster
     failed: dict[tuple[str, int], Problem]
@@ -54,12 +61,17 @@ class Measured(NamedTuple):
 
 
 def measure(
-    cluster: Cluster, model: ModelSpec, say: Callable[[str], None], *, seq_len: int | None = None,
+    cluster: Cluster,
+    model: ModelSpec,
+    say: Callable[[str], None],
+    *,
+    seq_len: int | None = None,
     dtypes: Sequence[DType] | None = None,
-) -> Measured:  # fmt: skip
-    """The same cluster with measured devices, links and collectives, at the shapes of `model`; its units over sequences
-    of `seq_len` tokens, by default as long as its context, in `dtypes`, by default those that a device has. A device
-    that fails keeps what was known of it, and the others are measured.
+) -> Measured:
+    """The same cluster with measured devices, links and collectives, at the shapes of `model`; its
+    units over sequences of `seq_len` tokens, by default as long as its context, in `dtypes`, by
+    default those that a device has. A device that fails keeps what was known of it, and the others
+    are measured.
 
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
@@ -68,7 +80,9 @@ def measure(
     with ExitStack() as stack:
         probes = {
             host.name: [
-                stack.enter_context(Probe(host, threads=device.slot.threads, device=i, remedy=SMALLER))
+                stack.enter_context(
+                    Probe(host, threads=device.slot.threads, device=i, remedy=SMALLER)
+                )
                 for i, device in enumerate(host.devices)
             ]
             for host in cluster.hosts
@@ -79,7 +93,8 @@ def measure(
                 # It has started: what it takes for that disturbs nobody's rates any more.
                 measuring.of(host, index, partial(probe.describe, "cpu", None))
         measured: Sequence[Host] = cluster.hosts
-        # Hosts side by side, and each step of it on all at once: those of a lab share a machine's memory.
+        # Hosts side by side, and each step of it on all at once: those of a lab share a machine's
+        # memory.
         with ThreadPoolExecutor(len(cluster.hosts)) as pool:
             for part in (_alone, _crowded, _local_rate):
                 measured = list(pool.map(lambda host, do=part: do(host, measuring), measured))
@@ -89,19 +104,23 @@ def measure(
             for site in cluster.sites
         )
         allreduce = _allreduce(cluster, measuring) if len(cluster.devices) > 1 else {}
-    measured_cluster = msgspec.structs.replace(cluster, sites=sites, links=measured_links, allreduce_s=allreduce)
+    measured_cluster = msgspec.structs.replace(
+        cluster, sites=sites, links=measured_links, allreduce_s=allreduce
+    )
     return Measured(measured_cluster, measuring.failed, tuple(measuring.notes))
 
 
 def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
-    """(m, k, n) of the model's matrix products: queries with keys and values, output, up, down, head."""
+    """(m, k, n) of the model's matrix products: queries with keys and values, output, up, down,
+    head."""
     d, kv = model.d_model, model.kv_heads * (model.d_model // model.heads)
     products = [(d, d + 2 * kv), (d, d), (d, model.d_ff), (model.d_ff, d), (d, model.vocab_size)]
     return [(rows, k, n) for k, n in dict.fromkeys(products)]
 
 
 class _Measuring(NamedTuple):
-    """What is timed of a model, sequences so long in these dtypes or all that a device has; and what came of it."""
+    """What is timed of a model, sequences so long in these dtypes or all that a device has; and
+    what came of it."""
 
     model: ModelSpec
     seq_len: int
@@ -119,12 +138,19 @@ class _Measuring(NamedTuple):
             return question()
         except Refusal as refusal:
             self.failed[host.name, index] = refusal.problem
-            self.say(f"device {index} of {host.name} has failed: {refusal.problem.what} ({refusal.problem.fact})")
+            self.say(
+                f"device {index} of {host.name} has failed: {refusal.problem.what} "
+                f"({refusal.problem.fact})"
+            )
             return None
 
     def note(self, host: Host, index: int, left_out: Sequence[LeftOut]) -> None:
         for omission in left_out:
-            rows = f" of {', '.join(map(str, omission.rows))} sequences at a time" if omission.rows else ""
+            rows = (
+                f" of {', '.join(map(str, omission.rows))} sequences at a time"
+                if omission.rows
+                else ""
+            )
             needs = f"{format_bytes(omission.needed)} needed, {format_bytes(omission.free)} free"
             text = f"device {index} of {host.name}: left out {omission.what}{rows}: {needs}"
             self.say(text)
@@ -133,13 +159,19 @@ class _Measuring(NamedTuple):
     def units(self, host: Host, index: int) -> UnitTimes | None:
         device = host.devices[index]
         dtypes = self.dtypes or device.sheet.precisions
-        return self.of(host, index, lambda: self.probes[host.name][index].units(
-            _planned(host, index), self.model, self.seq_len, SEQUENCES, dtypes, device.memory
-        ))  # fmt: skip
+        return self.of(
+            host,
+            index,
+            lambda: self.probes[host.name][index].units(
+                _planned(host, index), self.model, self.seq_len, SEQUENCES, dtypes, device.memory
+            ),
+        )
 
     def working(self, host: Host) -> list[int]:
         """A host's devices that have not failed."""
-        return [index for index in range(len(host.devices)) if (host.name, index) not in self.failed]
+        return [
+            index for index in range(len(host.devices)) if (host.name, index) not in self.failed
+        ]
 
 
 def _alone(host: Host, measuring: _Measuring) -> Host:
@@ -151,15 +183,24 @@ def _alone(host: Host, measuring: _Measuring) -> Host:
         planned, dtypes = _planned(host, index), measuring.dtypes or device.sheet.precisions
         products = shapes(measuring.model, ROWS[device.backend])
         probe = measuring.probes[host.name][index]
-        measured = measuring.of(host, index, partial(probe.rates, planned, products, dtypes, device.memory))
+        measured = measuring.of(
+            host, index, partial(probe.rates, planned, products, dtypes, device.memory)
+        )
         if measured is not None:
             measuring.note(host, index, measured.left_out)
             device = device.but(
-                rates=measured.rates, bandwidth=measured.bandwidth, memory=min(device.memory, measured.memory)
+                rates=measured.rates,
+                bandwidth=measured.bandwidth,
+                memory=min(device.memory, measured.memory),
             )
             # Those that are alike need not all be timed alone.
             times = next(
-                (twin.times.units for other, twin in zip(bare, done, strict=False) if other == bare[index]), ()
+                (
+                    twin.times.units
+                    for other, twin in zip(bare, done, strict=False)
+                    if other == bare[index]
+                ),
+                (),
             )
             if not times and (timed := measuring.units(host, index)) is not None:
                 measuring.note(host, index, timed.left_out)
@@ -189,11 +230,13 @@ def _crowded(host: Host, measuring: _Measuring) -> Host:
 
 
 def _local_rate(host: Host, measuring: _Measuring) -> Host:
-    """Bytes a second that each device of a host sends in an all-reduce over all of them: a ring of 2 (n - 1) steps with
-    a part each."""
+    """Bytes a second that each device of a host sends in an all-reduce over all of them: a ring of
+    2 (n - 1) steps with a part each."""
     if (n := len(indices := measuring.working(host))) < 2:
         return host
-    seconds = _together([(host, index) for index in indices], (INSIDE_BYTES,), measuring).get(INSIDE_BYTES)
+    seconds = _together([(host, index) for index in indices], (INSIDE_BYTES,), measuring).get(
+        INSIDE_BYTES
+    )
     if seconds is None:
         return host
     return msgspec.structs.replace(host, local_rate=2 * (n - 1) / n * INSIDE_BYTES / seconds)
@@ -202,12 +245,17 @@ def _local_rate(host: Host, measuring: _Measuring) -> Host:
 def _planned(host: Host, index: int) -> PlannedDevice:
     device = host.devices[index]
     return PlannedDevice(
-        host=host.name, backend=device.backend, index=index, threads=device.slot.threads, kind=device.kind
+        host=host.name,
+        backend=device.backend,
+        index=index,
+        threads=device.slot.threads,
+        kind=device.kind,
     )
 
 
 def _allreduce(cluster: Cluster, measuring: _Measuring) -> dict[int, float]:
-    """Over all devices; nothing where one has failed, as what the others take is no figure of the cluster."""
+    """Over all devices; nothing where one has failed, as what the others take is no figure of the
+    cluster."""
     if measuring.failed:
         return {}
     measuring.say(f"all-reduce over {counted(len(cluster.devices), 'device')}")
@@ -215,15 +263,26 @@ def _allreduce(cluster: Cluster, measuring: _Measuring) -> dict[int, float]:
     return _together(every, ALLREDUCE_BYTES, measuring)
 
 
-def _together(ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], measuring: _Measuring) -> dict[int, float]:
-    """Seconds of all-reduces over these devices; of none where one of them fails, which the others then do, too."""
-    meeting, problems = arrange(list({host.name: host for host, _ in ranks}.values())), dict[int, Problem]()
+def _together(
+    ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], measuring: _Measuring
+) -> dict[int, float]:
+    """Seconds of all-reduces over these devices; of none where one of them fails, which the others
+    then do, too."""
+    meeting, problems = (
+        arrange(list({host.name: host for host, _ in ranks}.values())),
+        dict[int, Problem](),
+    )
 
     def ask(rank: int) -> dict[int, float]:
         host, index = ranks[rank]
         try:
             return measuring.probes[host.name][index].allreduce(
-                _planned(host, index), rank, len(ranks), meeting, meeting.interfaces.get(host.name), sizes
+                _planned(host, index),
+                rank,
+                len(ranks),
+                meeting,
+                meeting.interfaces.get(host.name),
+                sizes,
             )
         except Refusal as refusal:
             problems[rank] = refusal.problem
@@ -231,7 +290,9 @@ def _together(ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], measuring
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         seconds = list(pool.map(ask, range(len(ranks))))
-    causes = {rank: problem for rank, problem in problems.items() if problem.code != "worker-lost"} or problems
+    causes = {
+        rank: problem for rank, problem in problems.items() if problem.code != "worker-lost"
+    } or problems
     for rank, problem in causes.items():
         host, index = ranks[rank]
         measuring.failed[host.name, index] = problem
@@ -250,7 +311,11 @@ def links(cluster: Cluster, activation_bytes: int, say: Callable[[str], None]) -
         measured = []
         for a, b in _pairs(cluster):
             one_site = cluster.site_of(a.name) is cluster.site_of(b.name)
-            names = (a.name, b.name) if one_site else (cluster.site_of(a.name).name, cluster.site_of(b.name).name)
+            names = (
+                (a.name, b.name)
+                if one_site
+                else (cluster.site_of(a.name).name, cluster.site_of(b.name).name)
+            )
             say(f"link {names[0]} - {names[1]}")
             link = _link(reached[a.name], reached[b.name], activation_bytes)
             measured.append(named(link, names, cluster))
@@ -258,7 +323,8 @@ def links(cluster: Cluster, activation_bytes: int, say: Callable[[str], None]) -
 
 
 def named(link: Link, names: tuple[str, str], cluster: Cluster) -> Link:
-    """The link between these names of the cluster, with the loss that was known before where none could be counted."""
+    """The link between these names of the cluster, with the loss that was known before where none
+    could be counted."""
     known = {frozenset((old.a, old.b)): old.loss for old in cluster.links}
     loss = known.get(frozenset(names)) if link.loss is None else link.loss
     return msgspec.structs.replace(link, a=names[0], b=names[1], loss=loss)
@@ -280,25 +346,35 @@ def _link(a: Agent, b: Agent, activation_bytes: int) -> Link:
     kept = [sent.busy_s for sent in (*streamed.values(), back_again) if sent.busy_s is not None]
     limited = bandwidth > LIMITED * rates[1]
     return Link(
-        a=a.host.name, b=b.host.name, rtt_s=rtt, jitter_s=max(there.jitter_s or 0.0, back.jitter_s or 0.0),
-        bandwidth=bandwidth, window=round(rates[1] * rtt) if limited else None,
+        a=a.host.name,
+        b=b.host.name,
+        rtt_s=rtt,
+        jitter_s=max(there.jitter_s or 0.0, back.jitter_s or 0.0),
+        bandwidth=bandwidth,
+        window=round(rates[1] * rtt) if limited else None,
         in_flight={count: round(rate * rtt) for count, rate in rates.items()},
         transfer_s={activation_bytes: _transfer(a, b, activation_bytes, rtt)},
-        loss=_loss(a, b), busy_s=statistics.median(kept) if kept else None, origin="measured",
-    )  # fmt: skip
+        loss=_loss(a, b),
+        busy_s=statistics.median(kept) if kept else None,
+        origin="measured",
+    )
 
 
 def _working(way: HostPath) -> HostPath:
     if way.failed:
         raise Refusal(
-            "host-unreachable", what=f"{way.a} cannot reach {way.b}", where=f"link {way.a} -> {way.b}",
-            fact=f"{way.failed}: {way.fact}", remedy="farspan doctor --cluster, with the same cluster",
-        )  # fmt: skip
+            "host-unreachable",
+            what=f"{way.a} cannot reach {way.b}",
+            where=f"link {way.a} -> {way.b}",
+            fact=f"{way.failed}: {way.fact}",
+            remedy="farspan doctor --cluster, with the same cluster",
+        )
     return way
 
 
 def _transfer(a: Agent, b: Agent, size: int, rtt_s: float) -> float:
-    """Seconds from the first byte sent to the last one received: the answer's way back is taken off."""
+    """Seconds from the first byte sent to the last one received: the answer's way back is taken
+    off."""
     times = a.ask("transfer", **b.target, size=size, repeats=5, deadline_s=120)["seconds"]
     return float(max(0.0, statistics.median(times) - rtt_s / 2))
 
@@ -313,7 +389,8 @@ def _loss(a: Agent, b: Agent) -> float | None:
 
 
 def lost(arrived: int) -> float | None:
-    """The share of DATAGRAMS that is missing. None where not one came: the same way has just carried streams, so
-    datagrams are filtered, and nothing is known. What the network doubles may make more of them arrive than were sent.
+    """The share of DATAGRAMS that is missing. None where not one came: the same way has just
+    carried streams, so datagrams are filtered, and nothing is known. What the network doubles may
+    make more of them arrive than were sent.
     """
     return min(MAX_LOSS, max(0.0, 1 - arrived / DATAGRAMS)) if arrived else None

@@ -1,4 +1,5 @@
-"""Ask the probe process about a host and its devices: a conversation with `python -m farspan.runtime.probe` there."""
+"""Ask the probe process about a host and its devices: a conversation with `python -m
+farspan.runtime.probe` there."""
 
 from __future__ import annotations
 
@@ -39,10 +40,16 @@ THIS_MACHINE = Host(name="localhost", devices=(), enter=())
 
 
 class Probe:
-    """A probe process on a host, with the threads and the environment that the worker of one device would get."""
+    """A probe process on a host, with the threads and the environment that the worker of one device
+    would get."""
 
     def __init__(
-        self, host: Host = THIS_MACHINE, *, threads: int = 1, device: int | None = None, remedy: str = SMALLER
+        self,
+        host: Host = THIS_MACHINE,
+        *,
+        threads: int = 1,
+        device: int | None = None,
+        remedy: str = SMALLER,
     ) -> None:
         self._host, self._threads, self._device, self._remedy = host, threads, device, remedy
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,12 +58,20 @@ class Probe:
 
     def __enter__(self) -> Probe:
         words = [interpreter(self._host), "-m", "farspan.runtime.probe"]
-        if by_client(self._host, self._device):  # ssh passes on what exit codes say of signals, but not signals.
+        if by_client(
+            self._host, self._device
+        ):  # ssh passes on what exit codes say of signals, but not signals.
             words = ["sh", "-c", '"$@"; exit $?', "sh", *words]
         self._process = subprocess.Popen(
-            command(self._host, with_environment(worker_environment(self._threads), words), device=self._device),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            command(
+                self._host,
+                with_environment(worker_environment(self._threads), words),
+                device=self._device,
+            ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
         return self
 
     def describe(self, backend: str, workers: int | None) -> Cluster:
@@ -67,48 +82,96 @@ class Probe:
         """The host's PyTorch, and the GPUs that it sees."""
         return self._ask({"type": "installed"}, Wheel)
 
-    def matmul_flops(self, device: PlannedDevice, precisions: tuple[Precision, ...]) -> dict[str, float]:
+    def matmul_flops(
+        self, device: PlannedDevice, precisions: tuple[Precision, ...]
+    ) -> dict[str, float]:
         """FLOP/s of one worker's matrix products, by precision."""
-        return self._ask({"type": "matmul", "device": device, "precisions": precisions}, dict[str, float])
+        return self._ask(
+            {"type": "matmul", "device": device, "precisions": precisions}, dict[str, float]
+        )
 
     def measure(
-        self, device: PlannedDevice, model: ModelSpec, train: TrainSpec, *,
-        precisions: tuple[Precision, ...], seconds: float,
-    ) -> ProbeResult:  # fmt: skip
-        """Time of real steps of `train.batch` sequences on one worker, about `seconds` for each precision."""
+        self,
+        device: PlannedDevice,
+        model: ModelSpec,
+        train: TrainSpec,
+        *,
+        precisions: tuple[Precision, ...],
+        seconds: float,
+    ) -> ProbeResult:
+        """Time of real steps of `train.batch` sequences on one worker, about `seconds` for each
+        precision."""
         question = {
-            "type": "measure", "device": device, "model": model, "train": train, "precisions": precisions,
+            "type": "measure",
+            "device": device,
+            "model": model,
+            "train": train,
+            "precisions": precisions,
             "seconds": seconds,
-        }  # fmt: skip
+        }
         return self._ask(question, ProbeResult)
 
     def rates(
-        self, device: PlannedDevice, shapes: Sequence[tuple[int, int, int]], dtypes: Sequence[DType], memory: int
+        self,
+        device: PlannedDevice,
+        shapes: Sequence[tuple[int, int, int]],
+        dtypes: Sequence[DType],
+        memory: int,
     ) -> DeviceRates:
-        """What the device can do in so many bytes: products of these (m, k, n), its memory's speed and size."""
-        question = {"type": "rates", "device": device, "shapes": shapes, "dtypes": dtypes, "memory": memory}
+        """What the device can do in so many bytes: products of these (m, k, n), its memory's speed
+        and size."""
+        question = {
+            "type": "rates",
+            "device": device,
+            "shapes": shapes,
+            "dtypes": dtypes,
+            "memory": memory,
+        }
         return self._ask(question, DeviceRates)
 
     def units(
-        self, device: PlannedDevice, model: ModelSpec, seq_len: int, rows: Sequence[int], dtypes: Sequence[DType],
+        self,
+        device: PlannedDevice,
+        model: ModelSpec,
+        seq_len: int,
+        rows: Sequence[int],
+        dtypes: Sequence[DType],
         memory: int,
-    ) -> UnitTimes:  # fmt: skip
-        """Seconds of the model's units over so many sequences, of those counts that fit so many bytes."""
+    ) -> UnitTimes:
+        """Seconds of the model's units over so many sequences, of those counts that fit so many
+        bytes."""
         question = {
-            "type": "units", "device": device, "model": model, "seq_len": seq_len, "rows": rows, "dtypes": dtypes,
+            "type": "units",
+            "device": device,
+            "model": model,
+            "seq_len": seq_len,
+            "rows": rows,
+            "dtypes": dtypes,
             "memory": memory,
-        }  # fmt: skip
+        }
         return self._ask(question, UnitTimes)
 
     def allreduce(
-        self, device: PlannedDevice, rank: int, world: int, meeting: Rendezvous, interface: str | None,
+        self,
+        device: PlannedDevice,
+        rank: int,
+        world: int,
+        meeting: Rendezvous,
+        interface: str | None,
         sizes: Sequence[int],
-    ) -> dict[int, float]:  # fmt: skip
+    ) -> dict[int, float]:
         """Seconds of all-reduces with the other probes that are asked at the same time."""
         question = {
-            "type": "allreduce", "device": device, "rank": rank, "world": world, "address": meeting.address,
-            "port": meeting.port, "secret": meeting.secret, "interface": interface, "sizes": sizes,
-        }  # fmt: skip
+            "type": "allreduce",
+            "device": device,
+            "rank": rank,
+            "world": world,
+            "address": meeting.address,
+            "port": meeting.port,
+            "secret": meeting.secret,
+            "interface": interface,
+            "sizes": sizes,
+        }
         return self._ask(question, dict[int, float])
 
     def _ask(self, question: dict[str, Any], kind: type[T]) -> T:
@@ -139,35 +202,56 @@ class Probe:
         return msgspec.convert(reply["answer"], kind, strict=False)
 
     def _gone(self, late: bool) -> Refusal:
-        """Why there is no answer: killed by the kernel, with what limit and peak there were, or otherwise."""
+        """Why there is no answer: killed by the kernel, with what limit and peak there were, or
+        otherwise."""
         assert self._process is not None
         device = "" if self._device is None else f", device {self._device}"
         where, code = f"host {self._host.name}{device}", self._process.wait(timeout=10)
         if late or code not in KILLED:
             fact = f"no answer within {ANSWER_S:.0f} s" if late else f"exit code {code}"
             return Refusal(
-                "worker-lost", what="the trial process ended without an answer", where=where, fact=fact,
+                "worker-lost",
+                what="the trial process ended without an answer",
+                where=where,
+                fact=fact,
                 remedy="farspan doctor --cluster, with the same cluster",
-            )  # fmt: skip
+            )
         limit, peak = self._limit_and_peak()
         return Refusal(
-            "out-of-memory", what="the trial process was killed, as the kernel does when memory runs out", where=where,
-            fact=f"limit {limit}, peak {peak}; ended by SIGKILL", remedy=self._remedy,
-        )  # fmt: skip
+            "out-of-memory",
+            what="the trial process was killed, as the kernel does when memory runs out",
+            where=where,
+            fact=f"limit {limit}, peak {peak}; ended by SIGKILL",
+            remedy=self._remedy,
+        )
 
     def _limit_and_peak(self) -> tuple[str, str]:
-        """In words: of the control group that the process was in, else of the device and of the last answer."""
-        words = command(self._host, [interpreter(self._host), "-m", "farspan.domain.caps"], device=self._device)
+        """In words: of the control group that the process was in, else of the device and of the
+        last answer."""
+        words = command(
+            self._host, [interpreter(self._host), "-m", "farspan.domain.caps"], device=self._device
+        )
         cap = None
         with suppress(OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
-            said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CAPS_S).stdout
+            said = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CAPS_S
+            ).stdout
             cap = msgspec.json.decode(said, type=Cap | None)
         given = None if self._device is None else self._host.devices[self._device].memory
-        limits = [limit for limit in (given, None if cap is None else cap.limit) if limit is not None]
+        limits = [
+            limit for limit in (given, None if cap is None else cap.limit) if limit is not None
+        ]
         peak = self._peak if cap is None or cap.peak is None else cap.peak
-        return format_bytes(min(limits)) if limits else "none", format_bytes(peak) if peak else "unknown"
+        return format_bytes(min(limits)) if limits else "none", format_bytes(
+            peak
+        ) if peak else "unknown"
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=10)
@@ -176,8 +260,8 @@ class Probe:
 def check_gpus(backend: str) -> tuple[str, ...]:
     """A note on each GPU of this machine that is left out of devices of such a backend.
 
-    Raises Refusal (device-unusable) where its driver lists GPUs of which PyTorch can use none, unless the backend is
-    one that needs no GPU.
+    Raises Refusal (device-unusable) where its driver lists GPUs of which PyTorch can use none,
+    unless the backend is one that needs no GPU.
     """
     listed = msgspec.convert(nvidia(), Nvidia) if backend in ("auto", "cuda") else Nvidia()
     if not listed.gpus and not listed.failure:

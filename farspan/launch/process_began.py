@@ -9,7 +9,8 @@ from pathlib import Path
 def process_began(pid: int) -> float | None:
     """When a process began; None where it has ended, also where nobody has waited for it."""
     if Path("/proc/self/stat").exists():
-        # proc(5): state and start, in ticks since the machine's own, are the third field and the 22nd.
+        # proc(5): state and start, in ticks since the machine's own, are the third field and the
+        # 22nd.
         with suppress(OSError):
             state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             return None if state in "ZX" else float(fields[18])

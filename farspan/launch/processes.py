@@ -1,4 +1,5 @@
-"""A process on a host, however it is entered: what it starts with, how it is asked to stop, what it leaves behind."""
+"""A process on a host, however it is entered: what it starts with, how it is asked to stop, what it
+leaves behind."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Process(Protocol):
 
 
 def run_folder(host: Host, plan: Plan, run: RunFolder) -> RunFolder:
-    """The run's folder on a host: the same where it shares this machine's disk, else one that no other run has."""
+    """The run's folder on a host: the same where it shares this machine's disk, else one that no
+    other run has."""
     path = run.path.absolute()
     if host.folder is None:
         return RunFolder(path)
@@ -55,8 +57,9 @@ def run_folder(host: Host, plan: Plan, run: RunFolder) -> RunFolder:
 def worker_environment(threads: int) -> dict[str, str]:
     """What a process that trains starts with, beside the environment that is there.
 
-    glibc gives large freed blocks back to the kernel and faults them in again, zeroed, on every step; kept instead, a
-    small model's step takes less time (row `nanogpt-bf16-malloc` of benchmarks/results/training.json).
+    glibc gives large freed blocks back to the kernel and faults them in again, zeroed, on every
+    step; kept instead, a small model's step takes less time (row `nanogpt-bf16-malloc` of
+    benchmarks/results/training.json).
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -88,19 +91,30 @@ def with_environment(values: dict[str, str], words: Sequence[str]) -> list[str]:
 
 
 class HostProcess:
-    """A process on a host, started through the host's `enter` command. Without ranks it is a service of the others.
+    """A process on a host, started through the host's `enter` command. Without ranks it is a
+    service of the others.
 
-    With `said` its standard input begins with that, and ends when the process is asked to stop or its launcher is gone.
-    With `hold` it is run by `stop_on_stdin`, as what a client starts always is: it would not notice that itself.
-    The `secret` of the run goes to workers the same way: everybody on a machine can read a command line. The end of
-    their standard input tells them that this launcher is gone, too. `variables` are for what enters the host.
+    With `said` its standard input begins with that, and ends when the process is asked to stop or
+    its launcher is gone. With `hold` it is run by `stop_on_stdin`, as what a client starts always
+    is: it would not notice that itself. The `secret` of the run goes to workers the same way:
+    everybody on a machine can read a command line. The end of their standard input tells them that
+    this launcher is gone, too. `variables` are for what enters the host.
     """
 
     def __init__(
-        self, host: Host, ranks: tuple[int, ...], words: Sequence[str], *, log: IO[bytes], keep_open: int,
-        device: int | None = None, said: bytes | None = None, hold: bool = False, secret: str | None = None,
+        self,
+        host: Host,
+        ranks: tuple[int, ...],
+        words: Sequence[str],
+        *,
+        log: IO[bytes],
+        keep_open: int,
+        device: int | None = None,
+        said: bytes | None = None,
+        hold: bool = False,
+        secret: str | None = None,
         variables: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._host, self._ranks = host, ranks
         self._stops_with_input = said is not None
         self._held = bool(ranks) and said is None and (hold or by_client(host, device))
@@ -109,14 +123,19 @@ class HostProcess:
             said = f"{secret or ''}\n".encode()
         elif secret is not None:
             words, said = ["env", f"{SECRET}={ON_STDIN}", *words], f"{secret}\n".encode()
-        # A session of its own: Ctrl-C reaches only the launcher, which passes it on once.
-        # It inherits the run's lock, which holds as long as any worker lives, even without its launcher.
+        # A session of its own: Ctrl-C reaches only the launcher, which passes it on once. It
+        # inherits the run's lock, which holds as long as any worker lives, even without its
+        # launcher.
         self._process = subprocess.Popen(
-            command(host, words, device=device), bufsize=0, stdout=log, stderr=log,
+            command(host, words, device=device),
+            bufsize=0,
+            stdout=log,
+            stderr=log,
             stdin=subprocess.DEVNULL if said is None else subprocess.PIPE,
-            env={**os.environ, **({STARTING: "1"} if ranks else {}), **(variables or {})}, start_new_session=True,
+            env={**os.environ, **({STARTING: "1"} if ranks else {}), **(variables or {})},
+            start_new_session=True,
             pass_fds=[keep_open],
-        )  # fmt: skip
+        )
         if said and self._process.stdin is not None:
             with suppress(BrokenPipeError):  # It has ended already: how says more.
                 self._process.stdin.write(said)
@@ -139,11 +158,15 @@ class HostProcess:
     def signal(self, number: signal.Signals) -> None:
         if self._held and number in (signal.SIGTERM, signal.SIGKILL):
             self._say(stop_on_stdin.STOP if number == signal.SIGTERM else stop_on_stdin.KILL)
-            if number == signal.SIGKILL:  # What runs there takes its client with it, unless nothing arrives any more.
+            if (
+                number == signal.SIGKILL
+            ):  # What runs there takes its client with it, unless nothing arrives any more.
                 end = threading.Timer(CLIENT_S, self._process.kill)
                 end.daemon = True
                 end.start()
-        elif number == signal.SIGTERM and self._stops_with_input and self._process.stdin is not None:
+        elif (
+            number == signal.SIGTERM and self._stops_with_input and self._process.stdin is not None
+        ):
             self._process.stdin.close()
         else:
             self._process.send_signal(number)
@@ -167,9 +190,11 @@ class HostProcess:
 
 
 def _signalled(code: int | None) -> int | None:
-    """An exit code, negative for a signal also where `held`, a shell or a client such as docker says 128 + its number.
+    """An exit code, negative for a signal also where `held`, a shell or a client such as docker
+    says 128 + its number.
 
-    Farspan's own codes stay what they are (130 is `interrupted`), and so does 255, which is ssh's own.
+    Farspan's own codes stay what they are (130 is `interrupted`), and so does 255, which is ssh's
+    own.
     """
     if code is None or code in EXIT_CODES.values() or code - 128 not in set(signal.Signals):
         return code

@@ -1,10 +1,12 @@
-"""The Ray side of a run: `python -m farspan.launch.ray_driver JOB`, on the first host of a Ray cluster.
+"""The Ray side of a run: `python -m farspan.launch.ray_driver JOB`, on the first host of a Ray
+cluster.
 
 With `describe ADDRESS` instead it says what nodes a cluster has.
 
-Makes one actor a rank on the node of the rank's host, lets each run a worker, passes SIGTERM on, writes what ended a
-worker beside the run's logs, and ends when all workers have. The first line of standard input is the cluster's token,
-or empty, the second the secret of the run; the end of standard input is as SIGTERM. The only file that imports Ray.
+Makes one actor a rank on the node of the rank's host, lets each run a worker, passes SIGTERM on,
+writes what ended a worker beside the run's logs, and ends when all workers have. The first line of
+standard input is the cluster's token, or empty, the second the secret of the run; the end of
+standard input is as SIGTERM. The only file that imports Ray.
 """
 
 from __future__ import annotations
@@ -42,15 +44,16 @@ CARDS_S = 40.0
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker ended: well, with a problem that it `said`, or with one that was seen from outside."""
+    """How a worker ended: well, with a problem that it `said`, or with one that was seen from
+    outside."""
 
     problem: Problem | None = None
     said: bool = False
 
 
 class Spot(NamedTuple):
-    """Where an actor lives: its node's address, a free port of it, the interface of that address, and the GPU that Ray
-    gave it, by Ray's number or UUID and its driver's name."""
+    """Where an actor lives: its node's address, a free port of it, the interface of that address,
+    and the GPU that Ray gave it, by Ray's number or UUID and its driver's name."""
 
     address: str
     port: int
@@ -66,7 +69,11 @@ class RankActor:
         address, port = ray.util.get_node_ip_address(), int(free_ports(1)["ports"][0])
         interface = next((name for name, ip in interfaces().items() if ip == address), "")
         ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        names = [card["name"] for i, card in enumerate(nvidia()["gpus"]) if ids[:1] in ([str(i)], [card["uuid"]])]
+        names = [
+            card["name"]
+            for i, card in enumerate(nvidia()["gpus"])
+            if ids[:1] in ([str(i)], [card["uuid"]])
+        ]
         return Spot(address, port, interface, ids[0] if ids else None, names[0] if names else "")
 
     def start(self, folder: str, environment: dict[str, str], secret: str) -> None:
@@ -76,13 +83,26 @@ class RankActor:
         self._rank = environment["RANK"]
         self._words = self._logs / f"rank-{self._rank}.problem.json"
         self._words.unlink(missing_ok=True)
-        words = [sys.executable, "-m", "farspan.runtime.worker", str(self._folder / "plan.json"), str(self._folder)]
+        words = [
+            sys.executable,
+            "-m",
+            "farspan.runtime.worker",
+            str(self._folder / "plan.json"),
+            str(self._folder),
+        ]
         with open(self._logs / f"rank-{self._rank}.log", "ab") as log:
             self._process = subprocess.Popen(
-                words, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=log, stderr=log, bufsize=0
+                words,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                bufsize=0,
             )
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{secret}\n".encode())  # It stays open: its end says that this actor is gone.
+        self._process.stdin.write(
+            f"{secret}\n".encode()
+        )  # It stays open: its end says that this actor is gone.
 
     def poll(self) -> tuple[int | None, bytes | None]:
         """The exit code, if it has ended, and the problem that the worker wrote."""
@@ -99,16 +119,21 @@ def nodes_of(job: Job) -> dict[str, str]:
     deadline = time.monotonic() + JOIN_S
     while True:
         alive = [node for node in ray.nodes() if node["Alive"]]
-        node_ids = {name: node["NodeID"] for name in job.hosts for node in alive if name in _names(node)}
+        node_ids = {
+            name: node["NodeID"] for name in job.hosts for node in alive if name in _names(node)
+        }
         missing = [name for name in job.hosts if name not in node_ids]
         if not missing:
             return node_ids
         if time.monotonic() > deadline:
             known = ", ".join(node["NodeManagerHostname"] for node in alive)
             raise Refusal(
-                "host-unreachable", what=f"{missing[0]} did not join the Ray cluster", where=f"host {missing[0]}",
-                fact=f"nodes there: {known}", remedy=f"on {missing[0]}: ray start --address={job.address}",
-            )  # fmt: skip
+                "host-unreachable",
+                what=f"{missing[0]} did not join the Ray cluster",
+                where=f"host {missing[0]}",
+                fact=f"nodes there: {known}",
+                remedy=f"on {missing[0]}: ray start --address={job.address}",
+            )
         time.sleep(POLL_S)
 
 
@@ -124,7 +149,9 @@ def run(job: Job, secret: str) -> list[WorkerEnd | None]:
     # A GPU that an actor asks for is given to nobody else as long as it lives.
     created = [
         remote.options(
-            num_cpus=0, num_gpus=int(gpu is not None), label_selector={"ray.io/node-id": nodes[host]}
+            num_cpus=0,
+            num_gpus=int(gpu is not None),
+            label_selector={"ray.io/node-id": nodes[host]},
         ).remote()
         for host, gpu in zip(job.ranks, job.gpus, strict=True)
     ]
@@ -133,17 +160,26 @@ def run(job: Job, secret: str) -> list[WorkerEnd | None]:
     actors, places = [created[k] for k in order], [spots[k] for k in order]
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank]) | {
-            "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0].address,
-            "MASTER_PORT": str(places[0].port), SECRET: ON_STDIN, **job.environment,
-        }  # fmt: skip
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(actors)),
+            "MASTER_ADDR": places[0].address,
+            "MASTER_PORT": str(places[0].port),
+            SECRET: ON_STDIN,
+            **job.environment,
+        }
         if place.interface:
-            environment |= {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": place.interface}
+            environment |= {
+                "GLOO_SOCKET_IFNAME": place.interface,
+                "NCCL_SOCKET_IFNAME": place.interface,
+            }
         if place.gpu is not None:  # The only one that the worker sees.
             environment |= {"CUDA_VISIBLE_DEVICES": place.gpu, GIVEN: "0"}
         if host in job.caches:
             environment["FARSPAN_CACHE"] = job.caches[host]
         ray.get(actor.start.remote(job.folders[host], environment, secret), timeout=JOIN_S)
-    signal.signal(signal.SIGTERM, lambda number, frame: [actor.signal.remote(number) for actor in actors])
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: [actor.signal.remote(number) for actor in actors]
+    )
     return watch(job, actors)
 
 
@@ -154,19 +190,25 @@ def _spots(job: Job, actors: list[Any]) -> list[Spot]:
     except ray.exceptions.GetTimeoutError:
         if not any(job.gpus):
             raise
-        counts = {host: sum(at == host and gpu is not None for at, gpu in zip(job.ranks, job.gpus, strict=True))
-                  for host in job.hosts}  # fmt: skip
+        counts = {
+            host: sum(
+                at == host and gpu is not None for at, gpu in zip(job.ranks, job.gpus, strict=True)
+            )
+            for host in job.hosts
+        }
         wanted = ", ".join(f"{count} on {host}" for host, count in counts.items() if count)
         raise Refusal(
-            "device-missing", what="Ray does not give the GPUs that the plan needs", where=job.address,
+            "device-missing",
+            what="Ray does not give the GPUs that the plan needs",
+            where=job.address,
             fact=f"it needs {wanted}; within {JOIN_S:.0f} s they were not free",
             remedy=f"ray status --address={job.address}",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
-    """The actor that each rank takes, of those on its host. Ray chooses who gets which GPU: a rank takes the one with
-    its planned GPU, else one with a GPU of that kind, else any."""
+    """The actor that each rank takes, of those on its host. Ray chooses who gets which GPU: a rank
+    takes the one with its planned GPU, else one with a GPU of that kind, else any."""
     chosen: dict[int, int] = {}
     for fits in (
         lambda spot, gpu: gpu is None or spot.gpu == str(gpu[0]),
@@ -175,10 +217,16 @@ def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
     ):
         for rank, (host, gpu) in enumerate(zip(job.ranks, job.gpus, strict=True)):
             free = (
-                k for k, spot in enumerate(spots)
-                if job.ranks[k] == host and (job.gpus[k] is None) == (gpu is None) and k not in chosen.values()
-            )  # fmt: skip
-            if rank not in chosen and (taken := next((k for k in free if fits(spots[k], gpu)), None)) is not None:
+                k
+                for k, spot in enumerate(spots)
+                if job.ranks[k] == host
+                and (job.gpus[k] is None) == (gpu is None)
+                and k not in chosen.values()
+            )
+            if (
+                rank not in chosen
+                and (taken := next((k for k in free if fits(spots[k], gpu)), None)) is not None
+            ):
                 chosen[rank] = taken
     return [chosen[rank] for rank in range(len(spots))]
 
@@ -214,11 +262,18 @@ def _poll(job: Job, rank: int, actor: Any) -> WorkerEnd | None:
             return WorkerEnd() if code == 0 else None
         if words:
             return WorkerEnd(problem=msgspec.json.decode(words, type=Problem), said=True)
-        cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return WorkerEnd(problem=Problem(
-        code="worker-lost", what=f"rank {rank} on {host} was lost", where=f"host {host}", fact=cause,
-        remedy=command("resume", job.environment[HOME]),
-    ))  # fmt: skip
+        cause = (
+            f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        )
+    return WorkerEnd(
+        problem=Problem(
+            code="worker-lost",
+            what=f"rank {rank} on {host} was lost",
+            where=f"host {host}",
+            fact=cause,
+            remedy=command("resume", job.environment[HOME]),
+        )
+    )
 
 
 def describe(address: str) -> list[Node]:
@@ -230,21 +285,29 @@ def describe(address: str) -> list[Node]:
     return [
         Node(
             name=node.get("Labels", {}).get("farspan-host") or node["NodeManagerHostname"],
-            address=node["NodeManagerAddress"], site=node.get("Labels", {}).get("site", "ray"),
-            cpus=int(node["Resources"].get("CPU", 1)), gpus=int(node["Resources"].get("GPU", 0)),
+            address=node["NodeManagerAddress"],
+            site=node.get("Labels", {}).get("site", "ray"),
+            cpus=int(node["Resources"].get("CPU", 1)),
+            gpus=int(node["Resources"].get("GPU", 0)),
             accelerator=node.get("Labels", {}).get("ray.io/accelerator-type"),
-            memory=int(node["Resources"].get("memory", 0)), here=node["NodeID"] == own,
+            memory=int(node["Resources"].get("memory", 0)),
+            here=node["NodeID"] == own,
             cards=cards.get(node["NodeID"], ()),
         )
-        for node in sorted(nodes, key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
-    ]  # fmt: skip
+        for node in sorted(
+            nodes, key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"])
+        )
+    ]
 
 
 def _cards(nodes: list[str]) -> dict[str, tuple[Gpu, ...]]:
     """The GPUs that the driver of each of these nodes lists; none of a node that does not say."""
     remote: Any = ray.remote(nvidia)
     pending = {
-        node: remote.options(num_cpus=0, num_gpus=0, label_selector={"ray.io/node-id": node}).remote() for node in nodes
+        node: remote.options(
+            num_cpus=0, num_gpus=0, label_selector={"ray.io/node-id": node}
+        ).remote()
+        for node in nodes
     }
     if pending:
         ray.wait(list(pending.values()), num_returns=len(pending), timeout=CARDS_S)
@@ -273,10 +336,17 @@ def main() -> int:
     except Refusal as refusal:
         ended = {0: WorkerEnd(problem=refusal.problem)}
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-        ended = {0: WorkerEnd(problem=Problem(
-            code="launcher-unusable", what="Ray cannot be used", where=job.address,
-            fact=" ".join(str(error).split())[:400], remedy="ray status, with the same RAY_AUTH_TOKEN",
-        ))}  # fmt: skip
+        ended = {
+            0: WorkerEnd(
+                problem=Problem(
+                    code="launcher-unusable",
+                    what="Ray cannot be used",
+                    where=job.address,
+                    fact=" ".join(str(error).split())[:400],
+                    remedy="ray status, with the same RAY_AUTH_TOKEN",
+                )
+            )
+        }
     problems = {rank: end for rank, end in ended.items() if end is not None and end.problem}
     for rank, end in problems.items():
         if end.said:

@@ -1,8 +1,9 @@
-"""One Ray node that lives no longer than who started it: `python -m farspan.launch.ray_node RAY-START-OPTIONS`.
+"""One Ray node that lives no longer than who started it: `python -m farspan.launch.ray_node
+RAY-START-OPTIONS`.
 
-The first line of its standard input is the token: everybody on the machine can read a command line. It ends Ray when it
-is told to (SIGTERM), or when its standard input ends, as it does when the launcher is gone. Ray would take the workers
-along that are saving then: they go first.
+The first line of its standard input is the token: everybody on the machine can read a command line.
+It ends Ray when it is told to (SIGTERM), or when its standard input ends, as it does when the
+launcher is gone. Ray would take the workers along that are saving then: they go first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from farspan.launch.workers import POLL_S, SAVE_S
 def let_workers_end() -> None:
     """Wait for the workers that this node's actors have started."""
     deadline = time.monotonic() + SAVE_S
-    while time.monotonic() < deadline and any(map(_is_worker, psutil.Process().children(recursive=True))):
+    while time.monotonic() < deadline and any(
+        map(_is_worker, psutil.Process().children(recursive=True))
+    ):
         time.sleep(POLL_S)
 
 
@@ -34,10 +37,22 @@ def _is_worker(process: psutil.Process) -> bool:
 
 def main() -> int:
     token = sys.stdin.readline().strip()
-    # Not below a run or $TMPDIR: Ray's sockets lie there, and a socket's path has 107 bytes at most.
-    with tempfile.TemporaryDirectory(prefix="fr-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={folder}"]
-        return run([*words, *sys.argv[1:]], {**os.environ, "RAY_AUTH_TOKEN": token}, first=let_workers_end)
+    # Not below a run or $TMPDIR: Ray's sockets lie there, and a socket's path has 107 bytes at
+    # most.
+    with tempfile.TemporaryDirectory(
+        prefix="fr-", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
+        words = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--block",
+            f"--temp-dir={folder}",
+        ]
+        return run(
+            [*words, *sys.argv[1:]], {**os.environ, "RAY_AUTH_TOKEN": token}, first=let_workers_end
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A run whose rank 0 works on a host with a disk of its own: its folder goes there, and what it records comes back."""
+"""A run whose rank 0 works on a host with a disk of its own: its folder goes there, and what it
+records comes back."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ PULL_S = 1.0
 ANSWER_S = 20.0
 #: Bytes of events that one question brings at most.
 MOST_EVENT_BYTES = 2**26
-#: The files of a checkpoint as a tar names them, those that a killed worker left unfinished, and bytes of all headers
-#: of a checkpoint at most.
+#: The files of a checkpoint as a tar names them, those that a killed worker left unfinished, and
+#: bytes of all headers of a checkpoint at most.
 CHECKPOINT_FILE = re.compile(
     # Those of earlier versions: a run that they began may go on.
     r"checkpoints/(step-\d+|best|\.step-\d+\.old|\.best\.old)/"
@@ -44,7 +45,8 @@ UNFINISHED = re.compile(r"checkpoints/\.[\w.-]+\.tmp/")
 HEADER_BYTES = 2**24
 #: Where they lie until all have come.
 ARRIVING = ".arriving.tmp"
-#: What a worker opens of a Hugging Face folder; the same weights may lie beside them in other formats.
+#: What a worker opens of a Hugging Face folder; the same weights may lie beside them in other
+#: formats.
 MODEL_FILES = (".json", ".safetensors")
 
 
@@ -56,19 +58,36 @@ class RemoteRun:
         self._asked_at, self._pulled = 0.0, 0
 
     def send(self) -> None:
-        """Plan, tokens and what was saved, unless they are there. Raises Refusal (host-unreachable)."""
+        """Plan, tokens and what was saved, unless they are there. Raises Refusal
+        (host-unreachable)."""
         record = load(self._here.record, RunRecord)
-        corpus = Path(self._host.folder or "") / "cache" / "corpora" / f"sent-{self._plan.inputs.corpus}"
+        corpus = (
+            Path(self._host.folder or "") / "cache" / "corpora" / f"sent-{self._plan.inputs.corpus}"
+        )
         if self._ask(f"cat {quoted(corpus / 'corpus.json')}") is None:
-            # The file that says what the folder is comes last: without it the folder counts as empty.
+            # The file that says what the folder is comes last: without it the folder counts as
+            # empty.
             files = [record.corpus_folder / name for name in (*TOKEN_FILES, "corpus.json")]
             self._put([(path, path.name) for path in files], corpus)
         if self._ask(f"cat {quoted(self._there.plan)}") is None:
             here = self._here
-            sent = [here.corpus, here.tokenizer, here.estimate, here.events, here.checkpoints, here.plan]
-            moved = msgspec.structs.replace(record, corpus=str(corpus), initial=self._send_initial(record.initial))
+            sent = [
+                here.corpus,
+                here.tokenizer,
+                here.estimate,
+                here.events,
+                here.checkpoints,
+                here.plan,
+            ]
+            moved = msgspec.structs.replace(
+                record, corpus=str(corpus), initial=self._send_initial(record.initial)
+            )
             files = [path for path in sent if path.exists()]
-            self._put([(path, path.name) for path in files], self._there.path, {"run.json": to_json(moved)})
+            self._put(
+                [(path, path.name) for path in files],
+                self._there.path,
+                {"run.json": to_json(moved)},
+            )
         if self._here.epochs.exists():
             self._put([(self._here.epochs, self._here.epochs.name)], self._there.path)
         # What was recorded there and never came back comes now.
@@ -76,22 +95,28 @@ class RemoteRun:
         self.pull()
 
     def _send_initial(self, initial: str | None) -> str | None:
-        """The model that the run starts from; where it lies there. Raises Refusal (path-missing)."""
+        """The model that the run starts from; where it lies there. Raises Refusal
+        (path-missing)."""
         if initial is None:
             return None
         here, there = Path(initial), self._there.path / "initial"
         if not here.is_dir():
             raise missing_path(here)
-        files = [path for path in sorted(here.iterdir()) if path.suffix in MODEL_FILES and path.is_file()]
+        files = [
+            path for path in sorted(here.iterdir()) if path.suffix in MODEL_FILES and path.is_file()
+        ]
         self._put([(_inside(path, here), path.name) for path in files], there)
         return str(there)
 
     def pull(self, *, now: bool = True) -> None:
-        """Append the events here that were written there; without `now` only if it is time to ask again."""
+        """Append the events here that were written there; without `now` only if it is time to ask
+        again."""
         if not now and time.monotonic() - self._asked_at < PULL_S:
             return
         self._asked_at = time.monotonic()
-        new = self._ask(f"tail -c +{self._pulled + 1} {quoted(self._there.events)} | head -c {MOST_EVENT_BYTES}")
+        new = self._ask(
+            f"tail -c +{self._pulled + 1} {quoted(self._there.events)} | head -c {MOST_EVENT_BYTES}"
+        )
         # Whole lines only: one that a killed worker leaves unfinished is cut there by the next.
         if whole := (new or b"")[: (new or b"").rfind(b"\n") + 1]:
             with open(self._here.events, "ab") as file:
@@ -99,15 +124,18 @@ class RemoteRun:
             self._pulled += len(whole)
 
     def fetch(self) -> None:
-        """Bring the checkpoints back. Raises Refusal (host-unreachable) that says where they are."""
+        """Bring the checkpoints back. Raises Refusal (host-unreachable) that says where they
+        are."""
         folder = quoted(self._there.path)
         arriving = self._here.checkpoints / ARRIVING
         shutil.rmtree(arriving, ignore_errors=True)
         try:
             with self._started(
-                f"cd {folder} && tar -cf - checkpoints", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                f"cd {folder} && tar -cf - checkpoints",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-            ) as process:  # fmt: skip
+            ) as process:
                 assert process.stdout is not None
                 try:
                     stream = cast(IO[bytes], _Bounded(process.stdout, self._plan))
@@ -120,11 +148,17 @@ class RemoteRun:
                 shutil.rmtree(self._here.checkpoints / whole.name, ignore_errors=True)
                 os.rename(whole, self._here.checkpoints / whole.name)
         except (tarfile.TarError, _Unexpected) as error:
-            if not isinstance(error, tarfile.ReadError) or self._ask(f"ls {folder}/checkpoints") is not None:
+            if (
+                not isinstance(error, tarfile.ReadError)
+                or self._ask(f"ls {folder}/checkpoints") is not None
+            ):
                 raise Refusal(
-                    "host-unreachable", what="the checkpoints did not come back", where=f"{self._host.name}, {folder}",
-                    fact=str(error), remedy=farspan("resume", self._here.path),
-                ) from None  # fmt: skip
+                    "host-unreachable",
+                    what="the checkpoints did not come back",
+                    where=f"{self._host.name}, {folder}",
+                    fact=str(error),
+                    remedy=farspan("resume", self._here.path),
+                ) from None
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
 
@@ -132,20 +166,31 @@ class RemoteRun:
         return ask(self._host, text, ANSWER_S, MOST_EVENT_BYTES)
 
     def _started(self, text: str, **streams: int) -> subprocess.Popen[bytes]:
-        """A shell command on the host. Raises Refusal (host-unreachable) where what reaches it is not here."""
+        """A shell command on the host. Raises Refusal (host-unreachable) where what reaches it is
+        not here."""
         words = command(self._host, ["sh", "-c", text])
         try:
             return subprocess.Popen(words, **streams)  # type: ignore[call-overload,no-any-return]
         except OSError as error:
             raise Refusal(
-                "host-unreachable", what=f"{self._host.name} cannot be reached", where=f"host {self._host.name}",
-                fact=f"{words[0]}: {error.strerror}", remedy="farspan doctor --cluster, with the same cluster",
-            ) from None  # fmt: skip
+                "host-unreachable",
+                what=f"{self._host.name} cannot be reached",
+                where=f"host {self._host.name}",
+                fact=f"{words[0]}: {error.strerror}",
+                remedy="farspan doctor --cluster, with the same cluster",
+            ) from None
 
-    def _put(self, files: Iterable[tuple[Path, str]], folder: Path, contents: dict[str, bytes] | None = None) -> None:
+    def _put(
+        self,
+        files: Iterable[tuple[Path, str]],
+        folder: Path,
+        contents: dict[str, bytes] | None = None,
+    ) -> None:
         where = quoted(folder)
         with self._started(
-            f"umask 077 && mkdir -p {where}/logs && tar -xf - -C {where}", stdin=subprocess.PIPE, stderr=subprocess.PIPE
+            f"umask 077 && mkdir -p {where}/logs && tar -xf - -C {where}",
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         ) as process:
             assert process.stdin is not None and process.stderr is not None
             try:
@@ -161,10 +206,12 @@ class RemoteRun:
             said = process.stderr.read().decode(errors="replace").strip()
         if process.returncode:
             raise Refusal(
-                "host-unreachable", what=f"{self._host.name} does not take the run's files",
-                where=f"{self._host.name}, {folder}", fact=said[-300:] or f"exit code {process.returncode}",
+                "host-unreachable",
+                what=f"{self._host.name} does not take the run's files",
+                where=f"{self._host.name}, {folder}",
+                fact=said[-300:] or f"exit code {process.returncode}",
                 remedy="farspan doctor --cluster, with the same cluster",
-            )  # fmt: skip
+            )
 
 
 class _Unexpected(Exception):
@@ -172,7 +219,8 @@ class _Unexpected(Exception):
 
 
 class _Bounded:
-    """A stream that ends in _Unexpected where it brings more than all checkpoints of a plan take."""
+    """A stream that ends in _Unexpected where it brings more than all checkpoints of a plan
+    take."""
 
     def __init__(self, stream: IO[bytes], plan: Plan) -> None:
         self._stream, self._most = stream, _most_bytes(plan)
@@ -182,19 +230,27 @@ class _Bounded:
         content = self._stream.read(size)
         self._left -= len(content)
         if self._left < 0:
-            raise _Unexpected(f"it sends more than {format_bytes(self._most)}, which no checkpoints of this plan take")
+            raise _Unexpected(
+                f"it sends more than {format_bytes(self._most)}, which no checkpoints of this plan "
+                "take"
+            )
         return content
 
 
 def _extract(archive: tarfile.TarFile, folder: Path) -> None:
-    """The checkpoints of a tar, each in a folder of its name: regular files of the names that a checkpoint has. What
-    comes is another machine's word: anything else raises _Unexpected."""
+    """The checkpoints of a tar, each in a folder of its name: regular files of the names that a
+    checkpoint has. What comes is another machine's word: anything else raises _Unexpected."""
     for member in archive:
         if member.isdir() or UNFINISHED.match(member.name):
             continue
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not CHECKPOINT_FILE.fullmatch(member.name):
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not CHECKPOINT_FILE.fullmatch(
+            member.name
+        ):
             raise _Unexpected(f"it sends {member.name!r}, which is no file of a checkpoint")
-        target, content = folder / Path(member.name).relative_to("checkpoints"), archive.extractfile(member)
+        target, content = (
+            folder / Path(member.name).relative_to("checkpoints"),
+            archive.extractfile(member),
+        )
         assert content is not None
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "wb") as file:
@@ -202,21 +258,25 @@ def _extract(archive: tarfile.TarFile, folder: Path) -> None:
 
 
 def _most_bytes(plan: Plan) -> int:
-    """What all checkpoints of a plan take together at most: fp32 masters and two moments of each replica, the model
-    that they met at and the outer momentum, in the checkpoints that are kept, the one that is written, and the best."""
+    """What all checkpoints of a plan take together at most: fp32 masters and two moments of each
+    replica, the model that they met at and the outer momentum, in the checkpoints that are kept,
+    the one that is written, and the best."""
     each = 4 * parameters(plan.model) * (2 + 3 * len(plan.replicas)) + HEADER_BYTES
     return (plan.train.keep + 2) * each
 
 
 def _inside(path: Path, folder: Path) -> Path:
-    """The file that a name in a model's folder leads to. In the cache of Hugging Face all files are links to `blobs`
-    of the same model. Raises Refusal (path-unusable) for a link out of the model, which would send what is there."""
+    """The file that a name in a model's folder leads to. In the cache of Hugging Face all files are
+    links to `blobs` of the same model. Raises Refusal (path-unusable) for a link out of the model,
+    which would send what is there."""
     real, whole = path.resolve(), folder.resolve()
     cached = whole.parent.name == "snapshots" and real.is_relative_to(whole.parent.parent / "blobs")
     if not (real.is_relative_to(whole) or cached):
         raise Refusal(
-            "path-unusable", what="a file of the model is a link that leads out of its folder", where=path,
+            "path-unusable",
+            what="a file of the model is a link that leads out of its folder",
+            where=path,
             fact=f"it leads to {real}, which would be sent to another host",
             remedy=f"cp --remove-destination {shlex.quote(str(real))} {shlex.quote(str(path))}",
-        )  # fmt: skip
+        )
     return real

@@ -1,4 +1,5 @@
-"""Where the workers of a run meet: an address and a port of rank 0's host, and each host's interface towards it.
+"""Where the workers of a run meet: an address and a port of rank 0's host, and each host's
+interface towards it.
 
 Hosts that cannot reach rank 0's are refused before any worker starts.
 """
@@ -29,7 +30,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrange(hosts: Sequence[Host]) -> Rendezvous:
-    """A free port where all hosts (the first is rank 0's) can meet. Raises Refusal (host-unreachable)."""
+    """A free port where all hosts (the first is rank 0's) can meet. Raises Refusal
+    (host-unreachable)."""
     if len(hosts) == 1 and hosts[0].enter == ():
         return _meeting("127.0.0.1", free_ports(2)["ports"])
     with agents(hosts) as (reached, unreachable):
@@ -40,36 +42,55 @@ def arrange(hosts: Sequence[Host]) -> Rendezvous:
         if not others:
             return _meeting("127.0.0.1", ports)
         pairs = [*((agent, first) for agent in others), (first, others[0])]
-        interfaces = {a.host.name: interface(a.host, b.host, reach(a, b, pings=1)) for a, b in pairs}
+        interfaces = {
+            a.host.name: interface(a.host, b.host, reach(a, b, pings=1)) for a, b in pairs
+        }
     return _meeting(address(first.host), ports, interfaces)
 
 
-def _meeting(address: str, ports: Sequence[int], interfaces: dict[str, str] | None = None) -> Rendezvous:
+def _meeting(
+    address: str, ports: Sequence[int], interfaces: dict[str, str] | None = None
+) -> Rendezvous:
     port, other = ports
     return Rendezvous(
-        address=address, port=port, torchrun_port=other, secret=secrets.token_hex(32), interfaces=interfaces or {}
+        address=address,
+        port=port,
+        torchrun_port=other,
+        secret=secrets.token_hex(32),
+        interfaces=interfaces or {},
     )
 
 
 def interface(a: Host, b: Host, way: HostPath) -> str:
-    """The interface of `a` towards `b`, which must have answered. Raises Refusal (host-unreachable)."""
+    """The interface of `a` towards `b`, which must have answered. Raises Refusal
+    (host-unreachable)."""
     if way.failed:
         raise _lost(a, b, f"{way.failed}: {way.fact}")
     name = a.interface or way.interface
     if name is None:
         # Systems other than Linux name none, and Linux none for a second address of an interface.
         raise Refusal(
-            "host-unreachable", what=f"{a.name} has no known way to {b.name}", where=f"link {a.name} -> {b.name}",
-            fact=f"no interface that can be seen there has the address that its packets to {address(b)} leave by",
+            "host-unreachable",
+            what=f"{a.name} has no known way to {b.name}",
+            where=f"link {a.name} -> {b.name}",
+            fact=(
+                "no interface that can be seen there has the address that its packets to "
+                f"{address(b)} leave by"
+            ),
             remedy=f"set interface: of {a.name} in the cluster file",
-        )  # fmt: skip
+        )
     if PRIVATE.match(name):
         raise _lost(a, b, f"it would use the interface {name}, which only that machine sees")
     return name
 
 
 def _lost(a: Host, b: Host, fact: str) -> Refusal:
-    return Refusal.of(Problem(
-        code="host-unreachable", what=f"{a.name} cannot reach {b.name}", where=f"link {a.name} -> {b.name}", fact=fact,
-        remedy="farspan doctor --cluster, with the same cluster",
-    ))  # fmt: skip
+    return Refusal.of(
+        Problem(
+            code="host-unreachable",
+            what=f"{a.name} cannot reach {b.name}",
+            where=f"link {a.name} -> {b.name}",
+            fact=fact,
+            remedy="farspan doctor --cluster, with the same cluster",
+        )
+    )

@@ -1,11 +1,13 @@
-"""A command that stops with its standard input: `python -m farspan.launch.stop_on_stdin COMMAND...`.
+"""A command that stops with its standard input: `python -m farspan.launch.stop_on_stdin
+COMMAND...`.
 
-Clients such as ssh pass input on to a host, but no signals: there STOP, or the end of the input, is the request to
-stop, and KILL ends the command at once. The input also ends where the launcher is gone, however that happened.
-The input begins with a line, the secret of the run, which the command finds in its environment.
+Clients such as ssh pass input on to a host, but no signals: there STOP, or the end of the input, is
+the request to stop, and KILL ends the command at once. The input also ends where the launcher is
+gone, however that happened. The input begins with a line, the secret of the run, which the command
+finds in its environment.
 
-On Linux the command is also asked to stop where this process itself is killed, and what a killed command leaves behind,
-as torchrun does its workers, is waited for.
+On Linux the command is also asked to stop where this process itself is killed, and what a killed
+command leaves behind, as torchrun does its workers, is waited for.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from farspan.domain.run import SECRET
 
 #: What standard input says.
 STOP, KILL = b"s", b"k"
-#: Of Linux's prctl.h: the signal that a process gets when its parent ends; who adopts what its descendants leave.
+#: Of Linux's prctl.h: the signal that a process gets when its parent ends; who adopts what its
+#: descendants leave.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def at_end_of_input(stop: Callable[[], None], kill: Callable[[], None] = lambda: None) -> None:
-    """Have `stop` called when standard input says STOP or has ended, and `kill` when it says KILL."""
+    """Have `stop` called when standard input says STOP or has ended, and `kill` when it says
+    KILL."""
 
     def read() -> None:
         while (said := os.read(0, 1)) not in (b"", KILL):
@@ -42,11 +46,15 @@ def at_end_of_input(stop: Callable[[], None], kill: Callable[[], None] = lambda:
 
 
 def run(
-    words: Sequence[str], environment: Mapping[str, str] | None = None, *, adopt: bool = False,
+    words: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    adopt: bool = False,
     first: Callable[[], None] = lambda: None,
-) -> int:  # fmt: skip
-    """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give it. With `adopt`
-    until all have ended that it leaves behind. When it is to be asked, `first` is called before."""
+) -> int:
+    """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give
+    it. With `adopt` until all have ended that it leaves behind. When it is to be asked, `first` is
+    called before."""
     asked, killed = threading.Event(), threading.Event()
 
     def kill() -> None:
@@ -85,8 +93,11 @@ def first_line() -> str:
     return line.decode()
 
 
-def _started(words: Sequence[str], environment: Mapping[str, str] | None, adopt: bool) -> subprocess.Popen[bytes]:
-    """The command, before any other thread runs here, which could hold a lock while its process is made."""
+def _started(
+    words: Sequence[str], environment: Mapping[str, str] | None, adopt: bool
+) -> subprocess.Popen[bytes]:
+    """The command, before any other thread runs here, which could hold a lock while its process is
+    made."""
     linux, parent = sys.platform == "linux", os.getpid()
 
     def follow() -> None:
@@ -97,9 +108,13 @@ def _started(words: Sequence[str], environment: Mapping[str, str] | None, adopt:
     if adopt and linux:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     return subprocess.Popen(
-        words, env=environment, stdin=subprocess.DEVNULL, preexec_fn=follow if linux else None,
-        close_fds=False,  # It inherits what this process was given to keep open, as the lock of a run.
-    )  # fmt: skip
+        words,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=follow if linux else None,
+        # It inherits what this process was given to keep open, as the lock of a run.
+        close_fds=False,
+    )
 
 
 if __name__ == "__main__":

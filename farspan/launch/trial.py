@@ -1,4 +1,5 @@
-"""A plan run for a few steps by its launcher's own workers, watched, and never longer than a deadline."""
+"""A plan run for a few steps by its launcher's own workers, watched, and never longer than a
+deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import COMPUTE, IN_STEP, Environment, Event, Started, Step, Traced, read_events
+from farspan.domain.results import (
+    COMPUTE,
+    IN_STEP,
+    Environment,
+    Event,
+    Started,
+    Step,
+    Traced,
+    read_events,
+)
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.trial import Trial
 from farspan.domain.units import counted
@@ -38,14 +48,17 @@ from farspan.semantics.identity import plan_key
 
 #: Steps before those that count: memory is taken, connections are opened, windows of TCP grow.
 WARMUP = 2
-#: Steps between the meetings of replicas in a trial, and how many such rounds are timed after a first.
+#: Steps between the meetings of replicas in a trial, and how many such rounds are timed after a
+#: first.
 EVERY, ROUNDS = 4, 2
-#: Processes have so long to start and meet; steps so many times their predicted time, and a while for what the first
-#: of them open and load.
+#: Processes have so long to start and meet; steps so many times their predicted time, and a while
+#: for what the first of them open and load.
 START_S, LATE, FIRST_S = 120.0, 4.0, 30.0
-#: What a host lacks of the corpus is sent to it at least so fast, bytes a second. A choice: 10 Mbit/s, shared by few.
+#: What a host lacks of the corpus is sent to it at least so fast, bytes a second. A choice: 10
+#: Mbit/s, shared by few.
 SEND_RATE = 1e6
-#: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast, bytes a second.
+#: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast,
+#: bytes a second.
 STATE_BYTES, STATE_RATE = 16, 2e8
 POLL_S = 0.2
 #: After its deadline a trial has so long to end its workers.
@@ -53,8 +66,8 @@ END_S = 60.0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps that count, seconds from when training begins until all that runs is ended, and steps before those that
-    count: one at least."""
+    """Steps that count, seconds from when training begins until all that runs is ended, and steps
+    before those that count: one at least."""
 
     steps: int
     deadline_s: float
@@ -68,11 +81,16 @@ def steps_for(step_s: float, seconds: float = 5.0) -> int:
 
 def limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> Limits:
     """What a trial of a plan whose step is predicted may take."""
-    return Limits(steps=steps, deadline_s=FIRST_S + LATE * predicted_s(plan, cluster, step_s, steps))
+    return Limits(
+        steps=steps, deadline_s=FIRST_S + LATE * predicted_s(plan, cluster, step_s, steps)
+    )
 
 
-def predicted_s(plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup: int = WARMUP) -> float:
-    """Seconds that the steps of a trial are predicted to take: in one, replicas meet far more often than in the run."""
+def predicted_s(
+    plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup: int = WARMUP
+) -> float:
+    """Seconds that the steps of a trial are predicted to take: in one, replicas meet far more often
+    than in the run."""
     if plan.sync is None:
         return (warmup + steps) * step_s
     short = shortened(plan, steps, warmup)
@@ -81,8 +99,8 @@ def predicted_s(plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup:
 
 
 def start_s(plan: Plan, cluster: Cluster, corpus: Path) -> float:
-    """Seconds that workers may take until they train: they start and meet, hosts that share no disk are sent the
-    corpus, and state is made."""
+    """Seconds that workers may take until they train: they start and meet, hosts that share no disk
+    are sent the corpus, and state is made."""
     used = {device.host for device in plan.devices}
     far = sum(host.name in used and host.folder is not None for host in cluster.hosts)
     size = sum((corpus / name).stat().st_size for name in TOKEN_FILES if (corpus / name).exists())
@@ -90,18 +108,29 @@ def start_s(plan: Plan, cluster: Cluster, corpus: Path) -> float:
 
 
 def shortened(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
-    """The plan with so many steps to time: nothing is validated or saved before its end, and replicas meet often."""
+    """The plan with so many steps to time: nothing is validated or saved before its end, and
+    replicas meet often."""
     sync = plan.sync and msgspec.structs.replace(plan.sync, every=min(plan.sync.every, EVERY))
     total = warmup + steps if sync is None else sync.every * (1 + ROUNDS)
     train = msgspec.structs.replace(
-        plan.train, steps=total + 1, validate_every=10**9, checkpoint_every_s=1e9, patience=0, deadline_s=None
+        plan.train,
+        steps=total + 1,
+        validate_every=10**9,
+        checkpoint_every_s=1e9,
+        patience=0,
+        deadline_s=None,
     )
     return msgspec.structs.replace(plan, train=train, sync=sync)
 
 
 def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Limits) -> Trial:
-    """Run a plan on a prepared corpus; what it dies of is in the Trial. Raises Refusal (interrupted) alone."""
-    short, began, key = shortened(plan, within.steps, within.warmup), time.monotonic(), plan_key(plan)
+    """Run a plan on a prepared corpus; what it dies of is in the Trial. Raises Refusal
+    (interrupted) alone."""
+    short, began, key = (
+        shortened(plan, within.steps, within.warmup),
+        time.monotonic(),
+        plan_key(plan),
+    )
     with tempfile.TemporaryDirectory(prefix="farspan-trial-") as folder:
         run = _run_folder(RunFolder(Path(folder, "run")), short, corpus)
         try:
@@ -109,24 +138,37 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
         except Refusal as refusal:
             if refusal.problem.code == "interrupted":
                 raise
-            # A worker that nobody here has killed was killed by the kernel, which does so for memory.
+            # A worker that nobody here has killed was killed by the kernel, which does so for
+            # memory.
             memory = refusal.problem.code == "out-of-memory" or refusal.problem.signal == "SIGKILL"
             return Trial(
-                plan=key, status="oom" if memory else "failed", problem=refusal.problem,
-                environment=_environment(_records(run, len(plan.devices))), took_s=time.monotonic() - began,
-            )  # fmt: skip
+                plan=key,
+                status="oom" if memory else "failed",
+                problem=refusal.problem,
+                environment=_environment(_records(run, len(plan.devices))),
+                took_s=time.monotonic() - began,
+            )
         finally:
             _forget(short, run, cluster)
         records = _records(run, len(plan.devices))
     step_s, seconds = timed(plan, short, ends, within.warmup)
     return Trial(
-        plan=key, status="ok", step_s=step_s, steps=seconds, compute_s=computing(records, plan),
-        memory_bytes=peaks(records), environment=_environment(records), took_s=time.monotonic() - began,
-    )  # fmt: skip
+        plan=key,
+        status="ok",
+        step_s=step_s,
+        steps=seconds,
+        compute_s=computing(records, plan),
+        memory_bytes=peaks(records),
+        environment=_environment(records),
+        took_s=time.monotonic() - began,
+    )
 
 
-def timed(plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP) -> tuple[float, tuple[float, ...]]:
-    """Seconds of a step of the plan, and all that were timed, from when each step of the short one ended."""
+def timed(
+    plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP
+) -> tuple[float, tuple[float, ...]]:
+    """Seconds of a step of the plan, and all that were timed, from when each step of the short one
+    ended."""
     if short.sync is None or plan.sync is None:
         steps = [after - before for before, after in itertools.pairwise(ends[warmup - 1 :])]
         return statistics.median(steps), tuple(steps)
@@ -142,8 +184,11 @@ def timed(plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP) 
     return usual + extra / plan.sync.every, tuple(steps)
 
 
-def _run(plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits, starting_s: float) -> list[float]:
-    """When each step but the last ended: after the last one the model would be saved and tried. Raises Refusal."""
+def _run(
+    plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits, starting_s: float
+) -> list[float]:
+    """When each step but the last ended: after the last one the model would be saved and tried.
+    Raises Refusal."""
     wanted, ends = plan.train.steps - 1, list[float]()
     with launch(launcher, plan, run, cluster) as workers, Deadline(workers, starting_s) as deadline:
         workers.fetches = False
@@ -158,20 +203,30 @@ def _run(plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Li
         except Refusal as refusal:
             if not deadline.passed:
                 raise
-            said = "" if refusal.problem.last_words is None else f"last words: {refusal.problem.last_words}"
+            said = (
+                ""
+                if refusal.problem.last_words is None
+                else f"last words: {refusal.problem.last_words}"
+            )
             raise Refusal(
-                "worker-lost", what=f"the trial did not end within {deadline.seconds:.0f} s", where=run.path,
-                fact=f"it made {len(ends)} of {counted(wanted, 'step')}; {said}", remedy="farspan doctor --cluster",
-            ) from None  # fmt: skip
+                "worker-lost",
+                what=f"the trial did not end within {deadline.seconds:.0f} s",
+                where=run.path,
+                fact=f"it made {len(ends)} of {counted(wanted, 'step')}; {said}",
+                remedy="farspan doctor --cluster",
+            ) from None
     raise Refusal(
-        "worker-lost", what="the workers ended early", where=run.path,
-        fact=f"they made {len(ends)} of {counted(wanted, 'step')}", remedy="farspan doctor --cluster",
-    )  # fmt: skip
+        "worker-lost",
+        what="the workers ended early",
+        where=run.path,
+        fact=f"they made {len(ends)} of {counted(wanted, 'step')}",
+        remedy="farspan doctor --cluster",
+    )
 
 
 class Deadline:
-    """Ends the workers of a run when its time is over, or when the `with` is left while they run: nothing of them is to
-    be saved."""
+    """Ends the workers of a run when its time is over, or when the `with` is left while they run:
+    nothing of them is to be saved."""
 
     def __init__(self, workers: Workers, seconds: float) -> None:
         self._workers, self._left = workers, threading.Event()
@@ -187,7 +242,12 @@ class Deadline:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         self._left.set()
         self._thread.join()
         self._kill()
@@ -200,7 +260,8 @@ class Deadline:
 
     def _kill(self) -> None:
         for process in self._workers.processes:
-            # Services are asked when the workers are left: killed, a Ray node would leave what it has started.
+            # Services are asked when the workers are left: killed, a Ray node would leave what it
+            # has started.
             if process.ranks and process.poll() is None:
                 process.signal(signal.SIGKILL)
 
@@ -208,7 +269,10 @@ class Deadline:
 def _run_folder(run: RunFolder, plan: Plan, corpus: Path) -> RunFolder:
     """A run directory as `farspan train` makes it."""
     run.make()
-    save(RunRecord(corpus=str(corpus.resolve()), command=("farspan", "select"), created=""), run.record)
+    save(
+        RunRecord(corpus=str(corpus.resolve()), command=("farspan", "select"), created=""),
+        run.record,
+    )
     for name in ("corpus.json", "tokenizer.json"):
         (run.path / name).write_bytes((corpus / name).read_bytes())
     save(plan, run.plan)
@@ -217,13 +281,18 @@ def _run_folder(run: RunFolder, plan: Plan, corpus: Path) -> RunFolder:
 
 def _records(run: RunFolder, world: int) -> dict[int, list[Event]]:
     """What each rank has written down, of those whose logs lie here."""
-    logs = {0: run.events} | {rank: run.logs / f"rank-{rank}.events.jsonl" for rank in range(1, world)}
+    logs = {0: run.events} | {
+        rank: run.logs / f"rank-{rank}.events.jsonl" for rank in range(1, world)
+    }
     return {rank: list(read_events(log)) for rank, log in logs.items() if log.exists()}
 
 
 def peaks(records: Mapping[int, Sequence[Event]]) -> dict[int, int]:
     """The most bytes that each rank said it held."""
-    held = {rank: [step.memory_bytes for step in events if isinstance(step, Step)] for rank, events in records.items()}
+    held = {
+        rank: [step.memory_bytes for step in events if isinstance(step, Step)]
+        for rank, events in records.items()
+    }
     return {rank: max(sizes) for rank, sizes in held.items() if sizes}
 
 
@@ -234,13 +303,16 @@ def computing(records: Mapping[int, Sequence[Event]], plan: Plan) -> dict[int, f
         traced = [event for event in events if isinstance(event, Traced)]
         if traced and plan.devices[rank].backend in IN_STEP:
             seconds[rank] = min(
-                sum(span.end - span.start for span in step.spans if span.kind in COMPUTE) for step in traced
+                sum(span.end - span.start for span in step.spans if span.kind in COMPUTE)
+                for step in traced
             )
     return seconds
 
 
 def _environment(records: Mapping[int, Sequence[Event]]) -> Environment | None:
-    return next((event.environment for event in records.get(0, ()) if isinstance(event, Started)), None)
+    return next(
+        (event.environment for event in records.get(0, ()) if isinstance(event, Started)), None
+    )
 
 
 def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
@@ -252,7 +324,8 @@ def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
 
 
 class TrialQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of its own is asked: `python -m farspan.launch.trial PARENT`, on its standard input as JSON."""
+    """What a process of its own is asked: `python -m farspan.launch.trial PARENT`, on its standard
+    input as JSON."""
 
     plan: Plan
     corpus: str
@@ -262,14 +335,20 @@ class TrialQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apart(question: TrialQuery) -> Trial:
-    """The trial in a process of its own: what that dies of is in the Trial, too. Raises KeyboardInterrupt."""
+    """The trial in a process of its own: what that dies of is in the Trial, too. Raises
+    KeyboardInterrupt."""
     began = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-m", "farspan.launch.trial", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "farspan.launch.trial", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+    ) as process:
         try:
-            longest_s = start_s(question.plan, question.cluster, Path(question.corpus)) + question.within.deadline_s
+            longest_s = (
+                start_s(question.plan, question.cluster, Path(question.corpus))
+                + question.within.deadline_s
+            )
             out, said = process.communicate(msgspec.json.encode(question), longest_s + END_S)
         except subprocess.TimeoutExpired:
             process.kill()
@@ -282,15 +361,23 @@ def apart(question: TrialQuery) -> Trial:
         return msgspec.json.decode(out, type=Trial)
     last = said.decode(errors="replace").strip().splitlines() or ["nothing"]
     problem = Problem(
-        code="worker-lost", what="the process that ran the cell was lost", where="python -m farspan.launch.trial",
-        fact=f"exit code {process.returncode}; last words: {last[-1][:300]}", remedy="farspan doctor",
-    )  # fmt: skip
-    return Trial(plan=plan_key(question.plan), status="failed", problem=problem, took_s=time.monotonic() - began)
+        code="worker-lost",
+        what="the process that ran the cell was lost",
+        where="python -m farspan.launch.trial",
+        fact=f"exit code {process.returncode}; last words: {last[-1][:300]}",
+        remedy="farspan doctor",
+    )
+    return Trial(
+        plan=plan_key(question.plan),
+        status="failed",
+        problem=problem,
+        took_s=time.monotonic() - began,
+    )
 
 
 def follow(parent: int) -> None:
-    """Interrupt this process when the one that asked is gone: nobody waits for the answer, and nobody else would end
-    the workers."""
+    """Interrupt this process when the one that asked is gone: nobody waits for the answer, and
+    nobody else would end the workers."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,9 @@
-"""Whether a run folder may start what its cluster.json says: commands that enter hosts, and their Pythons; and whether
-its index may be searched at a server.
+"""Whether a run folder may start what its cluster.json says: commands that enter hosts, and their
+Pythons; and whether its index may be searched at a server.
 
-A folder that this user made on this machine carries a seal that nobody else can make: a signature over cluster.json and
-run.json, or over the server's location, by a key that lies in the user's own state folder.
+A folder that this user made on this machine carries a seal that nobody else can make: a signature
+over cluster.json and run.json, or over the server's location, by a key that lies in the user's own
+state folder.
 """
 
 from __future__ import annotations
@@ -28,27 +29,36 @@ SHOWN = 4
 
 
 def seal(run: RunFolder) -> None:
-    """Mark a run folder that starts commands as made, or looked at, by this user on this machine."""
+    """Mark a run folder that starts commands as made, or looked at, by this user on this
+    machine."""
     if _commands(run):
         write_atomically(run.seal, _signature(run).encode())
 
 
 def require(run: RunFolder) -> None:
-    """Raises Refusal (run-untrusted) where resuming would run commands that somebody else may have written."""
+    """Raises Refusal (run-untrusted) where resuming would run commands that somebody else may have
+    written."""
     commands = _commands(run)
-    if not commands or (run.seal.exists() and hmac.compare_digest(read_bytes(run.seal), _signature(run).encode())):
+    if not commands or (
+        run.seal.exists() and hmac.compare_digest(read_bytes(run.seal), _signature(run).encode())
+    ):
         return
     more = f"; and {len(commands) - SHOWN} more" if len(commands) > SHOWN else ""
     raise Refusal(
-        "run-untrusted", what="this run was not made by you on this machine, and it starts commands", where=run.cluster,
+        "run-untrusted",
+        what="this run was not made by you on this machine, and it starts commands",
+        where=run.cluster,
         fact=f"it would run: {'; '.join(commands[:SHOWN])}{more}",
-        remedy=f"{farspan('resume', run.path, '--trust')}   (after a look at {run.cluster.name} and {run.record.name})",
-    )  # fmt: skip
+        remedy=(
+            f"{farspan('resume', run.path, '--trust')}   (after a look at {run.cluster.name} and "
+            f"{run.record.name})"
+        ),
+    )
 
 
 def _commands(run: RunFolder) -> list[str]:
-    """What a run starts beside this Python: how it enters hosts and devices, what it runs there, and the Ray cluster
-    that it hands a token to."""
+    """What a run starts beside this Python: how it enters hosts and devices, what it runs there,
+    and the Ray cluster that it hands a token to."""
     cluster, launcher = load_cluster_json(run.cluster), load(run.record, RunRecord).launcher
     joined = [f"a launcher, {launcher}"] if ":" in launcher else []
     for host in cluster.hosts:
@@ -65,13 +75,18 @@ def seal_server(path: Path, location: str) -> None:
 
 
 def require_server(path: Path, location: str, remedy: str) -> None:
-    """Raises Refusal (run-untrusted) where searching an index would send queries, and the password that this user's
-    environment has for it, to a server that somebody else may have named."""
-    if not path.exists() or not hmac.compare_digest(read_bytes(path), _sealed(b"server", location.encode()).encode()):
+    """Raises Refusal (run-untrusted) where searching an index would send queries, and the password
+    that this user's environment has for it, to a server that somebody else may have named."""
+    if not path.exists() or not hmac.compare_digest(
+        read_bytes(path), _sealed(b"server", location.encode()).encode()
+    ):
         raise Refusal(
-            "run-untrusted", what="this index was not made by you on this machine, and its vectors lie at a server",
-            where=path.parent, fact=f"it would ask {location}", remedy=remedy,
-        )  # fmt: skip
+            "run-untrusted",
+            what="this index was not made by you on this machine, and its vectors lie at a server",
+            where=path.parent,
+            fact=f"it would ask {location}",
+            remedy=remedy,
+        )
 
 
 def _signature(run: RunFolder) -> str:

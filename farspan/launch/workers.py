@@ -1,4 +1,5 @@
-"""Watching the workers of a run, wherever a launcher started them: pass on what they say, and leave none behind."""
+"""Watching the workers of a run, wherever a launcher started them: pass on what they say, and leave
+none behind."""
 
 from __future__ import annotations
 
@@ -33,9 +34,10 @@ from farspan.launch.spares import SpareProcess, Spares
 
 #: How often the event file and the processes are looked at.
 POLL_S = 0.1
-#: After one worker has failed the others get this long to end by themselves: they may be writing a message, and of a
-#: link that is cut one side may notice later. Rank 0 notices silence after 4.25 s and stays 1 s more to say who is lost
-#: (`runtime.comm.heartbeat`); the rest is for a machine that is busy.
+#: After one worker has failed the others get this long to end by themselves: they may be writing a
+#: message, and of a link that is cut one side may notice later. Rank 0 notices silence after 4.25 s
+#: and stays 1 s more to say who is lost (`runtime.comm.heartbeat`); the rest is for a machine that
+#: is busy.
 GRACE_S = 8.0
 #: As long where a worker was killed, and they are started again.
 PLAIN_S = 0.2
@@ -53,15 +55,18 @@ class Held(NamedTuple):
     lease: Lease
     epoch: Epoch
     spares: Spares
-    #: Whether they start again after a fault: then nobody waits for last words where it is plain what happened.
+    #: Whether they start again after a fault: then nobody waits for last words where it is plain
+    #: what happened.
     again: bool = False
 
 
 class Workers(ABC):
-    """The workers of one plan. A launcher fills in `start`. Iterating yields their events until all have ended.
+    """The workers of one plan. A launcher fills in `start`. Iterating yields their events until all
+    have ended.
 
-    They are of the epoch that is `held`, without it of one of their own. Leaving the `with` block lets what still runs
-    save, then ends it. Raises the Refusal of the first worker that failed, and refuses a run whose workers still run.
+    They are of the epoch that is `held`, without it of one of their own. Leaving the `with` block
+    lets what still runs save, then ends it. Raises the Refusal of the first worker that failed, and
+    refuses a run whose workers still run.
     """
 
     #: Whether the launcher can start rank 0 on a host that does not see the run directory.
@@ -70,7 +75,12 @@ class Workers(ABC):
     fetches = True
 
     def __init__(
-        self, plan: Plan, run: RunFolder, cluster: Cluster, argument: str = "", held: Held | None = None
+        self,
+        plan: Plan,
+        run: RunFolder,
+        cluster: Cluster,
+        argument: str = "",
+        held: Held | None = None,
     ) -> None:
         self.plan, self.run, self.cluster, self.argument = plan, run, cluster, argument
         planned = {device.host for device in plan.devices}
@@ -78,18 +88,23 @@ class Workers(ABC):
         self.hosts = tuple(host for host in cluster.hosts if host.name in planned)
         for name in planned - {host.name for host in self.hosts}:
             raise Refusal(
-                "plan-mismatch", what=f"the cluster has no host {name}", where=run.path,
-                fact=f"it has {', '.join(host.name for host in cluster.hosts)}", remedy="farspan train run.yaml",
-            )  # fmt: skip
+                "plan-mismatch",
+                what=f"the cluster has no host {name}",
+                where=run.path,
+                fact=f"it has {', '.join(host.name for host in cluster.hosts)}",
+                remedy="farspan train run.yaml",
+            )
         first, self._away = self.hosts[0], None
         if first.folder is not None and self.sends:
             self._away = RemoteRun(first, plan, run, run_folder(first, plan, run))
         elif first.folder is not None:
             raise Refusal(
-                "launcher-unusable", what=f"rank 0 would run on {first.name}, which does not see this run",
-                where=run.path, fact="rank 0 writes the run directory",
+                "launcher-unusable",
+                what=f"rank 0 would run on {first.name}, which does not see this run",
+                where=run.path,
+                fact="rank 0 writes the run directory",
                 remedy="--launcher local, which sends it there",
-            )  # fmt: skip
+            )
         run.logs.mkdir(parents=True, exist_ok=True)
         #: Whether the lease ends with these workers: one that is held goes on.
         self._ends_lease, lease = held is None, Lease(run) if held is None else held.lease
@@ -131,7 +146,8 @@ class Workers(ABC):
         return self
 
     def _clear(self) -> None:
-        """Remove what workers of an earlier start said, on hosts with their own disk: this one's may say nothing."""
+        """Remove what workers of an earlier start said, on hosts with their own disk: this one's
+        may say nothing."""
         # Nodes of a Ray cluster that runs already may be entered by nobody: its actors clear there.
         far = [host for host in self.hosts if host.folder is not None and not self.argument]
         with ThreadPoolExecutor(max(1, len(far))) as pool:
@@ -148,8 +164,12 @@ class Workers(ABC):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What all workers are told: where farspan was asked to train, and the epoch that they are of."""
-        return {HOME: str(self.run.path.absolute()), EPOCH: msgspec.json.encode(self._held.epoch).decode()}
+        """What all workers are told: where farspan was asked to train, and the epoch that they are
+        of."""
+        return {
+            HOME: str(self.run.path.absolute()),
+            EPOCH: msgspec.json.encode(self._held.epoch).decode(),
+        }
 
     def spare(self, device: PlannedDevice) -> SpareProcess | None:
         """A warm process that waits for this device, if one does."""
@@ -200,7 +220,9 @@ class Workers(ABC):
             if self.failed_at is not None:
                 self._end_lost()
             waited = time.monotonic() - self.failed_at if self.failed_at is not None else 0.0
-            saving = time.monotonic() - self._interrupted_at if self._interrupted_at is not None else 0.0
+            saving = (
+                time.monotonic() - self._interrupted_at if self._interrupted_at is not None else 0.0
+            )
             plain = self._held.again and -signal.SIGKILL in codes
             if waited > (PLAIN_S if plain else GRACE_S) or saving > SAVE_S:
                 self._end()
@@ -211,8 +233,8 @@ class Workers(ABC):
         self._refuse_if_failed()
 
     def _end_lost(self) -> None:
-        """End at once whom the others have lost: it stands still, or a link to it is cut, and it will not end by
-        itself."""
+        """End at once whom the others have lost: it stands still, or a link to it is cut, and it
+        will not end by itself."""
         for process in self.processes:
             if process in self._heard or not process.ranks or not process.poll():
                 continue
@@ -240,31 +262,35 @@ class Workers(ABC):
         asked = self._interrupted_at is not None or not any(map(self.broken, failed))
         if not failed or (saved and asked):
             return
-        # Workers that lost a peer fail too. The cause is a problem that is about something else, or a worker that was
-        # killed before it could say anything.
+        # Workers that lost a peer fail too. The cause is a problem that is about something else, or
+        # a worker that was killed before it could say anything.
         problems = [entry for process in failed for entry in self._problems(process)]
         said, cause = min(problems, key=lambda entry: (entry[1].code == "worker-lost", entry[0]))
         killed = any((process.poll() or 0) < 0 for process in failed)
         if self._interrupted_at is not None and killed and not said:
             raise Refusal(
-                "interrupted", what="stopped at once, as asked", where=self.run.path,
+                "interrupted",
+                what="stopped at once, as asked",
+                where=self.run.path,
                 fact="steps since the last save are not kept",
                 remedy=farspan("resume", self.run.path),
-            )  # fmt: skip
+            )
         raise Refusal.of(cause)
 
     def broken(self, process: Process) -> bool:
-        """Whether a process that has failed did so otherwise than by ending as it was asked to, by whom ever."""
+        """Whether a process that has failed did so otherwise than by ending as it was asked to, by
+        whom ever."""
         return True
 
     def lost(self, process: Process) -> dict[int, Problem]:
-        """Workers of a failed process that ended without a word, by rank, as far as it knows them."""
+        """Workers of a failed process that ended without a word, by rank, as far as it knows
+        them."""
         rank = process.ranks[0]
         return {rank: self.wordless(process, rank, process.poll() or 0)}
 
     def _problems(self, process: Process) -> Iterator[tuple[int, Problem]]:
-        """What ended each worker of a process, and how near its cause that is: 0 where it could say nothing, 1 what it
-        said of itself, 2 of another."""
+        """What ended each worker of a process, and how near its cause that is: 0 where it could say
+        nothing, 1 what it said of itself, 2 of another."""
         logs, said = run_folder(process.host, self.plan, self.run).logs, set()
         for rank in process.ranks:
             where = logs / f"rank-{rank}.problem.json"
@@ -272,7 +298,9 @@ class Workers(ABC):
                 said.add(rank)
                 problem = parse_json(content, Problem, where)
                 yield 1 if problem.cause == "own" else 2, problem
-        yield from ((0, problem) for rank, problem in self.lost(process).items() if rank not in said)
+        yield from (
+            (0, problem) for rank, problem in self.lost(process).items() if rank not in said
+        )
 
     def wordless(self, process: Process, rank: int, code: int) -> Problem:
         """What an exit code (negative: a signal) says of a worker that said nothing."""
@@ -280,28 +308,48 @@ class Workers(ABC):
         killed = signal.Signals(-code).name if code < 0 else None
         cause = f"ended by {killed}" if killed else f"ended with exit code {code}"
         name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
-        remedy, here = farspan("resume", self.run.path), not by_client(process.host) and _kernel_kills() is not None
+        remedy, here = (
+            farspan("resume", self.run.path),
+            not by_client(process.host) and _kernel_kills() is not None,
+        )
         if code == -signal.SIGKILL and (not here or _kernel_kills() != self._killed_before):
             # Of another machine's kernel nobody here can tell.
             cause += f", as the kernel does when memory runs out{self._memory(process, rank)}"
             if here:
-                name, remedy = "out-of-memory", "set train.recompute: true in run.yaml, or a smaller batch or size"
+                name, remedy = (
+                    "out-of-memory",
+                    "set train.recompute: true in run.yaml, or a smaller batch or size",
+                )
         last_words = _last_line(self.words(log))
         return Problem(
-            code=name, what=f"rank {rank} on {process.host.name} was lost", where=str(log),
-            fact=f"{cause}; last words: {last_words}", remedy=remedy,
-            signal=killed, rank=rank, host=process.host.name, last_words=last_words,
-        )  # fmt: skip
+            code=name,
+            what=f"rank {rank} on {process.host.name} was lost",
+            where=str(log),
+            fact=f"{cause}; last words: {last_words}",
+            remedy=remedy,
+            signal=killed,
+            rank=rank,
+            host=process.host.name,
+            last_words=last_words,
+        )
 
     def _memory(self, process: Process, rank: int) -> str:
         """What a worker was predicted to need, and what it held when it was last heard."""
         fact, folder = "", run_folder(process.host, self.plan, self.run)
-        if self.run.estimate.exists() and rank < len(memory := load_estimate(self.run.estimate).memory):
+        if self.run.estimate.exists() and rank < len(
+            memory := load_estimate(self.run.estimate).memory
+        ):
             fact += f"; it was predicted to need {format_bytes(memory[rank].total)}"
         log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
         lines, held = (process.read(log) or b"").split(b"\n")[:-1], 0
         for event in decoded(lines, log):  # Of this start: before it may have been another plan.
-            held = event.memory_bytes if isinstance(event, Step) else 0 if isinstance(event, Started) else held
+            held = (
+                event.memory_bytes
+                if isinstance(event, Step)
+                else 0
+                if isinstance(event, Started)
+                else held
+            )
         return fact + (f"; held {format_bytes(held)}" if held else "")
 
     def _signal(self, number: signal.Signals, services: bool = False) -> None:
@@ -318,16 +366,28 @@ class Workers(ABC):
                     process.wait(timeout=KILL_S)
                 except subprocess.TimeoutExpired:
                     raise Refusal(
-                        "worker-lost", what=f"a worker on {process.host.name} does not end", where=str(self.run.path),
-                        fact=f"it was killed {KILL_S:.0f} s ago and is still there: it may wait for a disk or a driver",
+                        "worker-lost",
+                        what=f"a worker on {process.host.name} does not end",
+                        where=str(self.run.path),
+                        fact=(
+                            f"it was killed {KILL_S:.0f} s ago and is still there: it may wait "
+                            "for a disk or a driver"
+                        ),
                         remedy="farspan doctor --cluster, with the same cluster",
-                    ) from None  # fmt: skip
+                    ) from None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if self._interrupted_at is None:
             self._signal(signal.SIGTERM)
             deadline = time.monotonic() + SAVE_S
-            while time.monotonic() < deadline and any(p.ranks and p.poll() is None for p in self.processes):
+            while time.monotonic() < deadline and any(
+                p.ranks and p.poll() is None for p in self.processes
+            ):
                 time.sleep(POLL_S)
         self._end()
         # Services take what they have started with them, if they are asked.
@@ -335,7 +395,9 @@ class Workers(ABC):
         for process in self.processes:
             try:
                 process.wait(timeout=SERVICE_S)
-            except subprocess.TimeoutExpired:  # As where a link is cut: the request does not arrive.
+            except (
+                subprocess.TimeoutExpired
+            ):  # As where a link is cut: the request does not arrive.
                 process.signal(signal.SIGKILL)
         for file in self._logs:
             file.close()
@@ -355,8 +417,8 @@ def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
 
 
 def _kernel_kills() -> int | None:
-    """How many processes the kernel of this machine has ended since it began, because memory ran out; None where it
-    does not say (Linux does)."""
+    """How many processes the kernel of this machine has ended since it began, because memory ran
+    out; None where it does not say (Linux does)."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,4 +1,5 @@
-"""Model families, one file each: the file name is the registration. Listing the families imports none of them."""
+"""Model families, one file each: the file name is the registration. Listing the families imports
+none of them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal, nearest
 from farspan.models._family import Config, Preset, TensorMap
 
-__all__ = ["Config", "Family", "Preset", "TensorMap", "families", "family", "from_config", "graph", "preset", "presets"]
+__all__ = [
+    "Config",
+    "Family",
+    "Preset",
+    "TensorMap",
+    "families",
+    "family",
+    "from_config",
+    "graph",
+    "preset",
+    "presets",
+]
 
 
 class Family(Protocol):
@@ -46,7 +58,9 @@ class Family(Protocol):
 
 def families() -> tuple[str, ...]:
     """The names of all families, sorted."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
+    return tuple(
+        sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+    )
 
 
 def family(name: str) -> Family:
@@ -72,7 +86,9 @@ def preset(name: str) -> Preset:
 def from_config(config: Config) -> ModelSpec:
     """The spec of a Hugging Face config.json; a Refusal names what farspan cannot compute."""
     architectures = config.get("architectures") or ["none named"]
-    known = {architecture: name for name in families() for architecture in family(name).ARCHITECTURES}
+    known = {
+        architecture: name for name in families() for architecture in family(name).ARCHITECTURES
+    }
     match = next((known[a] for a in architectures if a in known), None)
     if match is None:
         raise Refusal(

@@ -1,4 +1,5 @@
-"""The operators of a decoder block as `runtime.model` computes them, from the knobs of a ModelSpec."""
+"""The operators of a decoder block as `runtime.model` computes them, from the knobs of a
+ModelSpec."""
 
 from __future__ import annotations
 
@@ -10,28 +11,46 @@ def graph(spec: ModelSpec) -> OpGraph:
     """The training step of a pre-norm decoder: embedding, equal blocks, final norm and head."""
     width = spec.heads // spec.kv_heads * spec.head_dim
     sizes = {
-        "d": spec.d_model, "v": spec.vocab_size, "p": spec.context + spec.extra_positions, "n": spec.kv_heads,
-        "c": width + 2 * spec.head_dim, "r": width, "e": spec.head_dim, "f": spec.d_ff,
+        "d": spec.d_model,
+        "v": spec.vocab_size,
+        "p": spec.context + spec.extra_positions,
+        "n": spec.kv_heads,
+        "c": width + 2 * spec.head_dim,
+        "r": width,
+        "e": spec.head_dim,
+        "f": spec.d_ff,
         "w": 2 if spec.activation == "swiglu" else 1,
-    }  # fmt: skip
+    }
     positions = (Weight(name="pos.weight", dims="pd"),) if spec.positions == "learned" else ()
     embedding = Operator(
-        name="tok", kind="lookup", einsum="bs,vd->bsd", weights=(Weight(name="tok.weight", dims="vd"), *positions),
+        name="tok",
+        kind="lookup",
+        einsum="bs,vd->bsd",
+        weights=(Weight(name="tok.weight", dims="vd"), *positions),
         divisible="v",
-    )  # fmt: skip
+    )
     head = Operator(
-        name="head", kind="matmul", einsum="bsd,vd->bsv", keeps=("bsd",), divisible="v",
+        name="head",
+        kind="matmul",
+        einsum="bsd,vd->bsv",
+        keeps=("bsd",),
+        divisible="v",
         weights=(Weight(name="tok.weight" if spec.tied else "head.weight", dims="vd"),),
-    )  # fmt: skip
+    )
     loss = Operator(name="loss", kind="loss", einsum="bsv->bs", divisible="v")
     return OpGraph(
-        sizes=sizes, layers=spec.layers, embedding=(embedding,), block=_block(spec),
-        head=(_norm(spec, "norm"), head, loss), tied=spec.tied,
-    )  # fmt: skip
+        sizes=sizes,
+        layers=spec.layers,
+        embedding=(embedding,),
+        block=_block(spec),
+        head=(_norm(spec, "norm"), head, loss),
+        tied=spec.tied,
+    )
 
 
 def _block(spec: ModelSpec) -> tuple[Operator, ...]:
-    # Flash attention keeps the projection, which v is a view of, and q and k where rotation made new ones of them.
+    # Flash attention keeps the projection, which v is a view of, and q and k where rotation made
+    # new ones of them.
     attended = ("bsnc", "bsnr", "bsne") if spec.positions == "rope" else ("bsnc",)
     # What ReLU keeps is its output, which the next matrix keeps anyway.
     kept = {"swiglu": ("bsfw", "bsf"), "gelu_tanh": ("bsfw",), "relu": ()}[spec.activation]
@@ -53,15 +72,25 @@ def _linear(spec: ModelSpec, name: str, einsum: str, *, bias: str, divisible: st
     if spec.bias:
         weights.append(Weight(name=f"{name}.bias", dims=bias))
     return Operator(
-        name=name, kind="matmul", einsum=einsum, weights=tuple(weights), keeps=(inputs,), divisible=divisible
+        name=name,
+        kind="matmul",
+        einsum=einsum,
+        weights=tuple(weights),
+        keeps=(inputs,),
+        divisible=divisible,
     )
 
 
 def _norm(spec: ModelSpec, name: str) -> Operator:
-    """RMSNorm keeps its input and what its gain multiplies; LayerNorm's kernel keeps its input alone."""
+    """RMSNorm keeps its input and what its gain multiplies; LayerNorm's kernel keeps its input
+    alone."""
     layernorm = spec.norm == "layernorm"
     parts = ("weight", "bias") if layernorm else ("weight",)
     return Operator(
-        name=name, kind="pointwise", einsum="bsd,d->bsd", keeps=("bsd",) if layernorm else ("bsd", "bsd"),
-        weights=tuple(Weight(name=f"{name}.{part}", dims="d") for part in parts), upcasts=not layernorm,
-    )  # fmt: skip
+        name=name,
+        kind="pointwise",
+        einsum="bsd,d->bsd",
+        keeps=("bsd",) if layernorm else ("bsd", "bsd"),
+        weights=tuple(Weight(name=f"{name}.{part}", dims="d") for part in parts),
+        upcasts=not layernorm,
+    )

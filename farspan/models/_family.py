@@ -1,4 +1,5 @@
-"""What a model family file declares: presets, and the map to and from Hugging Face as plain data."""
+"""What a model family file declares: presets, and the map to and from Hugging Face as plain
+data."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Config = dict[str, Any]
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
-    """A known shape. `published` is the exact parameter count its source states; None where it states none."""
+    """A known shape. `published` is the exact parameter count its source states; None where it
+    states none."""
 
     name: str
     spec: ModelSpec
@@ -26,8 +28,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 class TensorMap(msgspec.Struct, frozen=True, kw_only=True):
     """One of our parameters from Hugging Face tensors.
 
-    `ours` is the concatenation along dim 0 of `theirs`, whose row counts are `rows`; with `transpose` theirs are
-    stored as (in, out), as GPT-2's Conv1D does, and are turned first.
+    `ours` is the concatenation along dim 0 of `theirs`, whose row counts are `rows`; with
+    `transpose` theirs are stored as (in, out), as GPT-2's Conv1D does, and are turned first.
     """
 
     ours: str
@@ -37,21 +39,35 @@ class TensorMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def linear(
-    spec: ModelSpec, ours: str, theirs: tuple[str, ...], rows: tuple[int, ...], *, transpose: bool = False
+    spec: ModelSpec,
+    ours: str,
+    theirs: tuple[str, ...],
+    rows: tuple[int, ...],
+    *,
+    transpose: bool = False,
 ) -> list[TensorMap]:
     """The maps of one linear layer: its weight, and its bias where the model has biases."""
     weight = TensorMap(
-        ours=f"{ours}.weight", theirs=tuple(f"{t}.weight" for t in theirs), rows=rows, transpose=transpose
+        ours=f"{ours}.weight",
+        theirs=tuple(f"{t}.weight" for t in theirs),
+        rows=rows,
+        transpose=transpose,
     )
     if not spec.bias:
         return [weight]
-    return [weight, TensorMap(ours=f"{ours}.bias", theirs=tuple(f"{t}.bias" for t in theirs), rows=rows)]
+    return [
+        weight,
+        TensorMap(ours=f"{ours}.bias", theirs=tuple(f"{t}.bias" for t in theirs), rows=rows),
+    ]
 
 
 def norm(spec: ModelSpec, ours: str, theirs: str) -> list[TensorMap]:
     """The maps of one norm: its weight, and for LayerNorm its bias."""
     parts = ("weight", "bias") if spec.norm == "layernorm" else ("weight",)
-    return [TensorMap(ours=f"{ours}.{p}", theirs=(f"{theirs}.{p}",), rows=(spec.d_model,)) for p in parts]
+    return [
+        TensorMap(ours=f"{ours}.{p}", theirs=(f"{theirs}.{p}",), rows=(spec.d_model,))
+        for p in parts
+    ]
 
 
 def table(ours: str, theirs: str, rows: int) -> TensorMap:
@@ -71,7 +87,8 @@ def unsupported(key: str, value: object, fits: str) -> Refusal:
 
 
 def demand(config: Config, key: str, allowed: tuple[object, ...]) -> None:
-    """Refuses a config whose `key` is set to anything but the values allowed. `allowed[0]` is the default."""
+    """Refuses a config whose `key` is set to anything but the values allowed. `allowed[0]` is the
+    default."""
     value = config.get(key, allowed[0])
     if value not in allowed:
         raise unsupported(key, value, f"{key} in {list(allowed)}")

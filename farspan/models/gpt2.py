@@ -6,7 +6,17 @@ from typing import Literal
 
 from farspan.domain.model import ModelSpec
 from farspan.models._decoder import graph as graph
-from farspan.models._family import Config, Preset, TensorMap, demand, linear, norm, require, table, unsupported
+from farspan.models._family import (
+    Config,
+    Preset,
+    TensorMap,
+    demand,
+    linear,
+    norm,
+    require,
+    table,
+    unsupported,
+)
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 #: Set before every tensor name but the head's; files saved from the bare model lack it.
@@ -22,29 +32,55 @@ _ACTIVATIONS: dict[str, Literal["gelu_tanh", "relu"]] = {
 
 
 def shape(
-    *, d_model: int, layers: int, vocab_size: int, context: int, heads: int | None = None, kv_heads: int | None = None,
-    d_ff: int | None = None, tied: bool = True,
-) -> ModelSpec:  # fmt: skip
-    """A GPT-2 of any size; heads of size 64 and d_ff = 4 d_model unless given. Raises ValueError where none fits."""
+    *,
+    d_model: int,
+    layers: int,
+    vocab_size: int,
+    context: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    d_ff: int | None = None,
+    tied: bool = True,
+) -> ModelSpec:
+    """A GPT-2 of any size; heads of size 64 and d_ff = 4 d_model unless given. Raises ValueError
+    where none fits."""
     heads = heads or max(1, d_model // 64)
     if kv_heads not in (None, heads):
-        raise ValueError(f"GPT-2 has as many kv_heads as heads ({heads}), not {kv_heads}; family: llama can")
+        raise ValueError(
+            f"GPT-2 has as many kv_heads as heads ({heads}), not {kv_heads}; family: llama can"
+        )
     return ModelSpec(
-        family="gpt2", layers=layers, d_model=d_model, heads=heads, kv_heads=heads, d_ff=d_ff or 4 * d_model,
-        vocab_size=vocab_size, context=context, norm="layernorm", activation="gelu_tanh", positions="learned",
-        bias=True, tied=tied,
-    )  # fmt: skip
+        family="gpt2",
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        kv_heads=heads,
+        d_ff=d_ff or 4 * d_model,
+        vocab_size=vocab_size,
+        context=context,
+        norm="layernorm",
+        activation="gelu_tanh",
+        positions="learned",
+        bias=True,
+        tied=tied,
+    )
 
 
-def _preset(name: str, layers: int, d_model: int, published: int | None, source: str, vocab_size: int) -> Preset:
+def _preset(
+    name: str, layers: int, d_model: int, published: int | None, source: str, vocab_size: int
+) -> Preset:
     spec = shape(d_model=d_model, layers=layers, vocab_size=vocab_size, context=1024)
     return Preset(name=name, spec=spec, published=published, source=source)
 
 
 _OPENAI = "openai/gpt-2 checkpoints; Radford et al. 2019, table 2 (whose printed sizes are rounded)"
-#: The paper prints no vocabulary and no exact count. Its author's set-up notes train a byte-level BPE of 50,256
-#: tokens (GPT-2's own has 50,257), so that is what was trained and what a prediction of its times must price.
-_FABRIC = "arXiv 2602.02632, section IV (no exact count printed; vocabulary from the author's set-up notes)"
+#: The paper prints no vocabulary and no exact count. Its author's set-up notes train a byte-level
+#: BPE of 50,256 tokens (GPT-2's own has 50,257), so that is what was trained and what a prediction
+#: of its times must price.
+_FABRIC = (
+    "arXiv 2602.02632, section IV (no exact count printed; vocabulary from the author's set-up "
+    "notes)"
+)
 
 PRESETS = (
     _preset("gpt2", 12, 768, 124_439_808, _OPENAI, 50257),
@@ -63,29 +99,51 @@ def to_config(spec: ModelSpec) -> Config:
         raise ValueError("GPT2LMHeadModel has biases and as many kv_heads as heads")
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
     return {
-        "architectures": list(ARCHITECTURES), "model_type": "gpt2", "n_layer": spec.layers, "n_embd": spec.d_model,
-        "n_head": spec.heads, "n_inner": spec.d_ff, "n_positions": spec.context, "n_ctx": spec.context,
-        "vocab_size": spec.vocab_size, "activation_function": activation, "layer_norm_epsilon": spec.norm_eps,
-        "tie_word_embeddings": spec.tied, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-    }  # fmt: skip
+        "architectures": list(ARCHITECTURES),
+        "model_type": "gpt2",
+        "n_layer": spec.layers,
+        "n_embd": spec.d_model,
+        "n_head": spec.heads,
+        "n_inner": spec.d_ff,
+        "n_positions": spec.context,
+        "n_ctx": spec.context,
+        "vocab_size": spec.vocab_size,
+        "activation_function": activation,
+        "layer_norm_epsilon": spec.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
 
 
 def from_config(config: Config) -> ModelSpec:
     """The spec of a config.json; a Refusal names what farspan does not compute."""
     activation = config.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
-        raise unsupported("activation_function", activation, f"activation_function in {list(_ACTIVATIONS)}")
+        raise unsupported(
+            "activation_function", activation, f"activation_function in {list(_ACTIVATIONS)}"
+        )
     demand(config, "scale_attn_weights", (True,))
     demand(config, "scale_attn_by_inverse_layer_idx", (False,))
     demand(config, "add_cross_attention", (False,))
     d_model, heads = require(config, "n_embd"), require(config, "n_head")
     return ModelSpec(
-        family="gpt2", layers=require(config, "n_layer"), d_model=d_model, heads=heads, kv_heads=heads,
-        d_ff=config.get("n_inner") or 4 * d_model, vocab_size=require(config, "vocab_size"),
-        context=require(config, "n_positions"), norm="layernorm", activation=_ACTIVATIONS[activation],
-        positions="learned", bias=True, tied=config.get("tie_word_embeddings", True),
+        family="gpt2",
+        layers=require(config, "n_layer"),
+        d_model=d_model,
+        heads=heads,
+        kv_heads=heads,
+        d_ff=config.get("n_inner") or 4 * d_model,
+        vocab_size=require(config, "vocab_size"),
+        context=require(config, "n_positions"),
+        norm="layernorm",
+        activation=_ACTIVATIONS[activation],
+        positions="learned",
+        bias=True,
+        tied=config.get("tie_word_embeddings", True),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
-    )  # fmt: skip
+    )
 
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
@@ -95,10 +153,14 @@ def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     for i in range(spec.layers):
         ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
         maps += norm(spec, f"{ours}.attn_norm", f"{theirs}.ln_1")
-        maps += linear(spec, f"{ours}.attn.qkv", (f"{theirs}.attn.c_attn",), (3 * d,), transpose=True)
+        maps += linear(
+            spec, f"{ours}.attn.qkv", (f"{theirs}.attn.c_attn",), (3 * d,), transpose=True
+        )
         maps += linear(spec, f"{ours}.attn.out", (f"{theirs}.attn.c_proj",), (d,), transpose=True)
         maps += norm(spec, f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        maps += linear(spec, f"{ours}.mlp.up", (f"{theirs}.mlp.c_fc",), (spec.d_ff,), transpose=True)
+        maps += linear(
+            spec, f"{ours}.mlp.up", (f"{theirs}.mlp.c_fc",), (spec.d_ff,), transpose=True
+        )
         maps += linear(spec, f"{ours}.mlp.down", (f"{theirs}.mlp.c_proj",), (d,), transpose=True)
     maps += norm(spec, "norm", "transformer.ln_f")
     return tuple(maps if spec.tied else [*maps, table("head", "lm_head", spec.vocab_size)])

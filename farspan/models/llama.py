@@ -1,10 +1,21 @@
-"""Llama: rotary positions, RMSNorm, SwiGLU, no biases, grouped-query attention. Mistral is the same decoder."""
+"""Llama: rotary positions, RMSNorm, SwiGLU, no biases, grouped-query attention. Mistral is the same
+decoder."""
 
 from __future__ import annotations
 
 from farspan.domain.model import ModelSpec
 from farspan.models._decoder import graph as graph
-from farspan.models._family import Config, Preset, TensorMap, demand, linear, norm, require, table, unsupported
+from farspan.models._family import (
+    Config,
+    Preset,
+    TensorMap,
+    demand,
+    linear,
+    norm,
+    require,
+    table,
+    unsupported,
+)
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 #: Set before every tensor name but the head's; files saved from the bare model lack it.
@@ -14,29 +25,50 @@ BUFFERS = (".rotary_emb.inv_freq",)
 
 
 def shape(
-    *, d_model: int, layers: int, vocab_size: int, context: int, heads: int | None = None, kv_heads: int | None = None,
-    d_ff: int | None = None, tied: bool = True,
-) -> ModelSpec:  # fmt: skip
-    """A Llama of any size; heads of size 64 unless given, d_ff = 8/3 d_model rounded up to a multiple of 64.
+    *,
+    d_model: int,
+    layers: int,
+    vocab_size: int,
+    context: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    d_ff: int | None = None,
+    tied: bool = True,
+) -> ModelSpec:
+    """A Llama of any size; heads of size 64 unless given, d_ff = 8/3 d_model rounded up to a
+    multiple of 64.
 
-    8/3 keeps SwiGLU's three matrices at the parameters of a 4 d_model MLP's two (arXiv 2002.05202). Embeddings are
-    tied by default, as small models spend most of their parameters there. Raises ValueError where no shape fits.
+    8/3 keeps SwiGLU's three matrices at the parameters of a 4 d_model MLP's two (arXiv 2002.05202).
+    Embeddings are tied by default, as small models spend most of their parameters there. Raises
+    ValueError where no shape fits.
     """
     heads = heads or max(1, d_model // 64)
     return ModelSpec(
-        family="llama", layers=layers, d_model=d_model, heads=heads, kv_heads=kv_heads or heads,
-        d_ff=d_ff or -(-8 * d_model // (3 * 64)) * 64, vocab_size=vocab_size, context=context, norm="rmsnorm",
-        activation="swiglu", positions="rope", bias=False, tied=tied,
-    )  # fmt: skip
+        family="llama",
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        d_ff=d_ff or -(-8 * d_model // (3 * 64)) * 64,
+        vocab_size=vocab_size,
+        context=context,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rope",
+        bias=False,
+        tied=tied,
+    )
 
 
-#: The study prints no head sizes (64 divides every d_model) and no d_ff (inferred: what gives the printed counts).
-#: Its 100M prints d_model 864; only 832 gives its printed count.
+#: The study prints no head sizes (64 divides every d_model) and no d_ff (inferred: what gives the
+#: printed counts). Its 100M prints d_model 864; only 832 gives its printed count.
 _SLM = "arXiv 2410.19456, table of models (printed counts; d_ff and head size inferred)"
 
 
 def _slm(name: str, layers: int, d_model: int, d_ff: int, published: int) -> Preset:
-    spec = shape(d_model=d_model, layers=layers, vocab_size=32_000, context=1024, d_ff=d_ff, tied=False)
+    spec = shape(
+        d_model=d_model, layers=layers, vocab_size=32_000, context=1024, d_ff=d_ff, tied=False
+    )
     return Preset(name=name, spec=spec, published=published, source=_SLM)
 
 
@@ -48,7 +80,14 @@ PRESETS = (
     Preset(
         name="mistral-7b",
         spec=shape(
-            d_model=4096, layers=32, heads=32, kv_heads=8, d_ff=14336, vocab_size=32_000, context=8192, tied=False
+            d_model=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            d_ff=14336,
+            vocab_size=32_000,
+            context=8192,
+            tied=False,
         ),
         published=7_241_732_096,
         source="arXiv 2310.06825, table 1; count of the mistralai/Mistral-7B-v0.1 checkpoint",
@@ -60,21 +99,35 @@ PRESETS = (
 def to_config(spec: ModelSpec) -> Config:
     """The config.json of a spec of this family."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": spec.layers,
-        "hidden_size": spec.d_model, "num_attention_heads": spec.heads, "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim, "intermediate_size": spec.d_ff, "max_position_embeddings": spec.context,
-        "vocab_size": spec.vocab_size, "hidden_act": "silu", "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "attention_bias": spec.bias, "mlp_bias": spec.bias, "tie_word_embeddings": spec.tied,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.d_model,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.d_ff,
+        "max_position_embeddings": spec.context,
+        "vocab_size": spec.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "attention_bias": spec.bias,
+        "mlp_bias": spec.bias,
+        "tie_word_embeddings": spec.tied,
+    }
 
 
 def _rope_theta(config: Config) -> float:
-    """The base of the rotary angles: `rope_parameters` since transformers 5, `rope_theta` before."""
+    """The base of the rotary angles: `rope_parameters` since transformers 5, `rope_theta`
+    before."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise unsupported("rope_type", kind, "rotary positions without scaling (rope_type 'default')")
+        raise unsupported(
+            "rope_type", kind, "rotary positions without scaling (rope_type 'default')"
+        )
     theta = rope.get("rope_theta", config.get("rope_theta"))
     return 10_000.0 if theta is None else float(theta)
 
@@ -87,18 +140,32 @@ def from_config(config: Config) -> ModelSpec:
     demand(config, "head_dim", (d_model // heads, None))
     bias = config.get("attention_bias", False)
     if config.get("mlp_bias", False) != bias:
-        raise unsupported("attention_bias", bias, "biases in attention and MLP alike: attention_bias == mlp_bias")
+        raise unsupported(
+            "attention_bias", bias, "biases in attention and MLP alike: attention_bias == mlp_bias"
+        )
     context = require(config, "max_position_embeddings")
     window = config.get("sliding_window") if config.get("model_type") == "mistral" else None
     if window is not None and window < context:
-        raise unsupported("sliding_window", window, f"full attention: a window of at least {context} positions")
+        raise unsupported(
+            "sliding_window", window, f"full attention: a window of at least {context} positions"
+        )
     return ModelSpec(
-        family="llama", layers=require(config, "num_hidden_layers"), d_model=d_model, heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads, d_ff=require(config, "intermediate_size"),
-        vocab_size=require(config, "vocab_size"), context=context, norm="rmsnorm", activation="swiglu",
-        positions="rope", bias=bias, tied=config.get("tie_word_embeddings", False),
-        norm_eps=config.get("rms_norm_eps", 1e-6), rope_theta=_rope_theta(config),
-    )  # fmt: skip
+        family="llama",
+        layers=require(config, "num_hidden_layers"),
+        d_model=d_model,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        d_ff=require(config, "intermediate_size"),
+        vocab_size=require(config, "vocab_size"),
+        context=context,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rope",
+        bias=bias,
+        tied=config.get("tie_word_embeddings", False),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(config),
+    )
 
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
@@ -113,7 +180,9 @@ def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
         maps += linear(spec, f"{ours}.attn.qkv", qkv, (d, kv, kv))
         maps += linear(spec, f"{ours}.attn.out", (f"{attention}.o_proj",), (d,))
         maps += norm(spec, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        maps += linear(spec, f"{ours}.mlp.up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (spec.d_ff, spec.d_ff))
+        maps += linear(
+            spec, f"{ours}.mlp.up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (spec.d_ff, spec.d_ff)
+        )
         maps += linear(spec, f"{ours}.mlp.down", (f"{mlp}.down_proj",), (d,))
     maps += norm(spec, "norm", "model.norm")
     return tuple(maps if spec.tied else [*maps, table("head", "lm_head", spec.vocab_size)])

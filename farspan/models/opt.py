@@ -1,4 +1,5 @@
-"""OPT: GPT-2's decoder with ReLU, two extra position rows and a padded vocabulary (arXiv 2205.01068)."""
+"""OPT: GPT-2's decoder with ReLU, two extra position rows and a padded vocabulary (arXiv
+2205.01068)."""
 
 from __future__ import annotations
 
@@ -13,50 +14,79 @@ BUFFERS: tuple[str, ...] = ()
 
 
 def shape(
-    *, d_model: int, layers: int, vocab_size: int, context: int, heads: int | None = None, kv_heads: int | None = None,
-    d_ff: int | None = None, tied: bool = True,
-) -> ModelSpec:  # fmt: skip
-    """An OPT of any size; heads of size 64 and d_ff = 4 d_model unless given. Raises ValueError where none fits."""
+    *,
+    d_model: int,
+    layers: int,
+    vocab_size: int,
+    context: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    d_ff: int | None = None,
+    tied: bool = True,
+) -> ModelSpec:
+    """An OPT of any size; heads of size 64 and d_ff = 4 d_model unless given. Raises ValueError
+    where none fits."""
     heads = heads or max(1, d_model // 64)
     if kv_heads not in (None, heads):
-        raise ValueError(f"OPT has as many kv_heads as heads ({heads}), not {kv_heads}; family: llama can")
+        raise ValueError(
+            f"OPT has as many kv_heads as heads ({heads}), not {kv_heads}; family: llama can"
+        )
     return ModelSpec(
-        family="opt", layers=layers, d_model=d_model, heads=heads, kv_heads=heads, d_ff=d_ff or 4 * d_model,
-        vocab_size=vocab_size, context=context, norm="layernorm", activation="relu", positions="learned", bias=True,
-        tied=tied, extra_positions=2,
-    )  # fmt: skip
+        family="opt",
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        kv_heads=heads,
+        d_ff=d_ff or 4 * d_model,
+        vocab_size=vocab_size,
+        context=context,
+        norm="layernorm",
+        activation="relu",
+        positions="learned",
+        bias=True,
+        tied=tied,
+        extra_positions=2,
+    )
 
 
 def _preset(name: str, layers: int, d_model: int, heads: int, published: int) -> Preset:
     return Preset(
-        name=name, spec=shape(d_model=d_model, layers=layers, heads=heads, vocab_size=50272, context=2048),
-        published=published, source=f"facebook/{name} checkpoint; arXiv 2205.01068, table 1",
+        name=name,
+        spec=shape(d_model=d_model, layers=layers, heads=heads, vocab_size=50272, context=2048),
+        published=published,
+        source=f"facebook/{name} checkpoint; arXiv 2205.01068, table 1",
         planning_only=published > 2e9,
-    )  # fmt: skip
+    )
 
 
 PRESETS = (
     _preset("opt-125m", 12, 768, 12, 125_239_296),
-    # Its layers, width and heads, but neither its norms after the blocks nor its tokens' width of 512: a model of other
-    # parameters, for plans alone. `from_config` refuses the checkpoint.
+    # Its layers, width and heads, but neither its norms after the blocks nor its tokens' width of
+    # 512: a model of other parameters, for plans alone. `from_config` refuses the checkpoint.
     Preset(
         name="opt-350m",
         spec=shape(d_model=1024, layers=24, heads=16, vocab_size=50272, context=2048),
         published=None,
-        source="arXiv 2205.01068, table 1. facebook/opt-350m has 331,196,416 parameters: word_embed_proj_dim is 512 "
-        "and norms come after the blocks, which farspan does not compute; this shape has 355,889,152",
+        source="arXiv 2205.01068, table 1. facebook/opt-350m has 331,196,416 parameters: "
+        "word_embed_proj_dim is 512 "
+        "and norms come after the blocks, which farspan does not compute; this shape has "
+        "355,889,152",
         planning_only=True,
     ),
     _preset("opt-1.3b", 24, 2048, 32, 1_315_758_080),
     _preset("opt-2.7b", 32, 2560, 32, 2_651_596_800),
     _preset("opt-6.7b", 32, 4096, 32, 6_658_473_984),
-    # GPT-3's weights are closed and its table 2.1 (arXiv 2005.14165) prints "13.0B" with d_model 5140, a misprint: 40
-    # heads of 128 make 5120. The exact count is that of its open replica OPT-13B, hence OPT's vocabulary and positions.
+    # GPT-3's weights are closed and its table 2.1 (arXiv 2005.14165) prints "13.0B" with d_model
+    # 5140, a misprint: 40 heads of 128 make 5120. The exact count is that of its open replica
+    # OPT-13B, hence OPT's vocabulary and positions.
     Preset(
         name="gpt3-13b",
         spec=shape(d_model=5120, layers=40, heads=40, vocab_size=50272, context=2048),
         published=12_853_473_280,
-        source="arXiv 2005.14165, table 2.1 (d_model misprinted 5140); count of facebook/opt-13b, the same shape",
+        source=(
+            "arXiv 2005.14165, table 2.1 (d_model misprinted 5140); count of facebook/opt-13b, "
+            "the same shape"
+        ),
         planning_only=True,
     ),
 )
@@ -65,12 +95,23 @@ PRESETS = (
 def to_config(spec: ModelSpec) -> Config:
     """The config.json of a spec of this family."""
     return {
-        "architectures": list(ARCHITECTURES), "model_type": "opt", "num_hidden_layers": spec.layers,
-        "hidden_size": spec.d_model, "num_attention_heads": spec.heads, "ffn_dim": spec.d_ff,
-        "word_embed_proj_dim": spec.d_model, "max_position_embeddings": spec.context, "vocab_size": spec.vocab_size,
-        "activation_function": "relu", "do_layer_norm_before": True, "enable_bias": True, "dropout": 0.0,
-        "attention_dropout": 0.0, "layerdrop": 0.0, "tie_word_embeddings": spec.tied,
-    }  # fmt: skip
+        "architectures": list(ARCHITECTURES),
+        "model_type": "opt",
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.d_model,
+        "num_attention_heads": spec.heads,
+        "ffn_dim": spec.d_ff,
+        "word_embed_proj_dim": spec.d_model,
+        "max_position_embeddings": spec.context,
+        "vocab_size": spec.vocab_size,
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+        "enable_bias": True,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "layerdrop": 0.0,
+        "tie_word_embeddings": spec.tied,
+    }
 
 
 def from_config(config: Config) -> ModelSpec:
@@ -82,10 +123,14 @@ def from_config(config: Config) -> ModelSpec:
     demand(config, "layer_norm_elementwise_affine", (True,))
     demand(config, "word_embed_proj_dim", (d_model,))
     return shape(
-        d_model=d_model, layers=require(config, "num_hidden_layers"), heads=require(config, "num_attention_heads"),
-        d_ff=require(config, "ffn_dim"), vocab_size=require(config, "vocab_size"),
-        context=require(config, "max_position_embeddings"), tied=config.get("tie_word_embeddings", True),
-    )  # fmt: skip
+        d_model=d_model,
+        layers=require(config, "num_hidden_layers"),
+        heads=require(config, "num_attention_heads"),
+        d_ff=require(config, "ffn_dim"),
+        vocab_size=require(config, "vocab_size"),
+        context=require(config, "max_position_embeddings"),
+        tied=config.get("tie_word_embeddings", True),
+    )
 
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:

@@ -1,4 +1,5 @@
-"""Which model run.yaml means: a preset, a Hugging Face folder, a shape, or a size found from corpus and machine."""
+"""Which model run.yaml means: a preset, a Hugging Face folder, a shape, or a size found from corpus
+and machine."""
 
 from __future__ import annotations
 
@@ -16,15 +17,23 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal
 from farspan.domain.results import RESERVE
 from farspan.domain.units import format_count, format_seconds
-from farspan.planning.quantities import SIZES, asked_parameters, asked_tokens, deadline_s, given_or, out_of_range
+from farspan.planning.quantities import (
+    SIZES,
+    asked_parameters,
+    asked_tokens,
+    deadline_s,
+    given_or,
+    out_of_range,
+)
 from farspan.planning.size import FRESH_EPOCHS, KNOBS, TOLERANCE, Knobs, auto_parameters, shape_for
 
-#: Where run.yaml names no family: the better one at equal parameters (no position table, gated MLP).
+#: Where run.yaml names no family: the better one at equal parameters (no position table, gated
+#: MLP).
 DEFAULT_FAMILY = "llama"
 #: `size: auto` without any budget sizes the model for a run of this long.
 AUTO_RUN_S = 3600.0
-#: Training is taken to reach this share of the speed of bare matrix products, as well-run GPUs do of their peak
-#: (arXiv 2204.02311, table 3: 21-46 %).
+#: Training is taken to reach this share of the speed of bare matrix products, as well-run GPUs do
+#: of their peak (arXiv 2204.02311, table 3: 21-46 %).
 TRAINING_SHARE = 0.3
 #: Contexts that are tried down to the shortest worth training, when the user fixed none.
 SHORTEST_CONTEXT = 32
@@ -42,8 +51,8 @@ class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
 def choose_model(
     config: RunConfig, corpus: CorpusManifest, cluster: Cluster, matmul_flops: Callable[[], float]
 ) -> ChosenModel:
-    """The model to train. `matmul_flops` measures the FLOP/s of bare matrix products on all devices together, at their
-    fastest precision; it is called only where `size: auto` needs it."""
+    """The model to train. `matmul_flops` measures the FLOP/s of bare matrix products on all devices
+    together, at their fastest precision; it is called only where `size: auto` needs it."""
     if config.model.path is not None:
         chosen = _from_folder(config, corpus)
     elif config.model.preset is not None:
@@ -56,13 +65,20 @@ def choose_model(
 
 def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
     folder = Path(str(config.model.path)).expanduser()
-    spec = models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
+    spec = models.from_config(
+        parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json")
+    )
     if spec.vocab_size < corpus.vocab_size:
         raise Refusal(
-            "tokenizer-mismatch", what="the corpus has token ids that the model does not know", where=folder,
-            fact=f"the corpus's vocabulary has {corpus.vocab_size} tokens, the model's {spec.vocab_size}",
+            "tokenizer-mismatch",
+            what="the corpus has token ids that the model does not know",
+            where=folder,
+            fact=(
+                f"the corpus's vocabulary has {corpus.vocab_size} tokens, the model's "
+                f"{spec.vocab_size}"
+            ),
             remedy=f"set tokenizer.use: {folder}",
-        )  # fmt: skip
+        )
     seq_len = config.model.context or spec.context
     if seq_len > spec.context:
         fact = f"the model in {folder} has {spec.context} positions"
@@ -84,7 +100,11 @@ def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
         knobs.setdefault("kv_heads", knobs["heads"])
     fields = {key: getattr(base, key) for key in KNOBS} | knobs
     context = config.model.context or base.context
-    spec = _built(lambda: models.family(base.family).shape(vocab_size=corpus.vocab_size, context=context, **fields))
+    spec = _built(
+        lambda: models.family(base.family).shape(
+            vocab_size=corpus.vocab_size, context=context, **fields
+        )
+    )
     origin = {
         "model": f"run.yaml: preset {preset.name}",
         "model.vocab_size": "corpus: its tokenizer's",
@@ -92,7 +112,9 @@ def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
         **{f"model.{key}": "run.yaml" for key in knobs},
     }
     large = (f"{preset.name} is a preset for planning: it is too large to train on most machines",)
-    return ChosenModel(model=spec, seq_len=context, origin=origin, warnings=large if preset.planning_only else ())
+    return ChosenModel(
+        model=spec, seq_len=context, origin=origin, warnings=large if preset.planning_only else ()
+    )
 
 
 def _from_size(
@@ -114,7 +136,9 @@ def _from_size(
         spec = _built(lambda: build(vocab_size=corpus.vocab_size, context=context, **knobs))
     else:
         spec = _sized(config, family, target, corpus.vocab_size, context, knobs)
-        origin["model.shape"] = f"default: the size study's fit (arXiv 2410.19456) at {format_count(target)} parameters"
+        origin["model.shape"] = (
+            f"default: the size study's fit (arXiv 2410.19456) at {format_count(target)} parameters"
+        )
     return ChosenModel(model=spec, seq_len=context, origin=origin)
 
 
@@ -128,9 +152,13 @@ def _built(build: Callable[[], ModelSpec]) -> ModelSpec:
         return build()
     except ValueError as error:
         raise Refusal(
-            "out-of-range", what="a model of this shape cannot be built", where="run.yaml, key model", fact=str(error),
-            remedy="change one of these keys under model", key="model",
-        ) from None  # fmt: skip
+            "out-of-range",
+            what="a model of this shape cannot be built",
+            where="run.yaml, key model",
+            fact=str(error),
+            remedy="change one of these keys under model",
+            key="model",
+        ) from None
 
 
 def _target(
@@ -148,8 +176,10 @@ def _target(
         tokens = min(tokens, asked_tokens(config.train.tokens, 1))
     target = auto_parameters(tokens, TRAINING_SHARE * seconds * matmul_flops())
     return target, (
-        f"corpus and machine: 20 tokens a parameter (arXiv 2203.15556) of {format_count(tokens)} tokens, "
-        f"payable in {format_seconds(seconds)} ({'budget' if budget else 'default: no budget is set'})"
+        f"corpus and machine: 20 tokens a parameter (arXiv 2203.15556) of {format_count(tokens)} "
+        "tokens, "
+        f"payable in {format_seconds(seconds)} "
+        f"({'budget' if budget else 'default: no budget is set'})"
     )
 
 
@@ -157,38 +187,60 @@ def _context(config: RunConfig, corpus: CorpusManifest, target: int | None) -> t
     """Positions: longer for larger models, halved while the corpus cannot fill a window."""
     if config.model.context is not None:
         return config.model.context, "run.yaml"
-    context = next((c for limit, c in ((10e6, 256), (100e6, 512)) if (target or limit) < limit), 1024)
+    context = next(
+        (c for limit, c in ((10e6, 256), (100e6, 512)) if (target or limit) < limit), 1024
+    )
     wanted = context
     while context > SHORTEST_CONTEXT and context > _longest(corpus):
         context //= 2
-    return context, "default: by size" if context == wanted else "corpus: the longest that its validation split fills"
+    return (
+        context,
+        "default: by size"
+        if context == wanted
+        else "corpus: the longest that its validation split fills",
+    )
 
 
 def _longest(corpus: CorpusManifest) -> int:
-    """The longest context of which train and validation split both fill one window and its last target."""
+    """The longest context of which train and validation split both fill one window and its last
+    target."""
     return min(corpus.train.tokens, corpus.val.tokens) - 1
 
 
-def _sized(config: RunConfig, family: str, target: int, vocab: int, context: int, knobs: Knobs) -> ModelSpec:
+def _sized(
+    config: RunConfig, family: str, target: int, vocab: int, context: int, knobs: Knobs
+) -> ModelSpec:
     spec = _built(lambda: shape_for(family, target, vocab_size=vocab, context=context, knobs=knobs))
-    key, asked = ("size", config.size) if config.model.params is None else ("model.params", config.model.params)
+    key, asked = (
+        ("size", config.size)
+        if config.model.params is None
+        else ("model.params", config.model.params)
+    )
     if asked not in ("auto", *SIZES) and abs(parameters(spec) / target - 1) > TOLERANCE:
-        fact = f"with a vocabulary of {vocab} tokens and these knobs the nearest has {parameters(spec):,} parameters"
+        fact = (
+            f"with a vocabulary of {vocab} tokens and these knobs the nearest has "
+            f"{parameters(spec):,} parameters"
+        )
         raise out_of_range(key, asked, fact, f"set {key}: {parameters(spec)}")
     return spec
 
 
 def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> None:
-    """Refuses a corpus of which a split cannot fill one window of `seq_len` tokens and its last target."""
+    """Refuses a corpus of which a split cannot fill one window of `seq_len` tokens and its last
+    target."""
     longest = _longest(corpus)
     if seq_len <= longest:
         return
     sizes = f"{corpus.train.tokens} tokens to train on and {corpus.val.tokens} to validate on"
     fits = longest >= SHORTEST_CONTEXT
     if config.model.context is not None and fits:
-        raise out_of_range("model.context", seq_len, f"the corpus has {sizes}", f"set model.context: {longest}")
+        raise out_of_range(
+            "model.context", seq_len, f"the corpus has {sizes}", f"set model.context: {longest}"
+        )
     raise Refusal(
-        "corpus-too-small", what="the corpus cannot fill one training and one validation window of the model",
-        where=corpus.source, fact=f"there are {sizes}; each needs at least {seq_len + 1}",
+        "corpus-too-small",
+        what="the corpus cannot fill one training and one validation window of the model",
+        where=corpus.source,
+        fact=f"there are {sizes}; each needs at least {seq_len + 1}",
         remedy=f"set model.context: {longest}" if fits else f"add text to {corpus.source}",
-    )  # fmt: skip
+    )

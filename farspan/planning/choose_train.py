@@ -17,21 +17,30 @@ from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import counted, format_count, format_seconds
 from farspan.planning.choose_model import ChosenModel
 from farspan.planning.model_speed import step_seconds
-from farspan.planning.quantities import asked_rows, asked_tokens, deadline_s, given_or, out_of_range, save_every_s
+from farspan.planning.quantities import (
+    asked_rows,
+    asked_tokens,
+    deadline_s,
+    given_or,
+    out_of_range,
+    save_every_s,
+)
 from farspan.planning.recipe import applied, drafted_optimizer
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
 
-#: A run has about so many validations, and spends about this share of its compute on them (forward is a third).
+#: A run has about so many validations, and spends about this share of its compute on them (forward
+#: is a third).
 VALIDATIONS, VALIDATION_SHARE = 12, 0.05
-#: Validations in a row, each clearly worse than the best, after which a run that reads its text again and again ends: a
-#: quarter of the run. A choice, not a fit.
+#: Validations in a row, each clearly worse than the best, after which a run that reads its text
+#: again and again ends: a quarter of the run. A choice, not a fit.
 PATIENCE = 3
 #: Below so many tokens a parameter a model is called too large for its corpus.
 FAR_TOO_FEW = 5
-#: Epochs after which a budget alone no longer prolongs a run: repeats there teach almost nothing (arXiv 2305.16264 fits
-#: a decay of 15 repeats).
+#: Epochs after which a budget alone no longer prolongs a run: repeats there teach almost nothing
+#: (arXiv 2305.16264 fits a decay of 15 repeats).
 MOST_EPOCHS = 16
-#: Tokens of a step that even the shortest run reads: fewer leave a device idle between updates. A choice, not a fit.
+#: Tokens of a step that even the shortest run reads: fewer leave a device idle between updates. A
+#: choice, not a fit.
 FEWEST_BATCH_TOKENS = 2048
 #: Tokens of a probe's step at most: enough to fill a device, few enough to be quick.
 MOST_PROBE_TOKENS = 8192
@@ -40,52 +49,78 @@ MOST_PROBE_TOKENS = 8192
 def batch_tokens(run_tokens: float) -> float:
     """Tokens of a step for a run over so many tokens: 0.58 D^0.571, FEWEST_BATCH_TOKENS at least.
 
-    Fitted by Step Law (arXiv 2503.04715) on models of 60M to 1B parameters; extrapolated to shorter runs.
+    Fitted by Step Law (arXiv 2503.04715) on models of 60M to 1B parameters; extrapolated to shorter
+    runs.
     """
     return max(FEWEST_BATCH_TOKENS, 0.58 * float(run_tokens**0.571))
 
 
 def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
-    """What the probe trains to measure this model on one device: all that run.yaml settles by itself; `batch` is the
-    sequences that the device is likely to get at a time."""
+    """What the probe trains to measure this model on one device: all that run.yaml settles by
+    itself; `batch` is the sequences that the device is likely to get at a time."""
     asked, seq_len = config.train, chosen.seq_len
     rows = asked.batch.per_device or FEWEST_BATCH_TOKENS // seq_len
     if asked.batch.global_ is not None:
         rows = asked_rows(asked.batch.global_, seq_len) // workers
     return TrainSpec(
-        steps=1, batch=max(1, min(rows, MOST_PROBE_TOKENS // seq_len)), seq_len=seq_len, precision="fp32",
+        steps=1,
+        batch=max(1, min(rows, MOST_PROBE_TOKENS // seq_len)),
+        seq_len=seq_len,
+        precision="fp32",
         optimizer=drafted_optimizer(asked, parameters(chosen.model)),
         attention="sdpa" if asked.attention == "auto" else asked.attention,
-        recompute=asked.recompute, wan_bits=asked.wan_bits, compile=asked.compile, seed=asked.seed,
-        keep=config.checkpoint.keep, checkpoint_every_s=save_every_s(config),
-    )  # fmt: skip
+        recompute=asked.recompute,
+        wan_bits=asked.wan_bits,
+        compile=asked.compile,
+        seed=asked.seed,
+        keep=config.checkpoint.keep,
+        checkpoint_every_s=save_every_s(config),
+    )
 
 
 def choose_train(
-    config: RunConfig, chosen: ChosenModel, drafted: TrainSpec, corpus: CorpusManifest, cluster: Cluster,
+    config: RunConfig,
+    chosen: ChosenModel,
+    drafted: TrainSpec,
+    corpus: CorpusManifest,
+    cluster: Cluster,
     probe: ProbeResult,
-) -> tuple[TrainSpec, dict[str, str], tuple[str, ...]]:  # fmt: skip
-    """The drafted training made concrete, where each value came from, and warnings. The tightest of steps, tokens,
-    epochs, time and dollars decides the length."""
+) -> tuple[TrainSpec, dict[str, str], tuple[str, ...]]:
+    """The drafted training made concrete, where each value came from, and warnings. The tightest of
+    steps, tokens, epochs, time and dollars decides the length."""
     asked, seq_len, workers = config.train, chosen.seq_len, len(cluster.devices)
     precision, precision_from = _precision(config, cluster, probe)
     speed, end_s = probe.speeds[precision], deadline_s(config, cluster)
     limits = _limits(config, chosen.model, corpus, timed=end_s is not None)
     seconds = math.inf if end_s is None else (1 - RESERVE) * end_s
     in_time = seconds / step_seconds(1, seq_len, speed, cluster) * workers * seq_len
-    batch, batch_from = _batch(config, chosen, corpus, workers, min(in_time, *(tokens for tokens, _ in limits)))
+    batch, batch_from = _batch(
+        config, chosen, corpus, workers, min(in_time, *(tokens for tokens, _ in limits))
+    )
     step_s = step_seconds(-(-batch // workers), seq_len, speed, cluster)
     steps, steps_from = _steps(config, limits, batch * seq_len, seconds, step_s)
     train = msgspec.structs.replace(
-        drafted, steps=steps, batch=batch, precision=precision, deadline_s=end_s,
+        drafted,
+        steps=steps,
+        batch=batch,
+        precision=precision,
+        deadline_s=end_s,
         schedule=msgspec.structs.replace(drafted.schedule, warmup_steps=_warmup(config, steps)),
-        validate_every=-(-steps // VALIDATIONS) if asked.validate_every == "auto" else asked.validate_every,
+        validate_every=-(-steps // VALIDATIONS)
+        if asked.validate_every == "auto"
+        else asked.validate_every,
         validate_tokens=_validate_tokens(corpus, steps * batch * seq_len, seq_len),
-    )  # fmt: skip
+    )
     epochs = steps * train.tokens_per_step / corpus.train.tokens
-    patience = (PATIENCE if epochs > FRESH_EPOCHS else 0) if asked.patience == "auto" else asked.patience
+    patience = (
+        (PATIENCE if epochs > FRESH_EPOCHS else 0) if asked.patience == "auto" else asked.patience
+    )
     train, recipe_from = applied(
-        msgspec.structs.replace(train, patience=patience), asked, chosen.model, epochs, train.tokens_per_step / workers
+        msgspec.structs.replace(train, patience=patience),
+        asked,
+        chosen.model,
+        epochs,
+        train.tokens_per_step / workers,
     )
     origin = recipe_from | {
         "train.steps": steps_from,
@@ -93,14 +128,18 @@ def choose_train(
         "train.precision": precision_from,
         "train.warmup_steps": given_or(asked.warmup, "default: 5 % of the steps"),
         "train.deadline_s": "default: none" if end_s is None else "run.yaml: budget",
-        "train.patience": given_or(asked.patience, f"default: {PATIENCE} beyond {FRESH_EPOCHS} epochs"),
+        "train.patience": given_or(
+            asked.patience, f"default: {PATIENCE} beyond {FRESH_EPOCHS} epochs"
+        ),
         "train.validate_every": given_or(asked.validate_every, "default: 12 a run"),
     }
     return train, origin, _warnings(chosen.model, corpus, train)
 
 
 def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple[Precision, str]:
-    everywhere = [p for p in probe.speeds if all(p in device.sheet.dtypes for device in cluster.devices)]
+    everywhere = [
+        p for p in probe.speeds if all(p in device.sheet.dtypes for device in cluster.devices)
+    ]
     asked = config.train.precision
     if asked == "auto":
         best = max(everywhere, key=lambda p: probe.speeds[p].tokens_per_s)
@@ -112,8 +151,11 @@ def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple
     return asked, "run.yaml"
 
 
-def _limits(config: RunConfig, model: ModelSpec, corpus: CorpusManifest, timed: bool) -> list[tuple[float, str]]:
-    """Bounds of the run's tokens, and where each came from: those that run.yaml gives, or else a default."""
+def _limits(
+    config: RunConfig, model: ModelSpec, corpus: CorpusManifest, timed: bool
+) -> list[tuple[float, str]]:
+    """Bounds of the run's tokens, and where each came from: those that run.yaml gives, or else a
+    default."""
     asked = config.train
     limits: list[tuple[float, str]] = []
     if asked.tokens is not None:
@@ -123,7 +165,12 @@ def _limits(config: RunConfig, model: ModelSpec, corpus: CorpusManifest, timed: 
     if limits:
         return limits
     if timed:
-        return [(MOST_EPOCHS * corpus.train.tokens, f"default: {MOST_EPOCHS} epochs, before the budget ends")]
+        return [
+            (
+                MOST_EPOCHS * corpus.train.tokens,
+                f"default: {MOST_EPOCHS} epochs, before the budget ends",
+            )
+        ]
     tokens = min(TOKENS_PER_PARAMETER * parameters(model), FRESH_EPOCHS * corpus.train.tokens)
     return [(tokens, "default: the fewer of 20 tokens a parameter and 4 epochs")]
 
@@ -136,34 +183,60 @@ def _batch(
     if asked.global_ is None and asked.per_device is None:
         return _auto_batch(chosen, windows, workers, run_tokens, corpus.source)
     if asked.per_device is not None:
-        rows, key, value = asked.per_device * workers, "train.batch.per_device", str(asked.per_device)
+        rows, key, value = (
+            asked.per_device * workers,
+            "train.batch.per_device",
+            str(asked.per_device),
+        )
     else:
         assert asked.global_ is not None
-        rows, key, value = asked_rows(asked.global_, chosen.seq_len), "train.batch.global", str(asked.global_)
+        rows, key, value = (
+            asked_rows(asked.global_, chosen.seq_len),
+            "train.batch.global",
+            str(asked.global_),
+        )
     if rows > windows:
-        fact = f"a step would read {counted(rows, 'sequence')} of {chosen.seq_len} tokens, the corpus has {windows:,}"
+        fact = (
+            f"a step would read {counted(rows, 'sequence')} of {chosen.seq_len} tokens, the "
+            f"corpus has {windows:,}"
+        )
         fits = f"{windows} sequences" if key.endswith("global") else str(windows // workers)
         raise out_of_range(key, value, fact, f"set {key}: {fits}")
     return rows, "run.yaml"
 
 
-def _auto_batch(chosen: ChosenModel, windows: int, workers: int, run_tokens: float, source: str) -> tuple[int, str]:
-    """A power of two of sequences, the same for every device; at least 16 steps an epoch where the corpus allows."""
+def _auto_batch(
+    chosen: ChosenModel, windows: int, workers: int, run_tokens: float, source: str
+) -> tuple[int, str]:
+    """A power of two of sequences, the same for every device; at least 16 steps an epoch where the
+    corpus allows."""
     if windows < workers:
         raise Refusal(
-            "corpus-too-small", what="the corpus cannot fill one batch", where=source,
-            fact=f"it has {counted(windows, 'sequence')} of {chosen.seq_len} tokens for {counted(workers, 'device')}",
+            "corpus-too-small",
+            what="the corpus cannot fill one batch",
+            where=source,
+            fact=(
+                f"it has {counted(windows, 'sequence')} of {chosen.seq_len} tokens for "
+                f"{counted(workers, 'device')}"
+            ),
             remedy=f"set parallel.workers: {windows}",
-        )  # fmt: skip
+        )
     rows = 2 ** max(0, round(math.log2(batch_tokens(run_tokens) / chosen.seq_len)))
     rows = max(1, min(rows, windows // 16))
-    return max(1, round(rows / workers)) * workers, "default: by the run's tokens (arXiv 2503.04715)"
+    return max(
+        1, round(rows / workers)
+    ) * workers, "default: by the run's tokens (arXiv 2503.04715)"
 
 
 def _steps(
-    config: RunConfig, limits: list[tuple[float, str]], step_tokens: int, seconds: float, step_s: float
+    config: RunConfig,
+    limits: list[tuple[float, str]],
+    step_tokens: int,
+    seconds: float,
+    step_s: float,
 ) -> tuple[int, str]:
-    """Steps within every limit, one at least, and within `seconds`, which even one step may exceed."""
+    """Steps within every limit, one at least, and within `seconds`, which even one step may
+    exceed."""
     asked, budget = config.train, config.budget
     step_limits = [(max(1, int(tokens // step_tokens)), why) for tokens, why in limits]
     if asked.steps is not None:
@@ -174,9 +247,13 @@ def _steps(
         step_limits.append((int(seconds // step_s), f"run.yaml and machine: budget, {pace}"))
     steps, why = min(step_limits)
     if steps < 1:
-        key, value = ("budget.usd", budget.usd) if budget.time is None else ("budget.time", budget.time)
+        key, value = (
+            ("budget.usd", budget.usd) if budget.time is None else ("budget.time", budget.time)
+        )
         fact = f"one step takes {format_seconds(step_s)}"
-        raise out_of_range(key, value, fact, f"raise {key}, or lower train.batch.global or the size")
+        raise out_of_range(
+            key, value, fact, f"raise {key}, or lower train.batch.global or the size"
+        )
     return steps, why
 
 
@@ -190,7 +267,8 @@ def _warmup(config: RunConfig, steps: int) -> int:
 
 
 def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> int:
-    """Tokens of one validation (0: all) so that all of them take VALIDATION_SHARE of the run; 16 windows at least."""
+    """Tokens of one validation (0: all) so that all of them take VALIDATION_SHARE of the run; 16
+    windows at least."""
     affordable = VALIDATION_SHARE * 3 * run_tokens / VALIDATIONS
     windows = max(16, int(affordable // seq_len))
     return 0 if windows * seq_len >= corpus.val.tokens else windows * seq_len
@@ -202,12 +280,15 @@ def _warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tup
     fits = max(SMALLEST, min(FRESH_EPOCHS * corpus.train.tokens, seen) / TOKENS_PER_PARAMETER)
     if seen / count < FAR_TOO_FEW and count > fits * (1 + TOLERANCE):
         warnings.append(
-            f"the model is too large for what it will see: {format_count(count)} parameters, {format_count(seen)} "
-            f"tokens, {seen / count:.2g} a parameter where 20 is compute-optimal; {format_count(fits)} parameters fit"
+            f"the model is too large for what it will see: {format_count(count)} parameters, "
+            f"{format_count(seen)} "
+            f"tokens, {seen / count:.2g} a parameter where 20 is compute-optimal; "
+            f"{format_count(fits)} parameters fit"
         )
     if epochs > FRESH_EPOCHS:
         warnings.append(
-            f"the run reads the corpus {epochs:.3g} times; beyond {FRESH_EPOCHS} repeats teach less and less "
+            f"the run reads the corpus {epochs:.3g} times; beyond {FRESH_EPOCHS} repeats teach "
+            "less and less "
             "(arXiv 2305.16264): more text, or fewer steps"
         )
     return tuple(warnings)

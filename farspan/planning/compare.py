@@ -1,4 +1,5 @@
-"""Candidates against each other: which is how much slower or costlier, and what each would be called in a sentence."""
+"""Candidates against each other: which is how much slower or costlier, and what each would be
+called in a sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SAME = 0.001
 
 
 def step_s(candidate: Candidate) -> float:
-    """Seconds of a step, and of the further ones that the same loss takes where a token counts for less than one."""
+    """Seconds of a step, and of the further ones that the same loss takes where a token counts for
+    less than one."""
     return candidate.estimate.step_s / candidate.estimate.token_efficiency
 
 
@@ -28,7 +30,11 @@ def factor(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
     """How many times as long, or as many dollars, `candidate` takes as `base`."""
     if not by_money(ranking):
         return candidate.time_s / base.time_s
-    return candidate.time_s / base.time_s if candidate.usd is None or not base.usd else candidate.usd / base.usd
+    return (
+        candidate.time_s / base.time_s
+        if candidate.usd is None or not base.usd
+        else candidate.usd / base.usd
+    )
 
 
 def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> str:
@@ -71,7 +77,9 @@ def refused_by_reason(ranking: Ranking) -> dict[str, list[Refused]]:
     for refused in ranking.refused:
         if refused.technique not in planned:
             problem = refused.problem
-            reason = f"{f'it {problem.predicate}' if problem.subject else problem.what} ({problem.fact})"
+            reason = (
+                f"{f'it {problem.predicate}' if problem.subject else problem.what} ({problem.fact})"
+            )
             reasons.setdefault(reason, []).append(refused)
     return reasons
 
@@ -88,11 +96,14 @@ def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
 
 
 def bounds(candidate: Candidate) -> tuple[float, float]:
-    """Seconds between which the run is expected to end, queues included; bounds of its tokens count too."""
+    """Seconds between which the run is expected to end, queues included; bounds of its tokens count
+    too."""
     low, high = candidate.estimate.interval
     worst, best = sorted(candidate.estimate.token_efficiency_interval)
     run_s = (candidate.time_s - candidate.queue_s) * candidate.estimate.token_efficiency
-    return candidate.queue_s + low * run_s / max(best, 1e-9), candidate.queue_s + high * run_s / max(worst, 1e-9)
+    return candidate.queue_s + low * run_s / max(
+        best, 1e-9
+    ), candidate.queue_s + high * run_s / max(worst, 1e-9)
 
 
 def spent(candidate: Candidate) -> str:

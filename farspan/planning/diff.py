@@ -1,4 +1,5 @@
-"""Two plans side by side: first how they are configured differently, then each figure of their estimates."""
+"""Two plans side by side: first how they are configured differently, then each figure of their
+estimates."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate
-from farspan.domain.units import counted, format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.domain.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_usd,
+    short_time,
+)
 from farspan.domain.words import listed, stage_words
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of
@@ -46,11 +54,16 @@ def difference(a: PlanSide, b: PlanSide, cluster: Cluster) -> PlanDifference:
     """What sets two plans of one cluster apart."""
     both = (configuration(a.plan, cluster), configuration(b.plan, cluster))
     names = list(dict.fromkeys((*both[0], *both[1])))
-    rows = [DiffRow(what=name, a=both[0].get(name, "none"), b=both[1].get(name, "none")) for name in names]
+    rows = [
+        DiffRow(what=name, a=both[0].get(name, "none"), b=both[1].get(name, "none"))
+        for name in names
+    ]
     return PlanDifference(
-        names=(a.name, b.name), configuration=tuple(row for row in rows if row.a != row.b),
-        same=tuple(row.what for row in rows if row.a == row.b), figures=figures(a, b, cluster),
-    )  # fmt: skip
+        names=(a.name, b.name),
+        configuration=tuple(row for row in rows if row.a != row.b),
+        same=tuple(row.what for row in rows if row.a == row.b),
+        figures=figures(a, b, cluster),
+    )
 
 
 def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
@@ -59,9 +72,13 @@ def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
     kinds = {host.name: [device.kind for device in host.devices] for host in cluster.hosts}
     settings = {
         "technique": plan.technique,
-        "devices": listed([f"{kinds[device.host][device.index]} in {device.host}" for device in plan.devices]),
+        "devices": listed(
+            [f"{kinds[device.host][device.index]} in {device.host}" for device in plan.devices]
+        ),
         "model": f"{plan.model.family} of {format_count(parameters(plan.model))} parameters",
-        "training": f"{counted(train.steps, 'step')} of {train.batch} x {train.seq_len}, {train.precision}",
+        "training": (
+            f"{counted(train.steps, 'step')} of {train.batch} x {train.seq_len}, {train.precision}"
+        ),
         "engine": plan.engine,
         "replicas": _replicas(plan),
     }
@@ -86,7 +103,9 @@ def _replicas(plan: Plan) -> str:
 
 
 def _microbatches(replica: Replica) -> str:
-    depths = f", in flight {'/'.join(map(str, replica.in_flight))}" if len(replica.stages) > 1 else ""
+    depths = (
+        f", in flight {'/'.join(map(str, replica.in_flight))}" if len(replica.stages) > 1 else ""
+    )
     return f"{replica.microbatches}{depths}"
 
 
@@ -97,7 +116,11 @@ def figures(a: PlanSide, b: PlanSide, cluster: Cluster) -> tuple[DiffRow, ...]:
         ("compute", lambda e: e.compute_s, short_time),
         ("exposed communication", lambda e: e.communication_s, short_time),
         ("bubble", lambda e: e.bubble_s if e.bubble_s > 1e-9 * e.step_s else 0.0, short_time),
-        ("tokens for one of synchronous training", lambda e: 1 / e.token_efficiency, "{:.3g}".format),
+        (
+            "tokens for one of synchronous training",
+            lambda e: 1 / e.token_efficiency,
+            "{:.3g}".format,
+        ),
         ("run", lambda e: e.run_s, format_seconds),
         ("interval, low", lambda e: e.run_s * e.interval[0], format_seconds),
         ("interval, high", lambda e: e.run_s * e.interval[1], format_seconds),
@@ -106,7 +129,11 @@ def figures(a: PlanSide, b: PlanSide, cluster: Cluster) -> tuple[DiffRow, ...]:
         ("MFU", lambda e: e.mfu, "{:.1%}".format),
         ("memory of the fullest device", lambda e: e.memory_bytes, format_bytes),
         ("dollars", lambda e: e.usd, format_usd),
-        ("energy in kWh", lambda e: e.kwh, lambda kwh: f"{kwh:,.0f}" if kwh >= 100 else f"{kwh:.3g}"),
+        (
+            "energy in kWh",
+            lambda e: e.kwh,
+            lambda kwh: f"{kwh:,.0f}" if kwh >= 100 else f"{kwh:.3g}",
+        ),
         ("training loss", lambda e: e.loss, "{:.3f}".format),
     ]
     rows = [_figure(what, get(a.estimate), get(b.estimate), show) for what, get, show in shown]

@@ -1,4 +1,5 @@
-"""Questions on what fits, as ladders: each rung is a model, its training and a cluster, harder than the one before."""
+"""Questions on what fits, as ladders: each rung is a model, its training and a cluster, harder than
+the one before."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from farspan.planning.parts import ClusterPart
 from farspan.planning.size import shape_for
 
 Asked = Literal["model", "batch", "memory"]
-#: Techniques whose plans take milliseconds (one stage, no program to solve), those that divide most first.
+#: Techniques whose plans take milliseconds (one stage, no program to solve), those that divide most
+#: first.
 QUICK = ("fsdp", "hsdp", "zero2", "zero1", "data")
-#: Neighbouring rungs of models and of memory differ by about so much; they are three digits long, to be typed.
+#: Neighbouring rungs of models and of memory differ by about so much; they are three digits long,
+#: to be typed.
 MODEL_STEP, MEMORY_STEP = 0.02, 0.01
 #: The smallest model that is tried, and the least and the most memory.
 LEAST_PARAMETERS, LEAST_MEMORY, MOST_MEMORY = 1_000_000, 64_000_000, 4_000_000_000_000
@@ -30,7 +33,8 @@ MOST_ROWS = 2**16
 
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """What stays the same while a question climbs: the cluster, the engine, and what training a model means there."""
+    """What stays the same while a question climbs: the cluster, the engine, and what training a
+    model means there."""
 
     cluster: Cluster
     engine: Engine
@@ -41,7 +45,10 @@ class Ground:
     @property
     def names(self) -> tuple[str, ...]:
         known = self.allow or techniques.names()
-        return (*(name for name in QUICK if name in known), *(name for name in known if name not in QUICK))
+        return (
+            *(name for name in QUICK if name in known),
+            *(name for name in known if name not in QUICK),
+        )
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -83,16 +90,31 @@ class Models:
         target = three_digits(LEAST_PARAMETERS * (1 + MODEL_STEP) ** index)
         if target > self._most():
             return None
-        model = shape_for(self.family, target, vocab_size=self.vocab_size, context=self.context, knobs={})
+        model = shape_for(
+            self.family, target, vocab_size=self.vocab_size, context=self.context, knobs={}
+        )
         cluster = self.ground.cluster
-        return Rung(parameters(model), model, self.ground.train_for(model, cluster), cluster, typed(target))
+        return Rung(
+            parameters(model), model, self.ground.train_for(model, cluster), cluster, typed(target)
+        )
 
     @functools.lru_cache(maxsize=1)  # noqa: B019
     def _most(self) -> float:
         """Parameters whose state alone fills all devices."""
-        tiny = shape_for(self.family, LEAST_PARAMETERS, vocab_size=self.vocab_size, context=self.context, knobs={})
-        each = state_bytes_each(self.ground.engine, self.ground.train_for(tiny, self.ground.cluster))
-        return max(2 * LEAST_PARAMETERS, sum(device.memory for device in self.ground.cluster.devices) / each)
+        tiny = shape_for(
+            self.family,
+            LEAST_PARAMETERS,
+            vocab_size=self.vocab_size,
+            context=self.context,
+            knobs={},
+        )
+        each = state_bytes_each(
+            self.ground.engine, self.ground.train_for(tiny, self.ground.cluster)
+        )
+        return max(
+            2 * LEAST_PARAMETERS,
+            sum(device.memory for device in self.ground.cluster.devices) / each,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +130,9 @@ class Batches:
             return None
         rows = (index + 1) * devices
         train = self.ground.train_for(self.model, self.ground.cluster)
-        return Rung(rows, self.model, msgspec.structs.replace(train, batch=rows), self.ground.cluster)
+        return Rung(
+            rows, self.model, msgspec.structs.replace(train, batch=rows), self.ground.cluster
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,13 +167,15 @@ class Scaled:
 
 
 def holds_too_little(rung: Rung, engine: Engine, part: ClusterPart) -> bool:
-    """Whether weights, gradients and optimizer state, divided as they may be, are more than the part's devices hold."""
+    """Whether weights, gradients and optimizer state, divided as they may be, are more than the
+    part's devices hold."""
     capacity = sum(engine.fill * rung.cluster.devices[place].memory for place in part.places)
     return parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity
 
 
 def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
-    """Bytes of weights, gradients and optimizer state a parameter, at least: Muon keeps one moment."""
+    """Bytes of weights, gradients and optimizer state a parameter, at least: Muon keeps one
+    moment."""
     dtype = train.precision
     optimizer = engine.optimizer_bytes[dtype] - (4 if train.optimizer.muon else 0)
     return engine.weight_bytes[dtype] + engine.gradient_bytes[dtype] + optimizer

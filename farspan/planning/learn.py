@@ -1,15 +1,16 @@
-"""What trials say of devices, links and ways of dividing the work: the paces at which the estimator would have
-predicted what was measured.
+"""What trials say of devices, links and ways of dividing the work: the paces at which the estimator
+would have predicted what was measured.
 
-A pace multiplies the seconds of all that a host's devices of one kind compute, of all that crosses one link, or of the
-steps of all plans with stages, or with a tensor axis, or with sums over a batch axis: what the estimator misses of one
-such plan it misses of the next. With x the logarithms of the paces, p(x) the estimator's logarithms of the plans'
-steps, and of what single devices compute in them, and m the measured ones, x minimises
+A pace multiplies the seconds of all that a host's devices of one kind compute, of all that crosses
+one link, or of the steps of all plans with stages, or with a tensor axis, or with sums over a batch
+axis: what the estimator misses of one such plan it misses of the next. With x the logarithms of the
+paces, p(x) the estimator's logarithms of the plans' steps, and of what single devices compute in
+them, and m the measured ones, x minimises
 
     |(p(x) - m) / NOISE|^2 + |x / DOUBT|^2
 
-by Gauss and Newton's steps: the maximum a posteriori under normal errors (Tarantola 2005, section 3.2). Without
-evidence a pace stays what it was; a plan that crosses no link says nothing of it.
+by Gauss and Newton's steps: the maximum a posteriori under normal errors (Tarantola 2005, section
+3.2). Without evidence a pace stays what it was; a plan that crosses no link says nothing of it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from farspan.estimate.devices import devices
 from farspan.estimate.price import price
 from farspan.planning.why import costs_of
 
-#: Standard deviations of logarithms: of one trial's step from the next one's, and of the estimator's rates from what a
-#: plan meets. Choices: repeats in benchmarks/results/wan.jsonl differ by 3 %; rates that nobody probed are known worse.
+#: Standard deviations of logarithms: of one trial's step from the next one's, and of the
+#: estimator's rates from what a plan meets. Choices: repeats in benchmarks/results/wan.jsonl differ
+#: by 3 %; rates that nobody probed are known worse.
 NOISE, DOUBT = 0.05, {"device": 0.25, "link": 0.25, "way": 0.2}
 #: Steps of the search, and the change of a pace's logarithm that slopes are taken over.
 ROUNDS, STEP = 4, 0.02
@@ -46,8 +48,8 @@ class Observation(NamedTuple):
 
 
 class Paced(NamedTuple):
-    """What keeps a pace: the devices of kind `b` in host `a`, the link between two sites or hosts, or a way `a` of
-    dividing the work."""
+    """What keeps a pace: the devices of kind `b` in host `a`, the link between two sites or hosts,
+    or a way `a` of dividing the work."""
 
     what: Literal["device", "link", "way"]
     a: str
@@ -55,7 +57,8 @@ class Paced(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """The cluster at its learned paces, and those of the ways: a step takes the product of its plan's."""
+    """The cluster at its learned paces, and those of the ways: a step takes the product of its
+    plan's."""
 
     cluster: Cluster
     ways: Mapping[str, float]
@@ -82,8 +85,13 @@ def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
     if not parts:
         return Learned(cluster, {})
     computing = [_alone(observation, cluster) for observation in seen]
-    measured = np.log([s for observation, ranks in zip(seen, computing, strict=True)
-                       for s in (observation.step_s, *(observation.compute_s[rank] for rank in ranks))])  # fmt: skip
+    measured = np.log(
+        [
+            s
+            for observation, ranks in zip(seen, computing, strict=True)
+            for s in (observation.step_s, *(observation.compute_s[rank] for rank in ranks))
+        ]
+    )
 
     def learned(x: Paces) -> Learned:
         paces = {part: math.exp(value) for part, value in zip(parts, x, strict=True)}
@@ -104,7 +112,9 @@ def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
     x: Paces = np.zeros(len(parts))
     for _ in range(ROUNDS):
         current = predicted(x)
-        slopes = np.stack([(predicted(x + STEP * unit) - current) / STEP for unit in np.eye(len(parts))], axis=1)
+        slopes = np.stack(
+            [(predicted(x + STEP * unit) - current) / STEP for unit in np.eye(len(parts))], axis=1
+        )
         # The prior as further rows: all in units of their standard deviations.
         rows = np.concatenate([slopes / NOISE, np.diag(1 / doubt)])
         lacking = np.concatenate([(measured - current) / NOISE, -x / doubt])
@@ -113,12 +123,15 @@ def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
 
 
 def _alone(observation: Observation, cluster: Cluster) -> list[int]:
-    """The ranks whose passes hold nothing but arithmetic: what they compute says how fast they are."""
+    """The ranks whose passes hold nothing but arithmetic: what they compute says how fast they
+    are."""
     if not observation.compute_s:
         return []
     times = devices(observation.plan, costs_of(observation.plan, cluster))
     return [
-        rank for rank in observation.compute_s if rank in times and times[rank].compute_s and not times[rank].inside_s
+        rank
+        for rank in observation.compute_s
+        if rank in times and times[rank].compute_s and not times[rank].inside_s
     ]
 
 
@@ -128,9 +141,14 @@ def parts_of(cluster: Cluster, seen: Sequence[Observation]) -> frozenset[Paced]:
     for observation in seen:
         hosts = {at.host for at in observation.plan.devices}
         by_name = {host.name: host for host in cluster.hosts if host.name in hosts}
-        parts |= {Paced("device", at.host, by_name[at.host].devices[at.index].kind) for at in observation.plan.devices}
+        parts |= {
+            Paced("device", at.host, by_name[at.host].devices[at.index].kind)
+            for at in observation.plan.devices
+        }
         ends = hosts | {cluster.site_of(name).name for name in hosts}
-        parts |= {Paced("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends}
+        parts |= {
+            Paced("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends
+        }
         parts |= {Paced("way", way) for way in ways_of(observation.plan)}
     return frozenset(parts)
 
@@ -144,7 +162,9 @@ def with_paces(cluster: Cluster, paces: Mapping[Paced, float]) -> Cluster:
         return device.but(pace=device.learned.pace * pace)
 
     links = tuple(
-        msgspec.structs.replace(link, pace=link.pace * paces.get(Paced("link", link.a, link.b), 1.0))
+        msgspec.structs.replace(
+            link, pace=link.pace * paces.get(Paced("link", link.a, link.b), 1.0)
+        )
         for link in cluster.links
     )
     return msgspec.structs.replace(cluster.with_devices(paced), links=links)

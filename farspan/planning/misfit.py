@@ -1,7 +1,8 @@
 """A model that fits nowhere: what is short, where, by how much, and the nearest things that fit.
 
-What is short is told of the technique that lacks least: its plan were every device just enough larger, in proportion.
-Or, where plans that were predicted to fit ran out of memory, what fits by their word.
+What is short is told of the technique that lacks least: its plan were every device just enough
+larger, in proportion. Or, where plans that were predicted to fit ran out of memory, what fits by
+their word.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from farspan.techniques import Task
 SHORTEST = 128
 #: Techniques that search for longer are asked what they lack on up to so many devices.
 MOST_SEARCHED = 16
-#: How many times each host's devices and hosts are multiplied when more devices are proposed, and how many devices that
-#: may make at most.
+#: How many times each host's devices and hosts are multiplied when more devices are proposed, and
+#: how many devices that may make at most.
 TIMES, MOST_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64), 512
 
 
 class Misfit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model lacks on a cluster, and what would fit. None where nothing of that sort was found."""
+    """What a model lacks on a cluster, and what would fit. None where nothing of that sort was
+    found."""
 
     technique: str
     #: The device, and the host if there too is too little.
@@ -47,9 +49,14 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
-    """Why a model fits no part of the cluster; None where it does fit, or where memory is not what is lacking."""
+    """Why a model fits no part of the cluster; None where it does fit, or where memory is not what
+    is lacking."""
     rung = Rung(parameters(model), model, ground.train_for(model, ground.cluster), ground.cluster)
-    names = [name for name in ground.names if name in QUICK or len(ground.cluster.devices) <= MOST_SEARCHED]
+    names = [
+        name
+        for name in ground.names
+        if name in QUICK or len(ground.cluster.devices) <= MOST_SEARCHED
+    ]
     misses = {name: nearest_miss(ground, rung, name, whole(ground.cluster)) for name in names}
     lacking = {name: miss for name, miss in misses.items() if miss is not None}
     if not lacking:
@@ -63,15 +70,21 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
     smaller = fit.best if fit is not None and fit.best.amount < parameters(model) else None
     times = _times(ground, model)
     return Misfit(
-        technique=name, lacks=device if device.spare < 0 or host is None else host, smaller=smaller,
-        host=host, seq_len=_shorter(ground, model),
-        devices=None if times is None else times * len(ground.cluster.devices), times=times,
-    )  # fmt: skip
+        technique=name,
+        lacks=device if device.spare < 0 or host is None else host,
+        smaller=smaller,
+        host=host,
+        seq_len=_shorter(ground, model),
+        devices=None if times is None else times * len(ground.cluster.devices),
+        times=times,
+    )
 
 
-def largest_tried(cluster: Cluster, asked: SelectionTask, tried: Sequence[tuple[Candidate, Trial]]) -> Limit | None:
-    """The largest model of the family that fits by what plans showed that ran out of memory though they were predicted
-    to fit (`held`); None where none that is smaller does."""
+def largest_tried(
+    cluster: Cluster, asked: SelectionTask, tried: Sequence[tuple[Candidate, Trial]]
+) -> Limit | None:
+    """The largest model of the family that fits by what plans showed that ran out of memory though
+    they were predicted to fit (`held`); None where none that is smaller does."""
     out = [candidate for candidate, trial in tried if trial.status == "oom"]
     less, model = held(cluster, asked.engine, out), asked.model
     ground = Ground(less, asked.engine, lambda model, cluster: asked.train, asked.allow)
@@ -117,9 +130,14 @@ def multiplied(cluster: Cluster, times: int) -> Cluster:
     """Every host several times, in its site."""
     replace = msgspec.structs.replace
     sites = tuple(
-        replace(site, hosts=tuple(
-            host if i == 0 else replace(host, name=f"{host.name}-{i + 1}") for host in site.hosts for i in range(times)
-        ))
+        replace(
+            site,
+            hosts=tuple(
+                host if i == 0 else replace(host, name=f"{host.name}-{i + 1}")
+                for host in site.hosts
+                for i in range(times)
+            ),
+        )
         for site in cluster.sites
-    )  # fmt: skip
+    )
     return replace(cluster, sites=sites)

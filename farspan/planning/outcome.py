@@ -15,10 +15,20 @@ from farspan.planning.select import Selection, SelectionTask
 
 def trial_line(candidate: Candidate, trial: Trial) -> str:
     """`tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
-    text, kept = f"tried {called(candidate)}: ", "" if trial.took_s else ", kept from an earlier trial"
+    text, kept = (
+        f"tried {called(candidate)}: ",
+        "" if trial.took_s else ", kept from an earlier trial",
+    )
     if trial.step_s is not None:
-        return f"{text}{short_time(trial.step_s)} a step, predicted {short_time(candidate.estimate.step_s)}{kept}"
-    why = "no step was made" if trial.problem is None else f"{trial.problem.what} ({trial.problem.fact})"
+        return (
+            f"{text}{short_time(trial.step_s)} a step, predicted "
+            f"{short_time(candidate.estimate.step_s)}{kept}"
+        )
+    why = (
+        "no step was made"
+        if trial.problem is None
+        else f"{trial.problem.what} ({trial.problem.fact})"
+    )
     return f"{text}{'out of memory' if trial.status == 'oom' else 'failed'}: {why}{kept}"
 
 
@@ -41,18 +51,26 @@ def why(selection: Selection) -> str:
     rivals = [
         candidate
         for candidate in ranking.candidates
-        if candidate is not chosen and candidate.eligible and (candidate.trial is not None or not done)
+        if candidate is not chosen
+        and candidate.eligible
+        and (candidate.trial is not None or not done)
     ]
     if rivals:
         behind = verdict(ranking, rivals[0])
         if ranking.objective == "fewest_devices":
             behind = f"with {len(rivals[0].places)} devices for {len(chosen.places)}, {behind}"
-        head += f"; the next, {called(rivals[0])}, takes {short_time(rivals[0].estimate.step_s)}, {behind}"
+        head += (
+            f"; the next, {called(rivals[0])}, takes {short_time(rivals[0].estimate.step_s)}, "
+            f"{behind}"
+        )
     return f"{head}. {text}"
 
 
-def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: SelectionTask) -> Refusal:
-    """Why no plan can be chosen: what the trials died of, or what is short, and the largest model that fits."""
+def nothing_runs(
+    ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: SelectionTask
+) -> Refusal:
+    """Why no plan can be chosen: what the trials died of, or what is short, and the largest model
+    that fits."""
     failed = [(candidate, trial) for candidate, trial in tried if trial.step_s is None]
     ran = [
         candidate
@@ -66,15 +84,20 @@ def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], ask
         what = f"all {len(failed)} plans that were tried"
         fact = trial.problem.fact if trial.problem else "it made no step"
         if any(trial.status == "oom" for _, trial in failed):
-            candidate, trial = next((candidate, trial) for candidate, trial in failed if trial.status == "oom")
+            candidate, trial = next(
+                (candidate, trial) for candidate, trial in failed if trial.status == "oom"
+            )
             every = all(trial.status == "oom" for _, trial in failed)
             fact = trial.problem.fact if trial.problem else "it made no step"
             how = "ran out of memory" if every else "ran out of memory or failed"
             return _short(f"{what} {how}", called(candidate), fact, tried, asked, ranking)
         return Refusal(
-            "cannot-plan", what=f"{what} failed", where=called(candidate), fact=fact,
+            "cannot-plan",
+            what=f"{what} failed",
+            where=called(candidate),
+            fact=fact,
             remedy="farspan doctor --cluster, with the same cluster",
-        )  # fmt: skip
+        )
     if ranking.candidates:
         return Refusal.of(unchosen(ranking.candidates[0]))
     problems = [refused.problem for refused in ranking.refused]
@@ -85,14 +108,26 @@ def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], ask
 
 
 def _short(
-    what: str, where: str, fact: str, tried: Sequence[tuple[Candidate, Trial]], asked: SelectionTask, ranking: Ranking
+    what: str,
+    where: str,
+    fact: str,
+    tried: Sequence[tuple[Candidate, Trial]],
+    asked: SelectionTask,
+    ranking: Ranking,
 ) -> Refusal:
-    """Too little memory, by predictions or by what the trials needed; with the largest model that fits."""
-    limit, by = largest_tried(ranking.cluster, asked, tried), "by what these needed, " if tried else ""
+    """Too little memory, by predictions or by what the trials needed; with the largest model that
+    fits."""
+    limit, by = (
+        largest_tried(ranking.cluster, asked, tried),
+        "by what these needed, " if tried else "",
+    )
     if limit is None:
         fits, remedy = f"{by}no smaller model of its family fits", "farspan plan --rent"
     else:
-        fits = f"{by}{format_count(limit.amount)} parameters fit, with {limit.technique} on {limit.where}"
+        fits = (
+            f"{by}{format_count(limit.amount)} parameters fit, with {limit.technique} on "
+            f"{limit.where}"
+        )
         remedy = f"in run.yaml, model: {{family: {asked.model.family}, params: {limit.typed}}}"
     return Refusal("out-of-memory", what=what, where=where, fact=f"{fact}; {fits}", remedy=remedy)
 
@@ -100,7 +135,9 @@ def _short(
 def unchosen(candidate: Candidate) -> Problem:
     """Why a plan that fits is not run."""
     return Problem(
-        code="cannot-plan", what=f"{candidate.technique} is not chosen", where=candidate.where,
+        code="cannot-plan",
+        what=f"{candidate.technique} is not chosen",
+        where=candidate.where,
         fact=candidate.unchosen or "nothing says what it would take",
         remedy="set parallel.technique: data",
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""The parts of a cluster that a plan may do with: the papers' runs show that fewer machines are often faster."""
+"""The parts of a cluster that a plan may do with: the papers' runs show that fewer machines are
+often faster."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import msgspec
 
 from farspan.domain.cluster import Cluster, Device, Host, Site
 
-#: Up to so many sites each is also left out in turn; of more, the half with the most FLOP/s is tried.
+#: Up to so many sites each is also left out in turn; of more, the half with the most FLOP/s is
+#: tried.
 MOST_LEFT_OUT = 4
 
 
@@ -35,9 +37,14 @@ def whole(cluster: Cluster) -> ClusterPart:
 
 
 def all_parts(cluster: Cluster) -> list[ClusterPart]:
-    """The whole; each site; all sites but one, or the faster half; each host; each kind; one device. Of parts that are
-    alike the first."""
-    spots = [(device, host, site) for site in cluster.sites for host in site.hosts for device in host.devices]
+    """The whole; each site; all sites but one, or the faster half; each host; each kind; one
+    device. Of parts that are alike the first."""
+    spots = [
+        (device, host, site)
+        for site in cluster.sites
+        for host in site.hosts
+        for device in host.devices
+    ]
     everything = [_At(place, *spot) for place, spot in enumerate(spots)]
     parts = [whole(cluster)]
     seen, alike = {parts[0].places}, set()
@@ -51,7 +58,9 @@ def all_parts(cluster: Cluster) -> list[ClusterPart]:
     return parts
 
 
-def _groups(cluster: Cluster, everything: Sequence[_At]) -> Iterator[tuple[str, Callable[[_At], bool]]]:
+def _groups(
+    cluster: Cluster, everything: Sequence[_At]
+) -> Iterator[tuple[str, Callable[[_At], bool]]]:
     """Names of parts, and what belongs to each."""
     sites = [site.name for site in cluster.sites]
     for name in sites:
@@ -76,16 +85,24 @@ def _groups(cluster: Cluster, everything: Sequence[_At]) -> Iterator[tuple[str, 
 def _flops(site: Site) -> float:
     devices = [device for host in site.hosts for device in host.devices]
     return sum(
-        max((*device.sheet.flops.values(), *(f for r in device.times.rates for f in r.flops.values())), default=0.0)
+        max(
+            (
+                *device.sheet.flops.values(),
+                *(f for r in device.times.rates for f in r.flops.values()),
+            ),
+            default=0.0,
+        )
         for device in devices
     )
 
 
 def _likeness(cluster: Cluster, chosen: Sequence[_At]) -> object:
-    """What makes two parts of one site equal: their hosts with the devices that are used of each, and the site's terms.
-    Others are unique, and so are hosts with links of their own."""
+    """What makes two parts of one site equal: their hosts with the devices that are used of each,
+    and the site's terms. Others are unique, and so are hosts with links of their own."""
     sites = {at.site.name: at.site for at in chosen}
-    if len(sites) != 1 or any({link.a, link.b} <= {at.host.name for at in chosen} for link in cluster.links):
+    if len(sites) != 1 or any(
+        {link.a, link.b} <= {at.host.name for at in chosen} for link in cluster.links
+    ):
         return tuple(at.place for at in chosen)
     hosts: dict[str, list[Any]] = {}
     for at in chosen:
@@ -94,4 +111,10 @@ def _likeness(cluster: Cluster, chosen: Sequence[_At]) -> object:
         hosts.setdefault(at.host.name, own).append(figures)
     (site,) = sites.values()
     lan = (site.lan_bandwidth, site.lan_rtt_s)
-    return tuple(sorted(map(tuple, hosts.values()))), site.lease_s, site.queue_s, site.egress_usd_per_byte, lan
+    return (
+        tuple(sorted(map(tuple, hosts.values()))),
+        site.lease_s,
+        site.queue_s,
+        site.egress_usd_per_byte,
+        lan,
+    )

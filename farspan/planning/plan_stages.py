@@ -1,4 +1,5 @@
-"""Stages of a plan in short form, made whole: units, mesh, rows and splits of each, and what crosses between them."""
+"""Stages of a plan in short form, made whole: units, mesh, rows and splits of each, and what
+crosses between them."""
 
 from __future__ import annotations
 
@@ -40,19 +41,28 @@ class _Draft(NamedTuple):
 class StageReader:
     """Makes replicas of a model's graph and training; `sites` are those of every rank."""
 
-    def __init__(self, graph: OpGraph, train: TrainSpec, sites: Sequence[str], refusals: PlanRefusals) -> None:
+    def __init__(
+        self, graph: OpGraph, train: TrainSpec, sites: Sequence[str], refusals: PlanRefusals
+    ) -> None:
         self._graph, self._train, self._sites, self._refusals = graph, train, sites, refusals
 
-    def replica(self, at: str, entry: ReplicaEntry, batch: int, ranks: Sequence[tuple[int, ...]]) -> Replica:
-        """A replica that stands at `at` in the file, of `batch` sequences a step, whose stages run on these ranks."""
+    def replica(
+        self, at: str, entry: ReplicaEntry, batch: int, ranks: Sequence[tuple[int, ...]]
+    ) -> Replica:
+        """A replica that stands at `at` in the file, of `batch` sequences a step, whose stages run
+        on these ranks."""
         drafts = []
         units = self._units(at, entry.stages)
         for s, (stage, own) in enumerate(zip(entry.stages, ranks, strict=True)):
             where = f"{at}stages[{s}]"
             mesh = self._mesh(where, stage, own)
-            drafts.append(_Draft(where, stage, units[s], mesh, self._splits(where, stage, units[s], mesh)))
+            drafts.append(
+                _Draft(where, stage, units[s], mesh, self._splits(where, stage, units[s], mesh))
+            )
         depth, parts = len(drafts), entry.microbatches
-        usual = tuple(parts if entry.schedule == "gpipe" else min(parts, depth - s) for s in range(depth))
+        usual = tuple(
+            parts if entry.schedule == "gpipe" else min(parts, depth - s) for s in range(depth)
+        )
         in_flight = self._counted(f"{at}in_flight", entry.in_flight, depth) or usual
         edges = self._counted(f"{at}edges", entry.edges, depth - 1)
         if edges is None:
@@ -61,7 +71,9 @@ class StageReader:
         stages = tuple(self._stage(draft, own) for draft, own in zip(drafts, rows, strict=True))
         return Replica(stages=stages, edges=edges, microbatches=parts, in_flight=in_flight)
 
-    def _counted(self, place: str, values: tuple[T, ...] | None, count: int) -> tuple[T, ...] | None:
+    def _counted(
+        self, place: str, values: tuple[T, ...] | None, count: int
+    ) -> tuple[T, ...] | None:
         """Values of which there must be so many, if they are given."""
         if values is not None and len(values) != count:
             raise self._refusals.mismatch(
@@ -104,10 +116,12 @@ class StageReader:
             bits = self._train.wan_bits
         return Edge(bits=bits)
 
-    # -- blocks --------------------------------------------------------------------------------------------------------
+    # -- blocks
+    #   --------------------------------------------------------------------------------------------
 
     def _units(self, at: str, stages: Sequence[StageEntry]) -> list[tuple[int, int]]:
-        """Each stage's units: its blocks, the embedding before the first ones and the head after the last."""
+        """Each stage's units: its blocks, the embedding before the first ones and the head after
+        the last."""
         layers, done, units = self._graph.layers, 0, []
         for s, stage in enumerate(stages):
             where, last = f"{at}stages[{s}].layers", s == len(stages) - 1
@@ -117,16 +131,25 @@ class StageReader:
             fits = f"set {where}: {done}-{layers if last else min(max(least, end), layers)}"
             has = f"the model has blocks 0 to {layers - 1}"
             if first > done:
-                raise self._refusals.mismatch(where, f"no stage has {_named(done, first)}", has, fits)
+                raise self._refusals.mismatch(
+                    where, f"no stage has {_named(done, first)}", has, fits
+                )
             if first < done:
                 twice = _named(first, min(done, max(end, first + 1)))
                 raise self._refusals.mismatch(
-                    where, f"two stages have {twice}", f"stages[{s - 1}] ends with block {done - 1}", fits
+                    where,
+                    f"two stages have {twice}",
+                    f"stages[{s - 1}] ends with block {done - 1}",
+                    fits,
                 )
             if not least <= end <= layers:
-                raise self._refusals.mismatch(where, f"the blocks {stage.layers} cannot be a stage", has, fits)
+                raise self._refusals.mismatch(
+                    where, f"the blocks {stage.layers} cannot be a stage", has, fits
+                )
             if last and end < layers:
-                raise self._refusals.mismatch(where, f"no stage has {_named(end, layers)}", has, fits)
+                raise self._refusals.mismatch(
+                    where, f"no stage has {_named(end, layers)}", has, fits
+                )
             units.append((0 if s == 0 else first + 1, end + (2 if last else 1)))
             done = end
         return units
@@ -137,18 +160,29 @@ class StageReader:
         match = re.fullmatch(r"\s*(\d{1,6})\s*-\s*(\d{1,6})\s*", written)
         if match is None:
             raise self._refusals.value(
-                where, f"{written!r} is no range of blocks", "0-12 are blocks 0 to 11", f"set {where}: {example}"
+                where,
+                f"{written!r} is no range of blocks",
+                "0-12 are blocks 0 to 11",
+                f"set {where}: {example}",
             )
         return int(match[1]), int(match[2])
 
-    # -- devices -------------------------------------------------------------------------------------------------------
+    # -- devices
+    #   --------------------------------------------------------------------------------------------
 
     def _mesh(self, where: str, stage: StageEntry, ranks: tuple[int, ...]) -> Mesh:
         count, tp = len(ranks), stage.tp
         dp = stage.dp or count // tp
         if tp * dp != count:
-            near = min((ways for ways in range(1, count + 1) if count % ways == 0), key=lambda ways: abs(ways - tp))
-            product = f"tp {tp} x dp {dp} are {tp * dp}" if stage.dp else f"tp {tp} does not divide {count}"
+            near = min(
+                (ways for ways in range(1, count + 1) if count % ways == 0),
+                key=lambda ways: abs(ways - tp),
+            )
+            product = (
+                f"tp {tp} x dp {dp} are {tp * dp}"
+                if stage.dp
+                else f"tp {tp} does not divide {count}"
+            )
             raise self._refusals.mismatch(
                 where,
                 f"tp and dp do not make {counted(count, 'device')}",
@@ -167,8 +201,11 @@ class StageReader:
         kept = {axis: size for axis, size in sizes.items() if axis == "data" or size > 1}
         return Mesh(ranks=ranks, shape=tuple(kept.values()), axes=tuple(kept))
 
-    def _splits(self, where: str, stage: StageEntry, units: tuple[int, int], mesh: Mesh) -> dict[str, str]:
-        """The dim of every operator that the tensor axis divides: Megatron-LM's, unless the file says others."""
+    def _splits(
+        self, where: str, stage: StageEntry, units: tuple[int, int], mesh: Mesh
+    ) -> dict[str, str]:
+        """The dim of every operator that the tensor axis divides: Megatron-LM's, unless the file
+        says others."""
         ways, graph = mesh.size("tensor"), self._graph
         if stage.splits is not None:
             return self._given_splits(where, stage.splits, ways)
@@ -176,14 +213,23 @@ class StageReader:
             return {}
         own = {op.divisible for unit, _ in graph.kinds(*units) for op in unit if op.divisible}
         for dim in (dim for dim in DIMS if dim in own and graph.sizes[dim] % ways):
-            raise self._undivided(where, stage, dim, [graph.sizes[other] for other in own], len(mesh.ranks))
-        every = (op for unit in (graph.embedding, graph.block, graph.head) for op in unit if op.divisible)
+            raise self._undivided(
+                where, stage, dim, [graph.sizes[other] for other in own], len(mesh.ranks)
+            )
+        every = (
+            op for unit in (graph.embedding, graph.block, graph.head) for op in unit if op.divisible
+        )
         return {op.name: op.divisible for op in every if graph.sizes[op.divisible] % ways == 0}
 
-    def _undivided(self, where: str, stage: StageEntry, dim: str, sizes: list[int], count: int) -> Refusal:
+    def _undivided(
+        self, where: str, stage: StageEntry, dim: str, sizes: list[int], count: int
+    ) -> Refusal:
         size, tp = self._graph.sizes[dim], stage.tp
         common = math.gcd(count, *sizes)
-        near = min((ways for ways in range(1, common + 1) if common % ways == 0), key=lambda ways: abs(ways - tp))
+        near = min(
+            (ways for ways in range(1, common + 1) if common % ways == 0),
+            key=lambda ways: abs(ways - tp),
+        )
         grouped = dim == "n" and self._graph.sizes["r"] > self._graph.sizes["e"]
         name = "kv_heads" if grouped else DIMS[dim]
         padded = f"; a vocabulary of {-(-size // tp) * tp} would do" if dim == "v" else ""
@@ -199,7 +245,7 @@ class StageReader:
         graph = self._graph
         known: dict[str, Operator] = {
             op.name: op for unit in (graph.embedding, graph.block, graph.head) for op in unit
-        }  # fmt: skip
+        }
         for name, dim in splits.items():
             place = f"{where}.splits.{name}"
             if name not in known and name != RESIDUAL:
@@ -214,7 +260,11 @@ class StageReader:
             fits = [
                 "",
                 "b",
-                *(d for d in (known[name].divisible if name in known else "") if graph.sizes[d] % ways == 0),
+                *(
+                    d
+                    for d in (known[name].divisible if name in known else "")
+                    if graph.sizes[d] % ways == 0
+                ),
             ]
             if dim not in fits:
                 raise self._refusals.value(
@@ -227,16 +277,28 @@ class StageReader:
                 strategy(known[name], dim)
         return splits
 
-    # -- rows ----------------------------------------------------------------------------------------------------------
+    # -- rows
+    #   --------------------------------------------------------------------------------------------
 
-    def _rows(self, at: str, entry: ReplicaEntry, drafts: list[_Draft], batch: int) -> list[tuple[int, ...]]:
+    def _rows(
+        self, at: str, entry: ReplicaEntry, drafts: list[_Draft], batch: int
+    ) -> list[tuple[int, ...]]:
         """Sequences a step of every batch coordinate of every stage."""
         parts, piped = entry.microbatches, len(drafts) > 1
         portions = [parts * row_quantum(draft.mesh, draft.splits) for draft in drafts]
-        if not piped and parts == portions[0] == 1 and drafts[0].entry.rows is None and batch >= drafts[0].coordinates:
+        if (
+            not piped
+            and parts == portions[0] == 1
+            and drafts[0].entry.rows is None
+            and batch >= drafts[0].coordinates
+        ):
             each, more = divmod(batch, drafts[0].coordinates)
             return [tuple(each + (c < more) for c in range(drafts[0].coordinates))]
-        needed = [portion * d.coordinates for portion, d in zip(portions, drafts, strict=True) if d.entry.rows is None]
+        needed = [
+            portion * d.coordinates
+            for portion, d in zip(portions, drafts, strict=True)
+            if d.entry.rows is None
+        ]
         least = math.lcm(*needed)
         if batch % least:
             near = max(1, math.floor(batch / least + 0.5)) * least
@@ -248,15 +310,22 @@ class StageReader:
                 f"set {place}: {near}",
             )
         return [
-            (batch // draft.coordinates,) * draft.coordinates if draft.entry.rows is None
-            else self._given_rows(draft, batch, portion if piped or portion > parts else 1, piped=piped)
+            (batch // draft.coordinates,) * draft.coordinates
+            if draft.entry.rows is None
+            else self._given_rows(
+                draft, batch, portion if piped or portion > parts else 1, piped=piped
+            )
             for draft, portion in zip(drafts, portions, strict=True)
-        ]  # fmt: skip
+        ]
 
-    def _given_rows(self, draft: _Draft, batch: int, portion: int, *, piped: bool) -> tuple[int, ...]:
+    def _given_rows(
+        self, draft: _Draft, batch: int, portion: int, *, piped: bool
+    ) -> tuple[int, ...]:
         place, rows, count = f"{draft.where}.rows", draft.entry.rows or (), draft.coordinates
         each, more = divmod(batch // portion, count)
-        fits = f"set {place}: [{', '.join(str((each + (c < more)) * portion) for c in range(count))}]"
+        fits = (
+            f"set {place}: [{', '.join(str((each + (c < more)) * portion) for c in range(count))}]"
+        )
         if batch % portion or not each:
             near = max(1, math.floor(batch / portion / count + 0.5)) * portion * count
             raise self._refusals.value(
@@ -267,16 +336,25 @@ class StageReader:
             )
         if len(rows) != count:
             raise self._refusals.mismatch(
-                place, f"there are {len(rows)} rows for {counted(count, 'group')} of devices", f"dp is {count}", fits
+                place,
+                f"there are {len(rows)} rows for {counted(count, 'group')} of devices",
+                f"dp is {count}",
+                fits,
             )
         if sum(rows) != batch:
             raise self._refusals.mismatch(
-                place, "the rows do not sum to the batch", f"they sum to {sum(rows)}, a step has {batch}", fits
+                place,
+                "the rows do not sum to the batch",
+                f"they sum to {sum(rows)}, a step has {batch}",
+                fits,
             )
         for n in rows:
             if n % portion or (piped and n < 1):
                 raise self._refusals.value(
-                    place, f"{n} rows do not come in equal microbatches", f"each must be a multiple of {portion}", fits
+                    place,
+                    f"{n} rows do not come in equal microbatches",
+                    f"each must be a multiple of {portion}",
+                    fits,
                 )
         return rows
 

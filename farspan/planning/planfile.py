@@ -1,6 +1,8 @@
-"""A plan in short form (`domain.planfile`) made whole on a cluster: its devices, its model and its training.
+"""A plan in short form (`domain.planfile`) made whole on a cluster: its devices, its model and its
+training.
 
-What it leaves open or cannot mean is refused at its place in the file, with the nearest that can be.
+What it leaves open or cannot mean is refused at its place in the file, with the nearest that can
+be.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from farspan.planning.size import KNOBS, shape_for
 
 
 def read_short(table: object, where: str, cluster: Cluster, text: str = "") -> Plan:
-    """The plan that a table in short form means on a cluster. Raises Refusal, with lines of the `text` that the table
-    was read from."""
+    """The plan that a table in short form means on a cluster. Raises Refusal, with lines of the
+    `text` that the table was read from."""
     file, refusals = convert(table, PlanFile, where, text), PlanRefusals(where)
     sync = _sync(file, refusals)
     _check_engine(file, refusals)
@@ -46,8 +48,12 @@ def read_short(table: object, where: str, cluster: Cluster, text: str = "") -> P
     ranks = {stage: tuple(used.index(place) for place in own) for stage, own in places.items()}
     reader = StageReader(models.graph(model), train, [device.site for device in devices], refusals)
     replicas = tuple(
-        reader.replica(at, entry, batch, [ranks[f"{at}stages[{s}]"] for s in range(len(entry.stages))])
-        for (at, entry), batch in zip(file.parts, _batches(file, refusals, train.batch), strict=True)
+        reader.replica(
+            at, entry, batch, [ranks[f"{at}stages[{s}]"] for s in range(len(entry.stages))]
+        )
+        for (at, entry), batch in zip(
+            file.parts, _batches(file, refusals, train.batch), strict=True
+        )
     )
     return Plan(
         technique="given",
@@ -97,7 +103,10 @@ def check_rates(plan: Plan, cluster: Cluster) -> None:
                 what=f"nothing says how fast {device.kind} computes {precision}",
                 where=f"the cluster, device {name}",
                 fact="it has no flops of that precision, and no measured rates",
-                remedy=f"give its flops in the cluster file: flops: {{{precision}: 50e12}}; or measure: farspan probe",
+                remedy=(
+                    f"give its flops in the cluster file: flops: {{{precision}: 50e12}}; or "
+                    "measure: farspan probe"
+                ),
             )
 
 
@@ -115,11 +124,17 @@ def _names(cluster: Cluster) -> list[str]:
 def _devices(cluster: Cluster, used: Sequence[int]) -> tuple[PlannedDevice, ...]:
     every = [
         PlannedDevice(
-            host=host.name, site=site.name, backend=device.backend, index=index, threads=device.slot.threads,
+            host=host.name,
+            site=site.name,
+            backend=device.backend,
+            index=index,
+            threads=device.slot.threads,
             kind=device.kind,
         )
-        for site in cluster.sites for host in site.hosts for index, device in enumerate(host.devices)
-    ]  # fmt: skip
+        for site in cluster.sites
+        for host in site.hosts
+        for index, device in enumerate(host.devices)
+    ]
     return tuple(every[place] for place in used)
 
 
@@ -131,7 +146,8 @@ class _Places:
         self._counts = {host.name: len(host.devices) for host in cluster.hosts if host.devices}
 
     def of(self, file: PlanFile) -> dict[str, tuple[int, ...]]:
-        """The places of each stage, by the stage's own place in the file; no device may be named twice."""
+        """The places of each stage, by the stage's own place in the file; no device may be named
+        twice."""
         places: dict[str, tuple[int, ...]] = {}
         for at, replica in file.parts:
             if not replica.stages:
@@ -142,11 +158,17 @@ class _Places:
                     f"add stages: [{{on: [{next(iter(self._counts))}]}}]",
                 )
             for s, stage in enumerate(replica.stages):
-                where, items = f"{at}stages[{s}].on", (stage.on,) if isinstance(stage.on, str) else stage.on
+                where, items = (
+                    f"{at}stages[{s}].on",
+                    (stage.on,) if isinstance(stage.on, str) else stage.on,
+                )
                 own = tuple(place for item in items for place in self._ranged(item, where))
                 if not own:
                     raise self._refusals.mismatch(
-                        where, "the stage has no devices", "it needs one at least", f"set {where}: [{self._names[0]}]"
+                        where,
+                        "the stage has no devices",
+                        "it needs one at least",
+                        f"set {where}: [{self._names[0]}]",
                     )
                 places[f"{at}stages[{s}]"] = own
         self._demand_once(places)
@@ -157,13 +179,17 @@ class _Places:
         for stage, place in ((stage, place) for stage, own in places.items() for place in own):
             if place in first:
                 used = set(itertools.chain.from_iterable(places.values()))
-                free = next((name for other, name in enumerate(self._names) if other not in used), None)
+                free = next(
+                    (name for other, name in enumerate(self._names) if other not in used), None
+                )
                 name = self._names[place]
                 raise self._refusals.mismatch(
                     f"{stage}.on",
                     f"the device {name} is used twice",
                     f"{first[place]} has it already",
-                    f"write {free}, which no stage has" if free else f"take {name} out of {stage}.on",
+                    f"write {free}, which no stage has"
+                    if free
+                    else f"take {name} out of {stage}.on",
                 )
             first[place] = stage
 
@@ -195,14 +221,17 @@ class _Places:
         return list(range(start + first, start + last + 1))
 
 
-# -- model and training ------------------------------------------------------------------------------------------------
+# -- model and training
+#   ------------------------------------------------------------------------------------------------
 
 
 def _model(file: PlanFile, refusals: PlanRefusals) -> ModelSpec:
     entry = file.model
     if isinstance(entry, str):
         return model_of(entry, "model", refusals.file)
-    given = {key: value for key, value in msgspec.structs.asdict(entry).items() if value is not None}
+    given = {
+        key: value for key, value in msgspec.structs.asdict(entry).items() if value is not None
+    }
     sources = [key for key in ("path", "preset", "params") if key in given]
     rivals = list(given) if sources[:1] == ["path"] else sources
     if len(rivals) > 1:
@@ -219,12 +248,19 @@ def _model(file: PlanFile, refusals: PlanRefusals) -> ModelSpec:
     try:
         return _shape(file, entry, knobs, refusals)
     except ValueError as error:
-        raise refusals.value("model", "a model of this shape cannot be built", str(error),
-                             "change one of these keys under model") from None  # fmt: skip
+        raise refusals.value(
+            "model",
+            "a model of this shape cannot be built",
+            str(error),
+            "change one of these keys under model",
+        ) from None
 
 
-def _shape(file: PlanFile, entry: ModelEntry, knobs: dict[str, Any], refusals: PlanRefusals) -> ModelSpec:
-    """The model by its preset, by its parameters, or by layers and width. Raises ValueError where knobs do not fit."""
+def _shape(
+    file: PlanFile, entry: ModelEntry, knobs: dict[str, Any], refusals: PlanRefusals
+) -> ModelSpec:
+    """The model by its preset, by its parameters, or by layers and width. Raises ValueError where
+    knobs do not fit."""
     if entry.preset is not None:
         base = model_of(entry.preset, "model.preset", refusals.file)
         if entry.family not in (None, base.family):
@@ -244,7 +280,9 @@ def _shape(file: PlanFile, entry: ModelEntry, knobs: dict[str, Any], refusals: P
     family, vocab_size = entry.family or DEFAULT_FAMILY, entry.vocab_size or VOCABULARY
     context = entry.context or file.train.seq_len or CONTEXT
     if entry.params is not None:
-        target = positive(parse_count, entry.params, "model.params", "30M", refusals.file, PARAMETERS)
+        target = positive(
+            parse_count, entry.params, "model.params", "30M", refusals.file, PARAMETERS
+        )
         return shape_for(family, target, vocab_size=vocab_size, context=context, knobs=knobs)
     for key, example in (("layers", 24), ("d_model", 1024)):
         if key not in knobs:
@@ -267,7 +305,9 @@ def _train(file: PlanFile, refusals: PlanRefusals, model: ModelSpec, used: Clust
             f"it has {model.context} positions",
             f"set train.seq_len: {model.context}",
         )
-    precision: Precision = common_precisions(used)[0] if entry.precision == "auto" else entry.precision
+    precision: Precision = (
+        common_precisions(used)[0] if entry.precision == "auto" else entry.precision
+    )
     return TrainSpec(
         steps=entry.steps,
         batch=asked_rows(entry.batch, seq_len, "train.batch", refusals.file),
@@ -287,7 +327,9 @@ def _batches(file: PlanFile, refusals: PlanRefusals, total: int) -> list[int]:
         return [batch or 0 for batch in given]
     if not unsaid or rest < unsaid or rest % unsaid:
         fits = total - rest + (max(1, round(rest / unsaid)) * unsaid if unsaid else 0)
-        shared = f"{unsaid} of them share the rest, {rest}" if unsaid else f"they read {total - rest}"
+        shared = (
+            f"{unsaid} of them share the rest, {rest}" if unsaid else f"they read {total - rest}"
+        )
         raise refusals.mismatch(
             "train.batch",
             f"{counted(len(given), 'replica')} cannot read {total} sequences a step",
@@ -301,10 +343,16 @@ def _sync(file: PlanFile, refusals: PlanRefusals) -> Sync | None:
     """How the replicas meet, which they must."""
     if file.replicas and file.stages:
         raise refusals.mismatch(
-            "stages", "stages stand beside replicas", "each replica has its own", "move stages into one of the replicas"
+            "stages",
+            "stages stand beside replicas",
+            "each replica has its own",
+            "move stages into one of the replicas",
         )
     if len(file.replicas) > 1 and file.sync is None:
         raise refusals.mismatch(
-            "sync", f"the {len(file.replicas)} replicas never meet", "there is no sync", "add sync: {every: 100}"
+            "sync",
+            f"the {len(file.replicas)} replicas never meet",
+            "there is no sync",
+            "add sync: {every: 100}",
         )
     return file.sync

@@ -1,4 +1,5 @@
-"""Reading what a user wrote in run.yaml: every value that does not fit is a Refusal that names its key."""
+"""Reading what a user wrote in run.yaml: every value that does not fit is a Refusal that names its
+key."""
 
 from __future__ import annotations
 
@@ -18,16 +19,27 @@ from farspan.planning.size import KNOBS
 
 Number = TypeVar("Number", int, float)
 
-#: The least and the most of anything, of a time, and of a model's parameters: beyond them it is a slip of the pen. What
-#: follows from them still fits 64 bits.
+#: The least and the most of anything, of a time, and of a model's parameters: beyond them it is a
+#: slip of the pen. What follows from them still fits 64 bits.
 ANY, TIMES, PARAMETERS = ("0", "1e15"), ("1ms", "100y"), ("1", "100T")
 #: Names of the size dial: parameters in all, embeddings included.
-SIZES = {"tiny": 3_000_000, "small": 15_000_000, "medium": 60_000_000, "large": 250_000_000, "xl": 1_000_000_000}
+SIZES = {
+    "tiny": 3_000_000,
+    "small": 15_000_000,
+    "medium": 60_000_000,
+    "large": 250_000_000,
+    "xl": 1_000_000_000,
+}
 
 
-def out_of_range(key: str, value: object, fact: str, remedy: str, file: str = "run.yaml") -> Refusal:
+def out_of_range(
+    key: str, value: object, fact: str, remedy: str, file: str = "run.yaml"
+) -> Refusal:
     """The refusal of one value of a file, or of a flag."""
-    what, where = f"{key} = {value} cannot be used", key if key.startswith("--") else f"{file}, key {key}"
+    what, where = (
+        f"{key} = {value} cannot be used",
+        key if key.startswith("--") else f"{file}, key {key}",
+    )
     own = key if where == f"run.yaml, key {key}" else None
     return Refusal("out-of-range", what=what, where=where, fact=fact, remedy=remedy, key=own)
 
@@ -50,7 +62,8 @@ def positive(
     file: str = "run.yaml",
     within: tuple[str, str] = ANY,
 ) -> Number:
-    """`value` read by `parse`; refuses what does not parse, is not above 0, or is not `within` two values."""
+    """`value` read by `parse`; refuses what does not parse, is not above 0, or is not `within` two
+    values."""
     least, most = TIMES if parse is parse_seconds else within
     remedy = f"set {key} to something like {example}"
     try:
@@ -77,7 +90,9 @@ def asked_parameters(config: RunConfig) -> int | None:
         known = ["auto", *SIZES]
         match = nearest(size, known)
         fix = f"use {match!r}" if match else "use auto, or parameters such as 30M"
-        raise out_of_range("size", size, f"known: {', '.join(known)}, or parameters such as 30M", fix)
+        raise out_of_range(
+            "size", size, f"known: {', '.join(known)}, or parameters such as 30M", fix
+        )
     return positive(parse_count, size, "size", "30M", within=PARAMETERS)
 
 
@@ -89,13 +104,22 @@ def asked_tokens(value: Quantity, parameters: int, key: str = "train.tokens") ->
     return positive(parse_count, value, key, example)
 
 
-def asked_rows(value: Quantity, seq_len: int, key: str = "train.batch.global", file: str = "run.yaml") -> int:
-    """Sequences of a global batch: `256k tokens` (rounded to whole sequences), `32 sequences`, or bare `32`."""
+def asked_rows(
+    value: Quantity, seq_len: int, key: str = "train.batch.global", file: str = "run.yaml"
+) -> int:
+    """Sequences of a global batch: `256k tokens` (rounded to whole sequences), `32 sequences`, or
+    bare `32`."""
     count = positive(parse_count, value, key, "8k tokens or 32 sequences", file)
     if not str(value).strip().lower().endswith("tokens"):
         return count
     if count < seq_len:
-        raise out_of_range(key, value, f"one sequence has {seq_len} tokens", setting(key, f"{seq_len} tokens"), file)
+        raise out_of_range(
+            key,
+            value,
+            f"one sequence has {seq_len} tokens",
+            setting(key, f"{seq_len} tokens"),
+            file,
+        )
     return round(count / seq_len)
 
 
@@ -108,11 +132,16 @@ def fit_s(config: RunConfig) -> float:
 
 
 def time_budget_s(config: RunConfig) -> float | None:
-    return None if config.budget.time is None else positive(parse_seconds, config.budget.time, "budget.time", "1h")
+    return (
+        None
+        if config.budget.time is None
+        else positive(parse_seconds, config.budget.time, "budget.time", "1h")
+    )
 
 
 def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
-    """Seconds that the budget's time and dollars pay for, the fewer of both. Refuses dollars without a price."""
+    """Seconds that the budget's time and dollars pay for, the fewer of both. Refuses dollars
+    without a price."""
     seconds, budget = time_budget_s(config), config.budget
     if budget.usd is None:
         return seconds
@@ -121,10 +150,13 @@ def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
         return seconds
     if price is None:
         raise Refusal(
-            "out-of-range", what="a dollar budget needs a price", where="run.yaml, key budget.usd",
+            "out-of-range",
+            what="a dollar budget needs a price",
+            where="run.yaml, key budget.usd",
             fact=f"no price is known for {', '.join(sorted({d.kind for d in cluster.devices}))}",
-            remedy="set budget.usd_per_hour: the price of all devices together, dollars an hour", key="budget.usd",
-        )  # fmt: skip
+            remedy="set budget.usd_per_hour: the price of all devices together, dollars an hour",
+            key="budget.usd",
+        )
     paid_for = budget.usd / price * 3600
     return paid_for if seconds is None else min(seconds, paid_for)
 
@@ -135,10 +167,15 @@ def check(config: RunConfig) -> None:
     save_every_s(config)
     time_budget_s(config)
     fit_s(config)
-    share = positive(parse_fraction, config.data_config.val, "data.val", "5%", within=("0%", "100%"))
+    share = positive(
+        parse_fraction, config.data_config.val, "data.val", "5%", within=("0%", "100%")
+    )
     if share > 0.5:
         raise out_of_range(
-            "data.val", config.data_config.val, "more than half of the text would be held out", "set data.val: 50%"
+            "data.val",
+            config.data_config.val,
+            "more than half of the text would be held out",
+            "set data.val: 50%",
         )
     if config.train.tokens is not None:
         asked_tokens(config.train.tokens, 1)
@@ -148,7 +185,14 @@ def check(config: RunConfig) -> None:
     if model.path is not None and not (folder := Path(model.path).expanduser()).exists():
         raise missing_path(folder)
     size = None if config.size == "auto" else config.size
-    _at_most_one({"model.preset": model.preset, "model.path": model.path, "model.params": model.params, "size": size})
+    _at_most_one(
+        {
+            "model.preset": model.preset,
+            "model.path": model.path,
+            "model.params": model.params,
+            "size": size,
+        }
+    )
     _at_most_one({"train.batch.global": batch.global_, "train.batch.per_device": batch.per_device})
     for knob in ("family", *KNOBS):
         _at_most_one({"model.path": model.path, f"model.{knob}": getattr(model, knob)})

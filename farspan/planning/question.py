@@ -1,4 +1,5 @@
-"""A planning question in flags: a model, tokens and a cluster, without text and without the machines."""
+"""A planning question in flags: a model, tokens and a cluster, without text and without the
+machines."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CONTEXT = 1024
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flags of `farspan plan` say; quantities as written. None takes a default, which `TrainSpec` shows."""
+    """What the flags of `farspan plan` say; quantities as written. None takes a default, which
+    `TrainSpec` shows."""
 
     model: str
     tokens: str = "20x_params"
@@ -41,13 +43,16 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelSpec:
-    """A preset, a Hugging Face folder, a plan file, or parameters such as 124M (a Llama of the size study's shape).
-    Raises Refusal (out-of-range) for what is none, at a `flag` or at the key of a `file`."""
+    """A preset, a Hugging Face folder, a plan file, or parameters such as 124M (a Llama of the size
+    study's shape). Raises Refusal (out-of-range) for what is none, at a `flag` or at the key of a
+    `file`."""
     folder = Path(name).expanduser()
     if folder.suffix == ".json" and folder.is_file():
         return load(folder, Plan).model
     if (folder / "config.json").is_file():
-        return models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
+        return models.from_config(
+            parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json")
+        )
     known = models.presets()
     if name in known:
         return known[name].spec
@@ -56,14 +61,20 @@ def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelS
         return shape_for(DEFAULT_FAMILY, count, vocab_size=VOCABULARY, context=CONTEXT, knobs={})
     match, flagged = nearest(name, known) or "gpt2", flag.startswith("--")
     raise Refusal(
-        "out-of-range", what=f"there is no model {name!r}", where=flag if flagged else f"{file}, key {flag}",
-        fact=f"it is no number such as 124M, no folder with config.json, no plan file, and none of {', '.join(known)}",
+        "out-of-range",
+        what=f"there is no model {name!r}",
+        where=flag if flagged else f"{file}, key {flag}",
+        fact=(
+            "it is no number such as 124M, no folder with config.json, no plan file, and none "
+            f"of {', '.join(known)}"
+        ),
         remedy=f"{flag} {match}" if flagged else f"use {match}",
-    )  # fmt: skip
+    )
 
 
 def train_of(question: Question, model: ModelSpec, cluster: Cluster) -> TrainSpec:
-    """The training that a question means on a cluster; raises Refusal (out-of-range) for what cannot be."""
+    """The training that a question means on a cluster; raises Refusal (out-of-range) for what
+    cannot be."""
     seq_len = question.seq_len or model.context
     if not 1 <= seq_len <= model.context:
         fact = f"the model has {model.context} positions"
@@ -76,11 +87,14 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster) -> TrainSpe
         rows = 2 ** max(0, round(math.log2(batch_tokens(tokens) / seq_len)))
         batch = max(1, math.ceil(rows / devices)) * devices
     return TrainSpec(
-        steps=max(1, round(tokens / (batch * seq_len))), batch=batch, seq_len=seq_len,
+        steps=max(1, round(tokens / (batch * seq_len))),
+        batch=batch,
+        seq_len=seq_len,
         precision=_precision(question.precision, cluster),
-        attention="vanilla" if question.attention == "vanilla" else "sdpa", recompute=question.recompute,
+        attention="vanilla" if question.attention == "vanilla" else "sdpa",
+        recompute=question.recompute,
         wan_bits=question.wan_bits,
-    )  # fmt: skip
+    )
 
 
 def _precision(asked: str, cluster: Cluster) -> Precision:
@@ -91,7 +105,9 @@ def _precision(asked: str, cluster: Cluster) -> Precision:
         if asked == precision:
             break
     else:
-        raise out_of_range("--precision", asked, "known: auto, fp32, tf32, bf16, fp16", "--precision auto")
+        raise out_of_range(
+            "--precision", asked, "known: auto, fp32, tf32, bf16, fp16", "--precision auto"
+        )
     if lacking := cluster.lacking(precision):
         fact = f"{', '.join(lacking)} does not compute it in hardware"
         raise out_of_range("--precision", asked, fact, "--precision auto")

@@ -25,7 +25,8 @@ from farspan.techniques import Task
 
 #: From so many devices on a ranking takes a second or more, which processes share.
 MANY = 9
-#: What the dollars of a plan are multiplied by for which the law of losses knows no gain: more than any gain is small.
+#: What the dollars of a plan are multiplied by for which the law of losses knows no gain: more than
+#: any gain is small.
 NO_GAIN = 1e12
 
 
@@ -38,8 +39,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[int, ...]
     plan: Plan
     estimate: Estimate
-    #: Seconds until the run's loss is that of synchronous training, queues included, without a deadline that cuts it
-    #: short.
+    #: Seconds until the run's loss is that of synchronous training, queues included, without a
+    #: deadline that cuts it short.
     time_s: float
     #: Seconds of them that the job waits in a queue.
     queue_s: float = 0.0
@@ -63,7 +64,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usd(self) -> float | None:
-        """Dollars of what `time_s` tells the seconds of: the whole run, also where a deadline cuts it short."""
+        """Dollars of what `time_s` tells the seconds of: the whole run, also where a deadline cuts
+        it short."""
         usd = self.estimate.usd
         return None if usd is None else usd * (self.time_s - self.queue_s) / self.estimate.run_s
 
@@ -79,8 +81,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """Candidates, best first, of which `chosen` is the best that may be chosen; and techniques without a plan, by
-    name."""
+    """Candidates, best first, of which `chosen` is the best that may be chosen; and techniques
+    without a plan, by name."""
 
     model: ModelSpec
     cluster: Cluster
@@ -96,10 +98,19 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank(
-    model: ModelSpec, cluster: Cluster, train: TrainSpec, engine: Engine, *, objective: Objective = "time",
-    allow: Sequence[str] = (), tolerance: float = TOLERANCE, corpus: str = "", parts: bool = True,
-) -> Ranking:  # fmt: skip
-    """Price the techniques of `allow` (none: all) on the whole cluster and, with `parts`, on its parts.
+    model: ModelSpec,
+    cluster: Cluster,
+    train: TrainSpec,
+    engine: Engine,
+    *,
+    objective: Objective = "time",
+    allow: Sequence[str] = (),
+    tolerance: float = TOLERANCE,
+    corpus: str = "",
+    parts: bool = True,
+) -> Ranking:
+    """Price the techniques of `allow` (none: all) on the whole cluster and, with `parts`, on its
+    parts.
 
     Raises Refusal for an unknown technique, or an objective in money where no price is known.
     """
@@ -116,11 +127,18 @@ def rank(
         )
 
     several = cores() if len(cluster.devices) >= MANY else 1
-    found = side_by_side(answers_on, all_parts(cluster) if parts else (whole(cluster),), several, _Answers)
+    found = side_by_side(
+        answers_on, all_parts(cluster) if parts else (whole(cluster),), several, _Answers
+    )
     priced = [answer for answers in found for answer in answers.priced]
     refused, (candidates, chosen) = _planless(found), ordered(priced, objective, tolerance)
     return Ranking(
-        model=model, cluster=cluster, objective=objective, candidates=candidates, refused=refused, chosen=chosen
+        model=model,
+        cluster=cluster,
+        objective=objective,
+        candidates=candidates,
+        refused=refused,
+        chosen=chosen,
     )
 
 
@@ -132,10 +150,17 @@ def ordered(
     best_first = tuple(
         sorted(
             candidates,
-            key=lambda candidate: (not candidate.eligible, key(candidate), candidate.technique, candidate.places),
+            key=lambda candidate: (
+                not candidate.eligible,
+                key(candidate),
+                candidate.technique,
+                candidate.places,
+            ),
         )
     )
-    return best_first, 0 if best_first and best_first[0].eligible and key(best_first[0]) < math.inf else None
+    return best_first, 0 if best_first and best_first[0].eligible and key(
+        best_first[0]
+    ) < math.inf else None
 
 
 def candidate(task: Task, part: ClusterPart, name: str) -> Candidate | Refused:
@@ -148,23 +173,32 @@ def candidate(task: Task, part: ClusterPart, name: str) -> Candidate | Refused:
     queue = max(site.queue_s for site in sites)
     lease = min((site.lease_s for site in sites if site.lease_s is not None), default=math.inf)
     return Candidate(
-        technique=name, where=part.name, places=part.places, plan=answer, estimate=estimate,
-        time_s=queue + estimate.equal_loss_s, queue_s=queue, lease_s=lease, barred=_barred(task, estimate),
-    )  # fmt: skip
+        technique=name,
+        where=part.name,
+        places=part.places,
+        plan=answer,
+        estimate=estimate,
+        time_s=queue + estimate.equal_loss_s,
+        queue_s=queue,
+        lease_s=lease,
+        barred=_barred(task, estimate),
+    )
 
 
 def _barred(task: Task, estimate: Estimate) -> str | None:
     if not estimate.evidence:
         return "no published run in this setting says how many more tokens it needs"
     short = [
-        host.name for host in task.cluster.hosts
+        host.name
+        for host in task.cluster.hosts
         if host.memory is not None and host_bytes(task, host.name) > host.memory
-    ]  # fmt: skip
+    ]
     return f"{', '.join(short)} has too little memory for its workers" if short else None
 
 
 def host_bytes(task: Task, host: str) -> float:
-    """Bytes of a host's own memory that its workers of other devices take, and rank 0's copy of a checkpoint."""
+    """Bytes of a host's own memory that its workers of other devices take, and rank 0's copy of a
+    checkpoint."""
     workers = [device for device in task.devices if device.host == host and device.backend != "cpu"]
     state = 12 * task.graph.parameters() if workers and task.devices[0].host == host else 0
     return len(workers) * task.engine.host_framework + state
@@ -187,17 +221,23 @@ def _planless(found: Sequence[_Answers]) -> tuple[Refused, ...]:
     return tuple(first[name] for name in sorted(first))
 
 
-def by(objective: Objective, candidates: Sequence[Candidate], tolerance: float) -> Callable[[Candidate], float]:
+def by(
+    objective: Objective, candidates: Sequence[Candidate], tolerance: float
+) -> Callable[[Candidate], float]:
     """What the objective orders by; less is better."""
     if objective in ("cost", "loss_per_dollar"):
         if candidates and all(candidate.estimate.usd is None for candidate in candidates):
             raise Refusal(
-                "out-of-range", what=f"the objective {objective} needs prices", where="--objective",
+                "out-of-range",
+                what=f"the objective {objective} needs prices",
+                where="--objective",
                 fact="no plan's devices all have a price",
                 remedy="give devices a price in the cluster file: price: 0.50",
-            )  # fmt: skip
+            )
         return _cost if objective == "cost" else _loss_per_dollar
-    fastest = min((candidate.time_s for candidate in candidates if candidate.eligible), default=math.inf)
+    fastest = min(
+        (candidate.time_s for candidate in candidates if candidate.eligible), default=math.inf
+    )
     if objective == "fewest_devices":
         return lambda candidate: (
             len(candidate.places)
@@ -213,7 +253,8 @@ def _cost(candidate: Candidate) -> float:
 
 
 def _loss_per_dollar(candidate: Candidate) -> float:
-    """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a scaling law's loss)."""
+    """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a
+    scaling law's loss)."""
     usd, loss = candidate.estimate.usd, candidate.estimate.loss
     if usd is None or loss is None:
         return math.inf

@@ -1,8 +1,10 @@
-"""What to rent: every priced device kind of the catalogue, in several counts, for one model and its tokens.
+"""What to rent: every priced device kind of the catalogue, in several counts, for one model and its
+tokens.
 
-Up to eight devices are one host; more are hosts of eight, with the network that a cluster file without links means
-(`domain.cluster`), or the rate that is asked about. Each offer is priced like any cluster: the best technique over all
-of its devices. Devices of an offer are alike, so parts of it are other offers.
+Up to eight devices are one host; more are hosts of eight, with the network that a cluster file
+without links means (`domain.cluster`), or the rate that is asked about. Each offer is priced like
+any cluster: the best technique over all of its devices. Devices of an offer are alike, so parts of
+it are other offers.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ HOST = 8
 SEARCHED = "pipeshard"
 #: An offer within this share of what arithmetic alone takes is not searched for more.
 GAIN = 0.05
-#: Devices of all offers that are searched, together: the most promising offers come first (about 0.2 s a device).
+#: Devices of all offers that are searched, together: the most promising offers come first (about
+#: 0.2 s a device).
 EFFORT = 64
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """Some devices of one kind, and the best technique on them. `usd_per_hour` is of all of them."""
+    """Some devices of one kind, and the best technique on them. `usd_per_hour` is of all of
+    them."""
 
     kind: str
     count: int
@@ -50,9 +54,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     checked: str
     cluster: Cluster
     best: Candidate | Refused
-    #: Whether pipelines were searched too: only where they might beat every other offer in time or dollars.
+    #: Whether pipelines were searched too: only where they might beat every other offer in time or
+    #: dollars.
     searched: bool
-    #: Whether it ends in time, and within the dollars, that were given; False where it does not fit.
+    #: Whether it ends in time, and within the dollars, that were given; False where it does not
+    #: fit.
     meets: bool
 
     @property
@@ -67,11 +73,13 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rent(msgspec.Struct, frozen=True, kw_only=True):
-    """Offers by dollars, those that fit first. `frontier` are those that no other beats in time and dollars both."""
+    """Offers by dollars, those that fit first. `frontier` are those that no other beats in time and
+    dollars both."""
 
     offers: tuple[Offer, ...]
     frontier: tuple[int, ...]
-    #: Within the hours: the cheapest; within dollars alone: the fastest; without a budget: the cheapest.
+    #: Within the hours: the cheapest; within dollars alone: the fastest; without a budget: the
+    #: cheapest.
     chosen: int | None
     #: Bytes a second, and the round trip, between hosts.
     bandwidth: float
@@ -89,26 +97,40 @@ class Budget(NamedTuple):
 
 
 def rent(
-    model: ModelSpec, train_for: Callable[[ModelSpec, Cluster], TrainSpec], engine: Engine, *,
-    budget: Budget = Budget(), allow: Sequence[str] = (), counts: Sequence[int] = COUNTS,
-    kinds: Sequence[str] = (), bandwidth: float = SITE_BANDWIDTH,
-) -> Rent:  # fmt: skip
-    """Price every offer. `kinds` and `counts` leave some out; raises Refusal for a kind without a price."""
+    model: ModelSpec,
+    train_for: Callable[[ModelSpec, Cluster], TrainSpec],
+    engine: Engine,
+    *,
+    budget: Budget = Budget(),
+    allow: Sequence[str] = (),
+    counts: Sequence[int] = COUNTS,
+    kinds: Sequence[str] = (),
+    bandwidth: float = SITE_BANDWIDTH,
+) -> Rent:
+    """Price every offer. `kinds` and `counts` leave some out; raises Refusal for a kind without a
+    price."""
     asked = _Renting(model, models.graph(model), train_for, engine, budget, tuple(allow))
     offers = [
         asked.offer(kind, offered(device, count, bandwidth), price)
-        for kind, (device, price) in _priced(kinds).items() for count in counts
-    ]  # fmt: skip
+        for kind, (device, price) in _priced(kinds).items()
+        for count in counts
+    ]
     offers = asked.searched(offers)
-    offers.sort(key=lambda offer: (offer.usd, offer.time_s, offer.usd_per_hour, offer.kind, offer.count))
+    offers.sort(
+        key=lambda offer: (offer.usd, offer.time_s, offer.usd_per_hour, offer.kind, offer.count)
+    )
     return Rent(
-        offers=tuple(offers), frontier=frontier([(offer.time_s, offer.usd) for offer in offers]),
-        chosen=_chosen(offers, budget), bandwidth=bandwidth, rtt_s=SITE_RTT_S,
-    )  # fmt: skip
+        offers=tuple(offers),
+        frontier=frontier([(offer.time_s, offer.usd) for offer in offers]),
+        chosen=_chosen(offers, budget),
+        bandwidth=bandwidth,
+        rtt_s=SITE_RTT_S,
+    )
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """The places of the points that no other beats in one number without losing in the other, by the first number."""
+    """The places of the points that no other beats in one number without losing in the other, by
+    the first number."""
     order = sorted((point, place) for place, point in enumerate(points) if max(point) < math.inf)
     unbeaten: list[int] = []
     least = math.inf
@@ -138,20 +160,27 @@ def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
     for kind in kinds:
         if kind not in priced:
             raise Refusal(
-                "out-of-range", what=f"the catalogue has no price of {kind!r}", where="--device",
-                fact=f"priced: {', '.join(priced)}", remedy="give it a price in a cluster file, and plan for that",
-            )  # fmt: skip
+                "out-of-range",
+                what=f"the catalogue has no price of {kind!r}",
+                where="--device",
+                fact=f"priced: {', '.join(priced)}",
+                remedy="give it a price in a cluster file, and plan for that",
+            )
     return {kind: pair for kind, pair in priced.items() if not kinds or kind in kinds}
 
 
 def offered(device: Device, count: int, bandwidth: float = SITE_BANDWIDTH) -> Cluster:
     """So many devices of a kind as a cluster: hosts of eight, each joined to each."""
     names = [f"node{i + 1}" for i in range(-(-count // HOST))]
-    hosts = tuple(Host(name=name, devices=(device,) * min(HOST, count - i * HOST)) for i, name in enumerate(names))
+    hosts = tuple(
+        Host(name=name, devices=(device,) * min(HOST, count - i * HOST))
+        for i, name in enumerate(names)
+    )
     links = tuple(
         Link(a=a, b=b, rtt_s=SITE_RTT_S, bandwidth=bandwidth, origin="derived")
-        for i, a in enumerate(names) for b in names[i + 1 :]
-    )  # fmt: skip
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+    )
     return Cluster(sites=(Site(name="cloud", hosts=hosts),), links=links)
 
 
@@ -173,52 +202,74 @@ class _Renting(NamedTuple):
         best = self._best(self._task(cluster), names)
         hourly, seconds = count * price.usd_per_hour, _time_s(best)
         return Offer(
-            kind=kind, count=count, usd_per_hour=hourly, source=price.source, checked=price.checked, cluster=cluster,
-            best=best, searched=not quick, meets=self.budget.meets(seconds, hourly * seconds / 3600),
-        )  # fmt: skip
+            kind=kind,
+            count=count,
+            usd_per_hour=hourly,
+            source=price.source,
+            checked=price.checked,
+            cluster=cluster,
+            best=best,
+            searched=not quick,
+            meets=self.budget.meets(seconds, hourly * seconds / 3600),
+        )
 
     def searched(self, offers: Sequence[Offer]) -> list[Offer]:
-        """The offers, with pipelines where these can still beat the others: an offer that would be beaten even at the
-        least that any plan takes, or is near it, is left as it is."""
+        """The offers, with pipelines where these can still beat the others: an offer that would be
+        beaten even at the least that any plan takes, or is near it, is left as it is."""
         revised = list(offers)
         if self.allow and SEARCHED not in self.allow:
             return revised
         bounds, left = [self._bound(offer) for offer in revised], EFFORT
-        for place in sorted(range(len(revised)), key=lambda place: bounds[place] ** 2 * revised[place].usd_per_hour):
+        for place in sorted(
+            range(len(revised)), key=lambda place: bounds[place] ** 2 * revised[place].usd_per_hour
+        ):
             offer, least = revised[place], bounds[place]
             near = offer.time_s <= (1 + GAIN) * least
             if offer.count == 1 or near or offer.count > left or _beaten(offer, least, revised):
                 continue
             left -= offer.count
             other = self._best(self._task(offer.cluster), [SEARCHED])
-            offer = msgspec.structs.replace(offer, best=min(offer.best, other, key=_order), searched=True)
+            offer = msgspec.structs.replace(
+                offer, best=min(offer.best, other, key=_order), searched=True
+            )
             meets = self.budget.meets(offer.time_s, offer.usd)
             revised[place] = msgspec.structs.replace(offer, meets=meets)
         return revised
 
     def _bound(self, offer: Offer) -> float:
-        """Seconds of the run at least: if one device did a step at once, with all the memory it wants, and all shared
-        that evenly; and between hosts either every sequence's activations or the sums of all gradients cross."""
+        """Seconds of the run at least: if one device did a step at once, with all the memory it
+        wants, and all shared that evenly; and between hosts either every sequence's activations or
+        the sums of all gradients cross."""
         train = self.train_for(self.model, offer.cluster)
         alone = on_one_device(self.model, train, offer.cluster, self.engine)
         step_s, hosts = alone.compute_s / offer.count, len(offer.cluster.hosts)
         if hosts > 1:
-            activations = self.graph.size("bsd", b=train.batch, s=train.seq_len) * BYTES[train.precision]
+            activations = (
+                self.graph.size("bsd", b=train.batch, s=train.seq_len) * BYTES[train.precision]
+            )
             sums = self.graph.parameters() * 4 * 2 * (hosts - 1) / hosts
-            step_s = max(step_s, min(activations, sums) / (offer.cluster.links[0].bandwidth or SITE_BANDWIDTH))
+            step_s = max(
+                step_s,
+                min(activations, sums) / (offer.cluster.links[0].bandwidth or SITE_BANDWIDTH),
+            )
         return train.steps * step_s / (1 - RESERVE)
 
     def _task(self, cluster: Cluster) -> Task:
-        return Task(self.model, self.graph, cluster, self.train_for(self.model, cluster), self.engine)
+        return Task(
+            self.model, self.graph, cluster, self.train_for(self.model, cluster), self.engine
+        )
 
     def _best(self, task: Task, names: Sequence[str]) -> Candidate | Refused:
         devices = task.cluster.devices
-        part = ClusterPart(name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices))))
+        part = ClusterPart(
+            name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices)))
+        )
         return min((candidate(task, part, name) for name in names), key=_order)
 
 
 def _beaten(offer: Offer, least: float, offers: Sequence[Offer]) -> bool:
-    """Whether another offer takes no more time and dollars than this one would at the very least."""
+    """Whether another offer takes no more time and dollars than this one would at the very
+    least."""
     usd = offer.usd_per_hour * least / 3600
     return any(other.time_s <= least and other.usd <= usd for other in offers)
 

@@ -21,7 +21,8 @@ Measure = Callable[[ModelSpec, TrainSpec], ProbeResult]
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """Concrete specs. `origin` maps a dotted key to where its value came from: run.yaml, default, corpus, machine."""
+    """Concrete specs. `origin` maps a dotted key to where its value came from: run.yaml, default,
+    corpus, machine."""
 
     model: ModelSpec
     train: TrainSpec
@@ -31,13 +32,19 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(
-    config: RunConfig, corpus: CorpusManifest, cluster: Cluster, *, matmul_flops: Callable[[], float], measure: Measure
+    config: RunConfig,
+    corpus: CorpusManifest,
+    cluster: Cluster,
+    *,
+    matmul_flops: Callable[[], float],
+    measure: Measure,
 ) -> Settled:
     """The model and the training that `config` asks for on this corpus and these devices.
 
-    `matmul_flops` (FLOP/s of bare matrix products, all devices together) is called only for `size: auto`; `measure` is
-    called once, with a draft whose `batch` is the sequences that one device should be tried with. Raises Refusal
-    (out-of-range with the key, corpus-too-small, tokenizer-mismatch, model-unsupported).
+    `matmul_flops` (FLOP/s of bare matrix products, all devices together) is called only for `size:
+    auto`; `measure` is called once, with a draft whose `batch` is the sequences that one device
+    should be tried with. Raises Refusal (out-of-range with the key, corpus-too-small,
+    tokenizer-mismatch, model-unsupported).
     """
     check(config)
     chosen = choose_model(config, corpus, cluster, matmul_flops)
@@ -45,6 +52,9 @@ def resolve(
     probe = measure(chosen.model, drafted)
     train, origin, warnings = choose_train(config, chosen, drafted, corpus, cluster, probe)
     return Settled(
-        model=chosen.model, train=train, probe=probe, warnings=chosen.warnings + warnings,
+        model=chosen.model,
+        train=train,
+        probe=probe,
+        warnings=chosen.warnings + warnings,
         origin=chosen.origin | origin,
-    )  # fmt: skip
+    )

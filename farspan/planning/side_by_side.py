@@ -1,4 +1,5 @@
-"""Work that several processes share, where there are cores: forks of this one, which know all that it knows."""
+"""Work that several processes share, where there are cores: forks of this one, which know all that
+it knows."""
 
 from __future__ import annotations
 
@@ -20,16 +21,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def side_by_side(work: Callable[[T], R], items: Sequence[T], processes: int, kind: type[R]) -> list[R]:
-    """What `work` makes of each item, of this kind, in their order, by so many processes; who is free takes the next.
+def side_by_side(
+    work: Callable[[T], R], items: Sequence[T], processes: int, kind: type[R]
+) -> list[R]:
+    """What `work` makes of each item, of this kind, in their order, by so many processes; who is
+    free takes the next.
 
-    Who cannot fork safely does it all alone: on systems other than Linux, and beside other threads, whose locks a fork
-    would find taken. What a fork could not do, as it was ended, is done here. Every answer is decoded from the same
-    bytes, whoever made it: a whole number in a field of fractions would tell a fork's answer from another.
+    Who cannot fork safely does it all alone: on systems other than Linux, and beside other threads,
+    whose locks a fork would find taken. What a fork could not do, as it was ended, is done here.
+    Every answer is decoded from the same bytes, whoever made it: a whole number in a field of
+    fractions would tell a fork's answer from another.
     """
     several = min(processes, len(items))
     if several < 2 or os.uname().sysname != "Linux" or threading.active_count() > 1:
-        return [msgspec.msgpack.decode(msgspec.msgpack.encode(work(item)), type=kind) for item in items]
+        return [
+            msgspec.msgpack.decode(msgspec.msgpack.encode(work(item)), type=kind) for item in items
+        ]
     tickets, numbers = os.pipe()
     os.write(numbers, b"".join(place.to_bytes(2, "big") for place in range(len(items))))
     os.close(numbers)
@@ -70,4 +77,6 @@ def _fork(work: Callable[[T], R], items: Sequence[T], tickets: int) -> tuple[int
             pipe.write(msgspec.msgpack.encode(_taken(work, items, tickets)))
         status = 0
     finally:
-        os._exit(status)  # Nothing that belongs to the process that it was forked from may run here.
+        os._exit(
+            status
+        )  # Nothing that belongs to the process that it was forked from may run here.

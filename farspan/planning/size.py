@@ -1,4 +1,5 @@
-"""The size dial: a model's shape from the parameters asked for, and the parameters from corpus and machine."""
+"""The size dial: a model's shape from the parameters asked for, and the parameters from corpus and
+machine."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from farspan.domain.model import ModelSpec, parameters
 
 #: Compute-optimal training tokens a parameter (Hoffmann et al., arXiv 2203.15556).
 TOKENS_PER_PARAMETER = 20
-#: Repeating data so often costs almost nothing against fresh data (Muennighoff et al., arXiv 2305.16264).
+#: Repeating data so often costs almost nothing against fresh data (Muennighoff et al., arXiv
+#: 2305.16264).
 FRESH_EPOCHS = 4
 #: The exact count may miss the asked one by so much.
 TOLERANCE = 0.1
 
-#: What `size: auto` chooses between. Below the least the embedding of a usual vocabulary is nearly all of the model: a
-#: choice, not a fit. The most is the range farspan is made for.
+#: What `size: auto` chooses between. Below the least the embedding of a usual vocabulary is nearly
+#: all of the model: a choice, not a fit. The most is the range farspan is made for.
 SMALLEST, LARGEST = 3_000_000, 2_000_000_000
 
 #: Single knobs that a user may fix, by their names in `model:`.
@@ -28,19 +30,21 @@ Knobs = dict[str, Any]
 def fitted_shape(target: float) -> tuple[float, float]:
     """(d_model, layers) of a model of `target` parameters in all.
 
-    Fit of arXiv 2410.19456 over LLaMA-2 and LLaMA-3, x their nominal sizes in billions, embeddings included:
-    d = 1951.37 x^0.353, layers = 18.93 x^0.318.
+    Fit of arXiv 2410.19456 over LLaMA-2 and LLaMA-3, x their nominal sizes in billions, embeddings
+    included: d = 1951.37 x^0.353, layers = 18.93 x^0.318.
     """
     billions = target / 1e9
     return 1951.37 * billions**0.353, 18.93 * billions**0.318
 
 
-def shape_for(family: str, target: int, *, vocab_size: int, context: int, knobs: Knobs) -> ModelSpec:
+def shape_for(
+    family: str, target: int, *, vocab_size: int, context: int, knobs: Knobs
+) -> ModelSpec:
     """The shape nearest the fit among those whose exact count comes nearest `target`.
 
-    Counts within half of TOLERANCE are equally good, so that the fit's proportions decide between them; a large
-    vocabulary leaves less for the layers, which then are fewer and narrower than the fit's. Raises ValueError where
-    the knobs allow no shape.
+    Counts within half of TOLERANCE are equally good, so that the fit's proportions decide between
+    them; a large vocabulary leaves less for the layers, which then are fewer and narrower than the
+    fit's. Raises ValueError where the knobs allow no shape.
     """
     d_fit, layers_fit = fitted_shape(target)
 
@@ -62,7 +66,8 @@ def shape_for(family: str, target: int, *, vocab_size: int, context: int, knobs:
 
 
 def _neighbours(target: int, knobs: Knobs) -> Iterator[Knobs]:
-    """Widths that are multiples of the head size (64; 32 for tiny models), to twice the fit's; depths to thrice."""
+    """Widths that are multiples of the head size (64; 32 for tiny models), to twice the fit's;
+    depths to thrice."""
     d_fit, layers_fit = fitted_shape(target)
     head = 32 if target < 10_000_000 else 64
     step = 8 * knobs["heads"] if "heads" in knobs else head
@@ -75,8 +80,9 @@ def _neighbours(target: int, knobs: Knobs) -> Iterator[Knobs]:
 def auto_parameters(corpus_tokens: float, flops: float) -> int:
     """Parameters that a corpus and a compute budget make best use of.
 
-    `corpus_tokens` counts repeats up to FRESH_EPOCHS; `flops` is the whole run's. With 20 tokens a parameter a run of N
-    parameters costs 6 N x 20 N FLOPs, so the machine can pay for sqrt(flops / 120).
+    `corpus_tokens` counts repeats up to FRESH_EPOCHS; `flops` is the whole run's. With 20 tokens a
+    parameter a run of N parameters costs 6 N x 20 N FLOPs, so the machine can pay for sqrt(flops /
+    120).
     """
     affordable = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
     return round(min(max(min(corpus_tokens / TOKENS_PER_PARAMETER, affordable), SMALLEST), LARGEST))

@@ -10,7 +10,14 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
-from farspan.domain.units import counted, format_bytes, format_flops, format_rate, format_seconds, short_time
+from farspan.domain.units import (
+    counted,
+    format_bytes,
+    format_flops,
+    format_rate,
+    format_seconds,
+    short_time,
+)
 from farspan.domain.words import joined
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
@@ -38,14 +45,19 @@ PIECES = 4
 #: Round trips are named where they take at least this share of an exchange.
 TRIPS = 0.1
 PURPOSES = {
-    "gradients": "gradients", "weights": "weights", "operators": "activations inside operators",
-    "activations": "activations between stages", "tied table": "gradients of the table that both ends hold",
-    "replicas": "the replicas' parameters", "matrices": "parts of matrices for their update",
-}  # fmt: skip
+    "gradients": "gradients",
+    "weights": "weights",
+    "operators": "activations inside operators",
+    "activations": "activations between stages",
+    "tied table": "gradients of the table that both ends hold",
+    "replicas": "the replicas' parameters",
+    "matrices": "parts of matrices for their update",
+}
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """Sentences: the choice; against the next and each technique's best; what is left out; what is not known."""
+    """Sentences: the choice; against the next and each technique's best; what is left out; what is
+    not known."""
 
     choice: str
     against: tuple[str, ...] = ()
@@ -64,21 +76,26 @@ def why(ranking: Ranking) -> Why:
     if ranking.chosen is None:
         return Why(choice=choice(ranking), against=_misfits(ranking))
     return Why(
-        choice=choice(ranking), against=(*against(ranking), *_misfits(ranking)), left_out=left_out(ranking),
+        choice=choice(ranking),
+        against=(*against(ranking), *_misfits(ranking)),
+        left_out=left_out(ranking),
         unknown=unknown(ranking),
-    )  # fmt: skip
+    )
 
 
 def choice(ranking: Ranking) -> str:
-    """One sentence: what is chosen, where, how long it takes, and what a step is made of; or that nothing is."""
+    """One sentence: what is chosen, where, how long it takes, and what a step is made of; or that
+    nothing is."""
     if ranking.chosen is None:
         return _nothing(ranking)
     chosen = ranking.candidates[ranking.chosen]
     estimate = chosen.estimate
     best = {
-        "time": "fastest", "cost": "cheapest", "loss_per_dollar": "best in loss for a dollar",
+        "time": "fastest",
+        "cost": "cheapest",
+        "loss_per_dollar": "best in loss for a dollar",
         "fewest_devices": "on the fewest devices at about the least time",
-    }[ranking.objective]  # fmt: skip
+    }[ranking.objective]
     money = "" if estimate.usd is None else f", {spent(chosen)}"
     parts = {
         "compute": estimate.compute_s,
@@ -86,10 +103,15 @@ def choice(ranking: Ranking) -> str:
         "waiting for other stages": estimate.bubble_s,
     }
     split = joined(
-        [f"{part / estimate.step_s:.0%} {name}" for name, part in parts.items() if part >= 0.005 * estimate.step_s]
+        [
+            f"{part / estimate.step_s:.0%} {name}"
+            for name, part in parts.items()
+            if part >= 0.005 * estimate.step_s
+        ]
     )
     return (
-        f"{called(chosen)} ({devices_line(ranking.cluster, chosen.places)}) is {best}: {time_line(chosen)}{money}. "
+        f"{called(chosen)} ({devices_line(ranking.cluster, chosen.places)}) is {best}: "
+        f"{time_line(chosen)}{money}. "
         f"A step of {short_time(estimate.step_s)} is {split}."
     )
 
@@ -100,7 +122,9 @@ def _nothing(ranking: Ranking) -> str:
         reason = first.unchosen or "it has no price"
         return f"Nothing is chosen: {called(first)} would take {time_line(first)}, but {reason}."
     problems = [refused.problem for refused in ranking.refused]
-    problem = next((problem for problem in problems if problem.code == "out-of-memory"), problems[0])
+    problem = next(
+        (problem for problem in problems if problem.code == "out-of-memory"), problems[0]
+    )
     return f"Nothing is chosen: {problem.what} ({problem.fact})."
 
 
@@ -116,13 +140,20 @@ def against(ranking: Ranking) -> tuple[str, ...]:
     same = [rival.technique for rival in rivals if same_plan(rival.plan, chosen.plan)]
     sentences = []
     if same:
-        sentences.append(f"{joined(same)} {'finds' if len(same) == 1 else 'find'} the same plan on {chosen.where}.")
+        sentences.append(
+            f"{joined(same)} {'finds' if len(same) == 1 else 'find'} the same plan on "
+            f"{chosen.where}."
+        )
     by_text: dict[tuple[str, str], list[str]] = {}
     for rival in rivals:
         if rival.technique not in same:
-            by_text.setdefault((rival.where, _versus(ranking, rival, chosen)), []).append(rival.technique)
+            by_text.setdefault((rival.where, _versus(ranking, rival, chosen)), []).append(
+                rival.technique
+            )
     for (where, text), names in by_text.items():
-        sentences.append(f"{joined(names)} on {where} {text.replace('is', 'are', 1) if len(names) > 1 else text}")
+        sentences.append(
+            f"{joined(names)} on {where} {text.replace('is', 'are', 1) if len(names) > 1 else text}"
+        )
     return tuple(sentences)
 
 
@@ -141,14 +172,16 @@ def _reasons(ranking: Ranking, rival: Candidate, base: Candidate) -> list[str]:
     if by_money(ranking) and factor(ranking, rival, base) > 1 + SAME:
         paid = f"{counted(len(rival.places), 'device')} for {format_seconds(rival.estimate.run_s)}"
         reasons = [
-            f"{paid}, not {counted(len(base.places), 'device')} for {format_seconds(base.estimate.run_s)}",
+            f"{paid}, not {counted(len(base.places), 'device')} for "
+            f"{format_seconds(base.estimate.run_s)}",
             *reasons,
         ]
     return reasons
 
 
 def slower_because(cluster: Cluster, rival: Candidate, base: Candidate) -> list[str]:
-    """What of `rival` takes longer than of `base`, the largest part first; empty where nothing does."""
+    """What of `rival` takes longer than of `base`, the largest part first; empty where nothing
+    does."""
     a, b, steps = rival.estimate, base.estimate, rival.plan.train.steps
     parts: dict[Callable[[Cluster, Candidate, Candidate], str], float] = {
         _compute: a.compute_s - b.compute_s,
@@ -161,7 +194,9 @@ def slower_because(cluster: Cluster, rival: Candidate, base: Candidate) -> list[
     if sum(parts.values()) <= SAME * b.step_s:
         return []
     said = sorted(longer, key=lambda say: -longer[say])
-    return [say(cluster, rival, base) for say in said if longer[say] >= NAMED * sum(longer.values())]
+    return [
+        say(cluster, rival, base) for say in said if longer[say] >= NAMED * sum(longer.values())
+    ]
 
 
 def _compute(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
@@ -169,22 +204,33 @@ def _compute(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
     text = f"its arithmetic takes {took} of a step, not {short_time(base.estimate.compute_s)}"
     if len(rival.places) < len(base.places):
         does = "does" if len(rival.places) == 1 else "do"
-        return f"{text}: {counted(len(rival.places), 'device')} {does} what {len(base.places)} share"
+        return (
+            f"{text}: {counted(len(rival.places), 'device')} {does} what {len(base.places)} share"
+        )
     peaks = [_peak(cluster, each) for each in (rival, base)]
     if peaks[0] is not None and peaks[1] is not None and peaks[0] < 0.95 * peaks[1]:
-        sheets = f"{devices_line(cluster, rival.places)} have {format_flops(peaks[0])} by their data sheets"
+        sheets = (
+            f"{devices_line(cluster, rival.places)} have {format_flops(peaks[0])} by their data "
+            "sheets"
+        )
         return f"{text}: {sheets}, {devices_line(cluster, base.places)} {format_flops(peaks[1])}"
     if _recomputes(rival.plan) and not _recomputes(base.plan):
         return f"{text}: to fit it computes activations again in the backward pass"
     parts = [max(replica.microbatches for replica in each.plan.replicas) for each in (rival, base)]
     if parts[0] > parts[1]:
-        return f"{text}: {parts[0]} microbatches where {'one does' if parts[1] == 1 else f'{parts[1]} do'}"
+        return (
+            f"{text}: {parts[0]} microbatches where "
+            f"{'one does' if parts[1] == 1 else f'{parts[1]} do'}"
+        )
     return text
 
 
 def _peak(cluster: Cluster, candidate: Candidate) -> float | None:
     """FLOP/s of a candidate's devices together by their data sheets; None where one is unknown."""
-    known = [cluster.devices[place].sheet.flops.get(candidate.plan.train.precision) for place in candidate.places]
+    known = [
+        cluster.devices[place].sheet.flops.get(candidate.plan.train.precision)
+        for place in candidate.places
+    ]
     return None if None in known else sum(rate or 0.0 for rate in known)
 
 
@@ -193,7 +239,10 @@ def _recomputes(plan: Plan) -> bool:
 
 
 def _communication(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
-    text = f"communication that nothing hides takes {short_time(rival.estimate.communication_s)} of a step"
+    text = (
+        f"communication that nothing hides takes {short_time(rival.estimate.communication_s)} of "
+        "a step"
+    )
     if base.estimate.communication_s > SAME * base.estimate.step_s:
         text += f", not {short_time(base.estimate.communication_s)}"
     costs = costs_of(rival.plan, cluster)
@@ -223,7 +272,8 @@ def exchange_line(exchange: Exchange, costs: Costs) -> str:
 
 
 def slowest_pair(exchange: Exchange, costs: Costs) -> tuple[tuple[str, str], float]:
-    """The hosts between which an exchange has most to wait for, and the bytes there, both ways together."""
+    """The hosts between which an exchange has most to wait for, and the bytes there, both ways
+    together."""
     sums: dict[tuple[str, str], float] = {}
     network = costs.network
     for (a, b), size in exchange.by_hosts.items():
@@ -253,7 +303,11 @@ def _bubble(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
 
 def _tokens(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
     plan = rival.plan
-    every = "" if plan.sync is None else f" with {len(plan.replicas)} replicas that meet every {plan.sync.every} steps"
+    every = (
+        ""
+        if plan.sync is None
+        else f" with {len(plan.replicas)} replicas that meet every {plan.sync.every} steps"
+    )
     return f"the same loss needs {1 / rival.estimate.token_efficiency:.3g} x the tokens{every}"
 
 
@@ -264,26 +318,37 @@ def _queue(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
 def _misfits(ranking: Ranking) -> tuple[str, ...]:
     """A sentence for every reason why techniques have no plan anywhere."""
     return tuple(
-        f"{joined([refused.technique for refused in alike])} {'have' if len(alike) > 1 else 'has'} no plan: {reason}."
+        f"{joined([refused.technique for refused in alike])} {'have' if len(alike) > 1 else 'has'} "
+        f"no plan: {reason}."
         for reason, alike in refused_by_reason(ranking).items()
     )
 
 
 def left_out(ranking: Ranking) -> tuple[str, ...]:
-    """ "Do not use that site": for every site, host or device that the chosen part leaves out, the best with it."""
+    """ "Do not use that site": for every site, host or device that the chosen part leaves out, the
+    best with it."""
     assert ranking.chosen is not None
     chosen = ranking.candidates[ranking.chosen]
     by_best: dict[int, tuple[Candidate, list[str], list[int]]] = {}
     for name, places in _unused(ranking.cluster, chosen.places):
-        with_it = [candidate for candidate in ranking.candidates if set(candidate.places) & set(places)]
-        joint = [candidate for candidate in with_it if set(candidate.places) > set(chosen.places)] or with_it
+        with_it = [
+            candidate for candidate in ranking.candidates if set(candidate.places) & set(places)
+        ]
+        joint = [
+            candidate for candidate in with_it if set(candidate.places) > set(chosen.places)
+        ] or with_it
         if joint:
             best = min(joint, key=lambda candidate: factor(ranking, candidate, chosen))
             index = ranking.candidates.index(best)
             by_best.setdefault(index, (best, [], []))[1].append(name)
             by_best[index][2].extend(places)
     return tuple(
-        _without(ranking, chosen, best, names if len(names) <= PIECES else [devices_line(ranking.cluster, places)])
+        _without(
+            ranking,
+            chosen,
+            best,
+            names if len(names) <= PIECES else [devices_line(ranking.cluster, places)],
+        )
         for best, names, places in by_best.values()
     )
 
@@ -297,7 +362,8 @@ def _without(ranking: Ranking, chosen: Candidate, best: Candidate, names: Sequen
     text = f"Do not use {joined(list(names))}, because: "
     how = difference(factor(ranking, best, chosen), words_of(ranking))
     text += (
-        f"the best with {'it' if len(names) == 1 else 'them'}, {called(best)}, is {how} ({format_seconds(best.time_s)})"
+        f"the best with {'it' if len(names) == 1 else 'them'}, {called(best)}, is {how} "
+        f"({format_seconds(best.time_s)})"
     )
     if reasons := _reasons(ranking, best, chosen):
         text += f": {'; '.join(reasons)}"
@@ -305,14 +371,17 @@ def _without(ranking: Ranking, chosen: Candidate, best: Candidate, names: Sequen
         text += f"; and {best.unchosen}"
     if own and own[0] is not best:
         same = own[0]
-        text += f". {called(same)} is {difference(factor(ranking, same, chosen), words_of(ranking))}"
+        text += (
+            f". {called(same)} is {difference(factor(ranking, same, chosen), words_of(ranking))}"
+        )
         if reasons := _reasons(ranking, same, chosen):
             text += f": {reasons[0]}"
     return f"{text}."
 
 
 def _unused(cluster: Cluster, places: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-    """What of a cluster is left out, in the largest pieces: sites, hosts of used sites, devices of used hosts."""
+    """What of a cluster is left out, in the largest pieces: sites, hosts of used sites, devices of
+    used hosts."""
     used, pieces, place = set(places), [], 0
     for site in cluster.sites:
         hosts = []
@@ -337,15 +406,20 @@ def unknown(ranking: Ranking) -> tuple[str, ...]:
     chosen = ranking.candidates[ranking.chosen]
     low, high = chosen.estimate.interval
     close = [
-        candidate for candidate in ranking.candidates
-        if candidate.eligible and not same_plan(candidate.plan, chosen.plan)
+        candidate
+        for candidate in ranking.candidates
+        if candidate.eligible
+        and not same_plan(candidate.plan, chosen.plan)
         and factor(ranking, candidate, chosen) < high
-    ]  # fmt: skip
+    ]
     sentences = [f"The estimate's interval is {low:.2f} to {high:.2f} times the predicted step."]
     if close:
         names = joined(
-            [called(candidate) for candidate in close[:4]] + ([f"{len(close) - 4} more"] if len(close) > 4 else [])
+            [called(candidate) for candidate in close[:4]]
+            + ([f"{len(close) - 4} more"] if len(close) > 4 else [])
         )
         lies = "lies" if len(close) == 1 else "lie"
-        sentences.append(f"{names} {lies} inside it: a trial of each would decide, not this estimate.")
+        sentences.append(
+            f"{names} {lies} inside it: a trial of each would decide, not this estimate."
+        )
     return (*sentences, *(f"Assumed: {assumption}." for assumption in chosen.estimate.assumptions))

@@ -1,4 +1,5 @@
-"""Line charts: their values, scales and ticks. `template/chart.svg` draws them, in pixels of a 560 x 330 box."""
+"""Line charts: their values, scales and ticks. `template/chart.svg` draws them, in pixels of a 560
+x 330 box."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import msgspec
 
 WIDTH, HEIGHT = 560, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 46
-#: Pixels above a picture of its own: its title, a row of its legend, and a letter's width at 12 pixels.
+#: Pixels above a picture of its own: its title, a row of its legend, and a letter's width at 12
+#: pixels.
 TITLE, LINE, LETTER = 32, 18, 6.6
-#: A chart draws at most the lowest and the highest point of so many groups of neighbours: about one a pixel.
+#: A chart draws at most the lowest and the highest point of so many groups of neighbours: about one
+#: a pixel.
 GROUPS = 320
 #: Colours of chart.css that series, or stages, take in turn.
 TINTS = ("train", "val", "speed", "memory", "lr", "norm")
@@ -21,7 +24,8 @@ LEAST = 1e-12
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """What a chart is drawn over, ascending; `marks` are named places on it; with `log` all are above 0."""
+    """What a chart is drawn over, ascending; `marks` are named places on it; with `log` all are
+    above 0."""
 
     name: str
     values: Sequence[float]
@@ -39,7 +43,8 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """Series over one axis; `scale` is the vertical one, from its values, from zero, or logarithmic.
+    """Series over one axis; `scale` is the vertical one, from its values, from zero, or
+    logarithmic.
 
     `levels` are named horizontal lines.
     """
@@ -58,7 +63,10 @@ class Chart(msgspec.Struct, frozen=True):
         for series in self.series:
             values = [value for value in series.values if value is not None]
             if values and series.kind != "faint":
-                parts.append(f"{series.name} goes from {values[0]:.4g} to {values[-1]:.4g}, lowest {min(values):.4g}")
+                parts.append(
+                    f"{series.name} goes from {values[0]:.4g} to {values[-1]:.4g}, lowest "
+                    f"{min(values):.4g}"
+                )
         parts += [f"{name} is {value:.4g}" for name, value in self.levels]
         return f"Over {self.x.name}: {'; '.join(parts)}."
 
@@ -97,8 +105,8 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
 
 
 def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str, float, float]]]:
-    """Height above a picture that is a file of its own, and where its legend's (name, tint) stand in it: rows that are
-    as wide as the picture, above 0. A single series needs no legend."""
+    """Height above a picture that is a file of its own, and where its legend's (name, tint) stand
+    in it: rows that are as wide as the picture, above 0. A single series needs no legend."""
     spots: list[tuple[str, str, float, int]] = []
     x, row = float(LEFT), 0
     for name, tint in named if len(named) > 1 else ():
@@ -108,7 +116,9 @@ def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str,
         spots.append((name, tint, x, row))
         x += wide
     height = TITLE + LINE * (row + 1 if spots else 0)
-    return height, [(name, tint, x, TITLE + LINE * (row + 0.6) - height) for name, tint, x, row in spots]
+    return height, [
+        (name, tint, x, TITLE + LINE * (row + 0.6) - height) for name, tint, x, row in spots
+    ]
 
 
 def named(chart: Chart) -> list[tuple[str, str]]:
@@ -148,7 +158,8 @@ def label(value: float) -> str:
 
 
 def thin(chart: Chart) -> Chart:
-    """The chart with few enough points to draw: the extremes of its first series, and every lone point."""
+    """The chart with few enough points to draw: the extremes of its first series, and every lone
+    point."""
     count = len(chart.x.values)
     if count <= 2 * GROUPS:
         return chart
@@ -167,9 +178,10 @@ def thin(chart: Chart) -> Chart:
         return [whole.values[index] for index in picked]
 
     return msgspec.structs.replace(
-        chart, x=msgspec.structs.replace(chart.x, values=of(chart.x)),
+        chart,
+        x=msgspec.structs.replace(chart.x, values=of(chart.x)),
         series=tuple(msgspec.structs.replace(series, values=of(series)) for series in chart.series),
-    )  # fmt: skip
+    )
 
 
 def cell(text: str) -> str:
@@ -181,5 +193,8 @@ def to_csv(chart: Chart) -> str:
     """A heading, then one line a point; an empty cell where a series has no value."""
     heading = ",".join(map(cell, [chart.x.name, *(series.name for series in chart.series)]))
     columns = [chart.x.values, *(series.values for series in chart.series)]
-    rows = (",".join("" if value is None else f"{value:.6g}" for value in row) for row in zip(*columns, strict=True))
+    rows = (
+        ",".join("" if value is None else f"{value:.6g}" for value in row)
+        for row in zip(*columns, strict=True)
+    )
     return "\n".join([heading, *rows]) + "\n"

@@ -1,4 +1,5 @@
-"""Measured against predicted in words: sentences and table rows, for the terminal and for the page."""
+"""Measured against predicted in words: sentences and table rows, for the terminal and for the
+page."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ def sentences(comparison: Comparison) -> list[str]:
     inside = "inside" if steps.inside else "outside"
     change = f"{100 * (steps.measured_s / steps.predicted_s - 1):+.0f} %"
     lines = [
-        f"step {short_time(steps.measured_s)}, predicted {short_time(steps.predicted_s)} ({change}), {inside} the "
-        f"interval ({low} to {high}); half of the steps took {' to '.join(map(short_time, steps.half))}",
+        f"step {short_time(steps.measured_s)}, predicted {short_time(steps.predicted_s)} "
+        f"({change}), {inside} the "
+        f"interval ({low} to {high}); half of the steps took "
+        f"{' to '.join(map(short_time, steps.half))}",
         *map(str, comparison.drifts),
     ]
     if not steps.inside and not comparison.drifts:
@@ -33,7 +36,10 @@ def part_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
     rows = []
     for part in comparison.parts:
         predicted = "" if part.predicted_s is None else _time(part.predicted_s)
-        compares = part.predicted_s is not None and part.predicted_s >= COMPARED * comparison.steps.predicted_s
+        compares = (
+            part.predicted_s is not None
+            and part.predicted_s >= COMPARED * comparison.steps.predicted_s
+        )
         ratio = f"{part.measured_s / part.predicted_s:.2f}" if compares and part.predicted_s else ""
         rows.append((part.name, predicted, _time(part.measured_s), ratio))
     return rows
@@ -59,11 +65,15 @@ def memory_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
 def traced_line(comparison: Comparison) -> str:
     """Which step the rows show, and whether it was like the others."""
     usual, this = map(short_time, (comparison.steps.measured_s, comparison.traced_s))
-    return f"step {comparison.traced:,}, the last that was traced on all of them, took {this}; the median step {usual}"
+    return (
+        f"step {comparison.traced:,}, the last that was traced on all of them, took {this}; the "
+        f"median step {usual}"
+    )
 
 
 def timeline(comparison: Comparison, width: int) -> Iterator[Line]:
-    """Two lines a device, measured above predicted, on one scale; then what one has to know of them."""
+    """Two lines a device, measured above predicted, on one scale; then what one has to know of
+    them."""
     if comparison.drawn:
         yield from _drawn(comparison, width)
     for note in comparison.notes:
@@ -75,9 +85,15 @@ def _drawn(comparison: Comparison, width: int) -> Iterator[Line]:
     name = max(len("predicted"), *(len(_label(row)) for row in comparison.drawn))
     cells = width - name - 2
     for row in comparison.drawn[:MOST]:
-        yield [(f"{_label(row):{name}}  ", ""), *filled(row.measured, row.stage, comparison.ends, cells)]
+        yield [
+            (f"{_label(row):{name}}  ", ""),
+            *filled(row.measured, row.stage, comparison.ends, cells),
+        ]
         if row.predicted:
-            yield [(f"{'predicted':>{name}}  ", "soft"), *filled(row.predicted, row.stage, comparison.ends, cells)]
+            yield [
+                (f"{'predicted':>{name}}  ", "soft"),
+                *filled(row.predicted, row.stage, comparison.ends, cells),
+            ]
     if len(comparison.drawn) > MOST:
         yield [(f"{counted(len(comparison.drawn) - MOST, 'more device')} on the page", "soft")]
     yield [(" " * (name + 2) + "0" + short_time(comparison.ends).rjust(cells - 1), "soft")]

@@ -1,8 +1,9 @@
-"""Which device or link keeps another pace than the plan assumed, by more than the estimate's interval allows.
+"""Which device or link keeps another pace than the plan assumed, by more than the estimate's
+interval allows.
 
-Told only of runs with some steps, from traced steps that took about as long as the others (their parts count as if
-they had been no slower), and where it makes a noticeable part of a step. Clocks of hosts are never compared: what a
-link takes is the way there and back together.
+Told only of runs with some steps, from traced steps that took about as long as the others (their
+parts count as if they had been no slower), and where it makes a noticeable part of a step. Clocks
+of hosts are never compared: what a link takes is the way there and back together.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ WAITED = 0.1
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
-    """One device, or several alike, or a link: seconds as measured and as predicted, so many times in a step. `paces`
-    are measured over predicted compute time, by rank."""
+    """One device, or several alike, or a link: seconds as measured and as predicted, so many times
+    in a step. `paces` are measured over predicted compute time, by rank."""
 
     what: Literal["device", "messages", "gradients"]
     who: str
@@ -60,13 +61,20 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
             each = ("computes", "") if len(self.paces) == 1 else ("compute", " each")
             return f"{self.who} {each[0]} {long}: {times} a step{each[1]}"
         if self.what == "messages":
-            round_trip = f"{short_time(self.measured_s)} there and back, not {short_time(self.predicted_s)}"
+            round_trip = (
+                f"{short_time(self.measured_s)} there and back, not {short_time(self.predicted_s)}"
+            )
             return f"messages between {self.who} take {long}: {round_trip}"
         return f"the sums of gradients among {self.who} hold a step up {long}: {times}"
 
 
 def drifts(
-    run: RunHistory, traces: Traces, estimate: Estimate, step_s: float, devices: dict[int, Expected], costs: Costs
+    run: RunHistory,
+    traces: Traces,
+    estimate: Estimate,
+    step_s: float,
+    devices: dict[int, Expected],
+    costs: Costs,
 ) -> tuple[Drift, ...]:
     """All that is beyond the interval, devices first; `step_s` is the predicted step."""
     if len(run.history.steps) < LEAST_STEPS or not (steps := _typical(run, traces)):
@@ -80,31 +88,43 @@ def drifts(
         )
 
     timed = [rank for rank in traces.ranks if run.plan.devices[rank].backend in IN_STEP]
-    slow = filter(beyond, _devices(traces, steps, {rank: devices[rank] for rank in timed if rank in devices}))
+    slow = filter(
+        beyond, _devices(traces, steps, {rank: devices[rank] for rank in timed if rank in devices})
+    )
     return (*_alike(slow, costs), *filter(beyond, _links(run, traces, steps, timed, costs)))
 
 
 def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
-    """The traced steps that say something about the others, and what their seconds are multiplied by."""
+    """The traced steps that say something about the others, and what their seconds are multiplied
+    by."""
     warm = [timed.step.step_s for timed in run.history.timed if timed.warm]
     if not warm:  # As of starts that all ended while they warmed up.
         return {}
     usual = median(warm)
     took = {step: traces.of(traces.ranks[0], step)[1].step_s for step in traces.steps}
-    like = {step: min(1.0, usual / step_s) for step, step_s in took.items() if step_s <= TYPICAL * usual}
+    like = {
+        step: min(1.0, usual / step_s) for step, step_s in took.items() if step_s <= TYPICAL * usual
+    }
     # Where every one was slower the run has changed since its first steps, and they say how.
     return like or (dict.fromkeys(took, 1.0) if len(took) > 1 else {})
 
 
-def _devices(traces: Traces, steps: dict[int, float], devices: dict[int, Expected]) -> Iterator[Drift]:
+def _devices(
+    traces: Traces, steps: dict[int, float], devices: dict[int, Expected]
+) -> Iterator[Drift]:
     """The compute time of every device whose passes hold nothing but arithmetic."""
     for rank, device in sorted(devices.items()):
         if device.compute_s and device.rows and not device.inside_s:
-            measured = median(scale * traces.parts(rank, step)["compute"] for step, scale in steps.items())
+            measured = median(
+                scale * traces.parts(rank, step)["compute"] for step, scale in steps.items()
+            )
             yield Drift(
-                what="device", who=str(rank), measured_s=measured, predicted_s=device.compute_s,
+                what="device",
+                who=str(rank),
+                measured_s=measured,
+                predicted_s=device.compute_s,
                 paces={rank: measured / device.compute_s},
-            )  # fmt: skip
+            )
 
 
 def _alike(drifting: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
@@ -112,16 +132,20 @@ def _alike(drifting: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
 
     def place(drift: Drift) -> tuple[str, bool]:
         (rank,) = drift.paces
-        return f"{costs.network.devices[rank].kind} in {costs.network.hosts[rank]}", drift.factor > 1
+        return (
+            f"{costs.network.devices[rank].kind} in {costs.network.hosts[rank]}",
+            drift.factor > 1,
+        )
 
     for (where, _), alike in itertools.groupby(sorted(drifting, key=place), place):
         group = list(alike)
         yield Drift(
-            what="device", who=f"rank{'s' * (len(group) > 1)} {joined([drift.who for drift in group])} ({where})",
+            what="device",
+            who=f"rank{'s' * (len(group) > 1)} {joined([drift.who for drift in group])} ({where})",
             measured_s=median(drift.measured_s for drift in group),
             predicted_s=median(drift.predicted_s for drift in group),
             paces={rank: pace for drift in group for rank, pace in drift.paces.items()},
-        )  # fmt: skip
+        )
 
 
 def _links(
@@ -138,36 +162,60 @@ def _links(
 
 
 def _messages(
-    replica: Replica, edge: int, hops: tuple[Hop, Hop], traces: Traces, steps: dict[int, float], costs: Costs
+    replica: Replica,
+    edge: int,
+    hops: tuple[Hop, Hop],
+    traces: Traces,
+    steps: dict[int, float],
+    costs: Costs,
 ) -> Iterator[Drift]:
-    """One message each way between two stages that lie in a host each: the quickest that was waited for."""
+    """One message each way between two stages that lie in a host each: the quickest that was waited
+    for."""
     before, after = (replica.stages[i].mesh.ranks for i in (edge, edge + 1))
     a, b = ({costs.network.hosts[rank] for rank in ranks} for ranks in (before, after))
     if len(a) > 1 or len(b) > 1 or a == b:
         return
     round_trips = []
     for step, scale in steps.items():
-        down = _quickest(traces.passes(before, step, "forward"), traces.receives(after, step, "down", False), hops[0])
-        up = _quickest(traces.passes(after, step, "backward"), traces.receives(before, step, "up", edge == 0), hops[1])
+        down = _quickest(
+            traces.passes(before, step, "forward"),
+            traces.receives(after, step, "down", False),
+            hops[0],
+        )
+        up = _quickest(
+            traces.passes(after, step, "backward"),
+            traces.receives(before, step, "up", edge == 0),
+            hops[1],
+        )
         if down is not None and up is not None:
             round_trips.append(scale * (down + up))
     if round_trips:
         yield Drift(
-            what="messages", who=joined([*a, *b]), measured_s=median(round_trips),
-            predicted_s=sum(hop.busy + hop.delay for hop in hops), times=replica.microbatches,
+            what="messages",
+            who=joined([*a, *b]),
+            measured_s=median(round_trips),
+            predicted_s=sum(hop.busy + hop.delay for hop in hops),
+            times=replica.microbatches,
             ends=(next(iter(a)), next(iter(b))),
-        )  # fmt: skip
+        )
 
 
 def _quickest(sent: dict[int, float], received: dict[int, Span], hop: Hop) -> float | None:
-    """Seconds from the end of a pass to that of the receive of what it made, of the quickest message that was waited
-    for: others came at a time that nobody saw."""
-    waited = [i for i, span in received.items() if span.end - span.start >= WAITED * (hop.busy + hop.delay)]
+    """Seconds from the end of a pass to that of the receive of what it made, of the quickest
+    message that was waited for: others came at a time that nobody saw."""
+    waited = [
+        i
+        for i, span in received.items()
+        if span.end - span.start >= WAITED * (hop.busy + hop.delay)
+    ]
     return min((received[i].end - sent[i] for i in waited if i in sent), default=None)
 
 
-def _sums(replica: Replica, index: int, traces: Traces, steps: dict[int, float], costs: Costs) -> Iterator[Drift]:
-    """What the sums of a stage's gradients add to a step, as the device sees it that waits least for the others."""
+def _sums(
+    replica: Replica, index: int, traces: Traces, steps: dict[int, float], costs: Costs
+) -> Iterator[Drift]:
+    """What the sums of a stage's gradients add to a step, as the device sees it that waits least
+    for the others."""
     stage, last = replica.stages[index], len(replica.stages) - 1
     hosts = list(dict.fromkeys(costs.network.hosts[rank] for rank in stage.mesh.ranks))
     if len(hosts) < 2 or (last and costs.graph.tied and index in (0, last)):

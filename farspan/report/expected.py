@@ -1,4 +1,5 @@
-"""What a plan predicts of a step, device by device: the simulated stage as each device of it sees it."""
+"""What a plan predicts of a step, device by device: the simulated stage as each device of it sees
+it."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from farspan.report.plan_picture import Lane, Mark, lanes
 
 
 class Expected(NamedTuple):
-    """One device's step. `compute_s` are its passes and its update, `inside_s` the collectives inside its passes;
-    stages count on over replicas."""
+    """One device's step. `compute_s` are its passes and its update, `inside_s` the collectives
+    inside its passes; stages count on over replicas."""
 
     stage: int
     rows: int
@@ -49,10 +50,15 @@ def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
 
 
 def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> StepSplit:
-    """The predicted split, as workers measure their steps: what replicas exchange when they meet is not in them."""
+    """The predicted split, as workers measure their steps: what replicas exchange when they meet is
+    not in them."""
     if plan.sync is None or costs is None:
-        return StepSplit(estimate.step_s, estimate.compute_s, estimate.communication_s, estimate.bubble_s)
-    slowest = max((step(replica, costs) for replica in plan.replicas), key=lambda timed: timed.seconds)
+        return StepSplit(
+            estimate.step_s, estimate.compute_s, estimate.communication_s, estimate.bubble_s
+        )
+    slowest = max(
+        (step(replica, costs) for replica in plan.replicas), key=lambda timed: timed.seconds
+    )
     return StepSplit(slowest.seconds, slowest.compute, slowest.communication, slowest.bubble)
 
 
@@ -67,7 +73,8 @@ def expected(plan: Plan, costs: Costs) -> dict[int, Expected]:
 
 
 def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[int, Expected]:
-    """The devices of one stage. A stage's time is that of its slowest batch coordinate; others wait for it."""
+    """The devices of one stage. A stage's time is that of its slowest batch coordinate; others wait
+    for it."""
     devices: dict[int, Expected] = {}
     stage, slowest = replica.stages[index], timed_stage(replica, index, costs)
     rows = {rank: stage.rows[c] for c, ranks in enumerate(stage.mesh.batch) for rank in ranks}
@@ -77,8 +84,11 @@ def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[in
     return devices
 
 
-def _own_marks(marks: tuple[Mark, ...], slowest: Pass, own: Pass, replica: Replica) -> tuple[Mark, ...]:
-    """A stage's marks with the passes of one of its devices: one after another where there is no other stage."""
+def _own_marks(
+    marks: tuple[Mark, ...], slowest: Pass, own: Pass, replica: Replica
+) -> tuple[Mark, ...]:
+    """A stage's marks with the passes of one of its devices: one after another where there is no
+    other stage."""
     if slowest.forward_wait or slowest.backward_wait or not slowest.forward:
         return marks
     shares = {"forward": own.forward / slowest.forward, "backward": own.backward / slowest.backward}

@@ -15,7 +15,8 @@ _SMOOTHING = 1 / 100
 
 
 def figures(run: RunHistory) -> list[Chart]:
-    """The six charts of a run; none before its first step, and none of gradients while no norm was finite."""
+    """The six charts of a run; none before its first step, and none of gradients while no norm was
+    finite."""
     history = run.history
     if not history.steps:
         return []
@@ -24,15 +25,23 @@ def figures(run: RunHistory) -> list[Chart]:
     validated = {event.step: losses.compared(event)[0] for event in history.validations}
     loss = (
         *_both("train loss", [step.loss for step in steps], "train"),
-        Series(_validation_name(run), [validated.get(step.step) for step in steps], "points", "val"),
+        Series(
+            _validation_name(run), [validated.get(step.step) for step in steps], "points", "val"
+        ),
     )
     # Of the tokens that the points are of: a validation in between has read no others.
-    between = next((event for event in history.validations if event.sample_loss is None), losses.last(run))
-    entropies = tuple((f"{name} entropy", nats) for name, nats in losses.entropies(run, between).items())
+    between = next(
+        (event for event in history.validations if event.sample_loss is None), losses.last(run)
+    )
+    entropies = tuple(
+        (f"{name} entropy", nats) for name, nats in losses.entropies(run, between).items()
+    )
     speed = _both("tokens/s", [step.tokens / step.step_s for step in steps], "speed")
     size, unit = (1e9, "GB") if history.memory_bytes >= 1e9 else (1e6, "MB")
     whose = "rank 0" if run.others else "the largest worker"
-    memory = Series(f"memory ({unit})", [step.memory_bytes / size for step in steps], "line", "memory")
+    memory = Series(
+        f"memory ({unit})", [step.memory_bytes / size for step in steps], "line", "memory"
+    )
     rate = Series("learning rate", [step.lr for step in steps], "line", "lr")
     norms = [step.grad_norm for step in steps]
     charts = [
@@ -43,7 +52,15 @@ def figures(run: RunHistory) -> list[Chart]:
         Chart("lr", "Learning rate", by_tokens, (rate,), "zero"),
     ]
     if any(norm is not None for norm in norms):
-        charts.append(Chart("grad-norm", "Gradient norm", by_tokens, _both("gradient norm", norms, "norm"), "log"))
+        charts.append(
+            Chart(
+                "grad-norm",
+                "Gradient norm",
+                by_tokens,
+                _both("gradient norm", norms, "norm"),
+                "log",
+            )
+        )
     return charts
 
 
@@ -51,26 +68,41 @@ def _validation_name(run: RunHistory) -> str:
     """With the tokens that every validation read, where these are not all."""
     end = losses.last(run)
     _, tokens, of = (0.0, 0, None) if end is None else losses.compared(end)
-    return "validation loss" if of is None or tokens == of else f"validation loss {losses.read_on(tokens, of)}"
+    return (
+        "validation loss"
+        if of is None or tokens == of
+        else f"validation loss {losses.read_on(tokens, of)}"
+    )
 
 
 def _axes(run: RunHistory) -> tuple[Axis, Axis]:
-    """Tokens, and time in the largest unit of which the run has at least three; where it was resumed is marked."""
+    """Tokens, and time in the largest unit of which the run has at least three; where it was
+    resumed is marked."""
     steps, run_s = run.history.steps, run.history.run_s
     units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
     seconds, unit = next((size, name) for size, name in units if run_s >= 3 * size or name == "s")
     tokens_at = {timed.step.step: timed.tokens for timed in steps}
-    resumed = [(f"resumed after step {start.step:,}", start.step, at_s) for start, at_s in run.history.starts[1:]]
+    resumed = [
+        (f"resumed after step {start.step:,}", start.step, at_s)
+        for start, at_s in run.history.starts[1:]
+    ]
     return (
-        Axis("tokens", [timed.tokens for timed in steps],
-             tuple((name, tokens_at.get(step, 0)) for name, step, _ in resumed)),
-        Axis(f"time ({unit})", [timed.time_s / seconds for timed in steps],
-             tuple((name, at_s / seconds) for name, _, at_s in resumed)),
-    )  # fmt: skip
+        Axis(
+            "tokens",
+            [timed.tokens for timed in steps],
+            tuple((name, tokens_at.get(step, 0)) for name, step, _ in resumed),
+        ),
+        Axis(
+            f"time ({unit})",
+            [timed.time_s / seconds for timed in steps],
+            tuple((name, at_s / seconds) for name, _, at_s in resumed),
+        ),
+    )
 
 
 def _both(name: str, values: Sequence[float | None], tint: str) -> tuple[Series, Series]:
-    """A noisy series as it is, faint, and smoothed; both without a point where there is no value."""
+    """A noisy series as it is, faint, and smoothed; both without a point where there is no
+    value."""
     means = iter(smooth([value for value in values if value is not None]))
     smoothed = [None if value is None else next(means) for value in values]
     return Series(name, values, "faint", tint), Series(f"{name} smoothed", smoothed, "line", tint)

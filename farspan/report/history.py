@@ -1,4 +1,5 @@
-"""A run directory, read: its plan, corpus, configuration, and the one line of steps that its last model came from."""
+"""A run directory, read: its plan, corpus, configuration, and the one line of steps that its last
+model came from."""
 
 from __future__ import annotations
 
@@ -31,14 +32,16 @@ from farspan.domain.run import RunFolder, RunRecord
 
 E = TypeVar("E")
 
-#: Steps at each start that are slower than the rest (caches, compilation, connections) and left out of medians.
+#: Steps at each start that are slower than the rest (caches, compilation, connections) and left out
+#: of medians.
 WARMUP_STEPS = 5
 #: Ends (`Finished.reason`) after which nothing is left to train.
 COMPLETE = ("done", "deadline", "early-stop")
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """One step that counts: `time_s` is how long the run had worked when it ended, `tokens` read until then."""
+    """One step that counts: `time_s` is how long the run had worked when it ended, `tokens` read
+    until then."""
 
     step: Step
     time_s: float
@@ -50,11 +53,11 @@ class Timed(msgspec.Struct, frozen=True):
 class History(msgspec.Struct, frozen=True, kw_only=True):
     """What led to the model that the run ended with.
 
-    A start after a checkpoint undoes every step beyond it: those are dropped here, whether or not they were repeated.
-    `run_s` counts all the time that workers ran, dropped steps included, and that between two starts where the run
-    went on by itself.
-    `starts` holds each start with the `run_s` before it, `ends` every end told; `finished` is the last
-    start's, None while it has none.
+    A start after a checkpoint undoes every step beyond it: those are dropped here, whether or not
+    they were repeated. `run_s` counts all the time that workers ran, dropped steps included, and
+    that between two starts where the run went on by itself. `starts` holds each start with the
+    `run_s` before it, `ends` every end told; `finished` is the last start's, None while it has
+    none.
     """
 
     steps: tuple[Timed, ...]
@@ -74,12 +77,14 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """`Finished.reason`; "unfinished" where the last start has no end: it goes on, or was killed."""
+        """`Finished.reason`; "unfinished" where the last start has no end: it goes on, or was
+        killed."""
         return self.finished.reason if self.finished else "unfinished"
 
     @property
     def estimate(self) -> Estimate | None:
-        """What the plan that the run ended with was predicted to take when it was first followed."""
+        """What the plan that the run ended with was predicted to take when it was first
+        followed."""
         return next((start.estimate for start, _ in self.starts if start.plan == self.plan), None)
 
     @property
@@ -89,14 +94,15 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def timed(self) -> tuple[Timed, ...]:
-        """The steps that say how long one takes: of the last plan, each start's warm-up left out unless there are no
-        others."""
+        """The steps that say how long one takes: of the last plan, each start's warm-up left out
+        unless there are no others."""
         own = [timed for timed in self.steps if timed.start.plan == self.plan] or self.steps
         return tuple([timed for timed in own if timed.warm] or own)
 
     @property
     def usd(self) -> float | None:
-        """US dollars at what each start was predicted to cost a second; None where a start's price is unknown."""
+        """US dollars at what each start was predicted to cost a second; None where a start's price
+        is unknown."""
         ends = [*(before for _, before in self.starts[1:]), self.run_s]
         total = 0.0
         for (start, before), end in zip(self.starts, ends, strict=True):
@@ -107,8 +113,9 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """All that reports are made from. `config` is run.yaml as written, `warnings` are all of the run, each once;
-    `history` is rank 0's, `others` holds those of the other ranks whose logs lie here."""
+    """All that reports are made from. `config` is run.yaml as written, `warnings` are all of the
+    run, each once; `history` is rank 0's, `others` holds those of the other ranks whose logs lie
+    here."""
 
     folder: Path
     plan: Plan
@@ -130,17 +137,28 @@ def open_run(path: Path) -> RunHistory:
     folder = RunFolder.existing(path)
     if not folder.events.exists():
         raise Refusal(
-            "not-a-run", what="the run has nothing to report yet", where=folder.events,
-            fact="no worker has written an event", remedy=command("resume", path),
-        )  # fmt: skip
-    history, plan, record = trace(read_events(folder.events)), folder.load_plan(), load(folder.record, RunRecord)
+            "not-a-run",
+            what="the run has nothing to report yet",
+            where=folder.events,
+            fact="no worker has written an event",
+            remedy=command("resume", path),
+        )
+    history, plan, record = (
+        trace(read_events(folder.events)),
+        folder.load_plan(),
+        load(folder.record, RunRecord),
+    )
     warned = (warning.message for warning in history.warnings)
     return RunHistory(
-        folder=path, plan=plan, corpus=load(folder.corpus, CorpusManifest),
+        folder=path,
+        plan=plan,
+        corpus=load(folder.corpus, CorpusManifest),
         config=read_bytes(folder.config).decode(errors="backslashreplace"),
-        warnings=tuple(dict.fromkeys((*record.warnings, *warned))), history=history,
-        others=_others(folder, len(plan.devices)), forecast=record.forecast,
-    )  # fmt: skip
+        warnings=tuple(dict.fromkeys((*record.warnings, *warned))),
+        history=history,
+        others=_others(folder, len(plan.devices)),
+        forecast=record.forecast,
+    )
 
 
 def _others(folder: RunFolder, world: int) -> dict[int, History]:
@@ -160,11 +178,17 @@ def trace(events: Iterable[Event]) -> History:
     lost_steps, run_s, ended_at = 0, 0.0, 0.0
     for started, part in _starts(recorded):
         # Where it went on by itself the machines were the run's meanwhile.
-        run_s += sum(started.at - ended_at for event in part if isinstance(event, Recovered) and ended_at)
+        run_s += sum(
+            started.at - ended_at for event in part if isinstance(event, Recovered) and ended_at
+        )
         kept = {number: timed for number, timed in steps.items() if number <= started.step}
         lost_steps += len(steps) - len(kept)
-        steps = kept | _steps_of(part, started, run_s, max((timed.tokens for timed in kept.values()), default=0))
-        validations = [event for event in validations if event.step <= started.step] + _of(Validated, part)
+        steps = kept | _steps_of(
+            part, started, run_s, max((timed.tokens for timed in kept.values()), default=0)
+        )
+        validations = [event for event in validations if event.step <= started.step] + _of(
+            Validated, part
+        )
         samples = [event for event in samples if event.step <= started.step] + _of(Sampled, part)
         traced = [event for event in traced if event.step <= started.step] + _of(Traced, part)
         starts.append((started, run_s))
@@ -192,7 +216,8 @@ def _of(kind: type[E], events: Iterable[object]) -> list[E]:
 
 
 def _starts(events: Iterable[Event]) -> Iterator[tuple[Started, list[Event]]]:
-    """Each start, and the events from it to the next; no warnings, which a worker may also give before it starts."""
+    """Each start, and the events from it to the next; no warnings, which a worker may also give
+    before it starts."""
     started, part = None, list[Event]()
     for event in events:
         if isinstance(event, Started):
@@ -205,14 +230,18 @@ def _starts(events: Iterable[Event]) -> Iterator[tuple[Started, list[Event]]]:
         yield started, part
 
 
-def _steps_of(part: list[Event], started: Started, before_s: float, tokens: int) -> dict[int, Timed]:
+def _steps_of(
+    part: list[Event], started: Started, before_s: float, tokens: int
+) -> dict[int, Timed]:
     """The steps of one start by number, `before_s` seconds and `tokens` tokens into the run."""
     steps = _of(Step, part)
     skipped = min(WARMUP_STEPS, len(steps) // 2)
     timed = {}
     for index, step in enumerate(steps):
         tokens += step.tokens
-        timed[step.step] = Timed(step, before_s + step.at - started.at, tokens, started, index >= skipped)
+        timed[step.step] = Timed(
+            step, before_s + step.at - started.at, tokens, started, index >= skipped
+        )
     return timed
 
 

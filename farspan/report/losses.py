@@ -1,11 +1,13 @@
-"""What is said of a validation loss beside the number: of which tokens and weights it is, and what it means."""
+"""What is said of a validation loss beside the number: of which tokens and weights it is, and what
+it means."""
 
 from __future__ import annotations
 
 from farspan.domain.results import Measurement, Validated
 from farspan.report.history import RunHistory
 
-#: What helps a model that has learned too little, one that knows its training text by heart, and one that was better.
+#: What helps a model that has learned too little, one that knows its training text by heart, and
+#: one that was better.
 LEARN_MORE = "more time or steps, a smaller size, or a higher train.optimizer.lr"
 REPEAT_LESS = "more text, a smaller size, or fewer epochs: it knows its training text by heart"
 STEADIER = "a lower train.optimizer.lr: it was better before"
@@ -18,12 +20,16 @@ def read_on(tokens: int | None, of: int | None) -> str:
 
 def exact(loss: float, standard_error: float | None) -> str:
     """`4.829`, or `4.829 ± 0.012 (standard error)` of a sample."""
-    return f"{loss:.3f} ± {standard_error:.3f} (standard error)" if standard_error else f"{loss:.3f}"
+    return (
+        f"{loss:.3f} ± {standard_error:.3f} (standard error)" if standard_error else f"{loss:.3f}"
+    )
 
 
 def told(event: Validated) -> str:
     """A validation's loss, and of which tokens it is."""
-    return " ".join(filter(None, (exact(event.loss, event.standard_error), read_on(event.tokens, event.of))))
+    return " ".join(
+        filter(None, (exact(event.loss, event.standard_error), read_on(event.tokens, event.of)))
+    )
 
 
 def headline(measured: Measurement) -> str:
@@ -34,14 +40,16 @@ def headline(measured: Measurement) -> str:
 
 
 def entropies(run: RunHistory, event: Validated | None) -> dict[str, float]:
-    """Of the tokens that a validation read; of all of the split where an earlier version did not tell."""
+    """Of the tokens that a validation read; of all of the split where an earlier version did not
+    tell."""
     if event is None or event.unigram_nats is None or event.bigram_nats is None:
         return {"unigram": run.corpus.unigram_nats, "bigram": run.corpus.bigram_nats}
     return {"unigram": event.unigram_nats, "bigram": event.bigram_nats}
 
 
 def compared(event: Validated) -> tuple[float, int, int | None]:
-    """A validation's loss on the tokens that all of a run's validations read, how many these are, and of how many."""
+    """A validation's loss on the tokens that all of a run's validations read, how many these are,
+    and of how many."""
     if event.sample_loss is None or event.sample_tokens is None:
         return event.loss, event.tokens, event.of
     return event.sample_loss, event.sample_tokens, event.of
@@ -53,13 +61,15 @@ def last(run: RunHistory) -> Validated | None:
 
 
 def notes(run: RunHistory, measured: Measurement) -> list[str]:
-    """Which weights were kept, where they are not the last ones, and that a model has learned too little."""
+    """Which weights were kept, where they are not the last ones, and that a model has learned too
+    little."""
     lines, validations, end = [], run.history.validations, last(run)
     best = next((event for event in reversed(validations) if event.best), None)
     if best is not None and end is not None and best.step < end.step:
         (least, tokens, of), (final, _, _) = compared(best), compared(end)
         lines.append(
-            f"that is of the last step, {end.step:,}; embed, generate and export load the best weights, of step "
+            f"that is of the last step, {end.step:,}; embed, generate and export load the best "
+            "weights, of step "
             + " ".join(filter(None, (f"{best.step:,}: {least:.3f}", read_on(tokens, of))))
             + f", where the last have {final:.3f}"
         )
@@ -80,6 +90,7 @@ def shortfall(measured: Measurement) -> str | None:
     else:
         helps = LEARN_MORE
     return (
-        f"the model has learned less than word frequencies: its validation loss is {loss - unigram:.2f} nats above the "
+        "the model has learned less than word frequencies: its validation loss is "
+        f"{loss - unigram:.2f} nats above the "
         f"unigram entropy; what would help: {helps}"
     )

@@ -17,8 +17,9 @@ LAST_STEPS = 20
 def measure(run: RunHistory) -> Measurement | None:
     """What `run` took so far, or None before its first step.
 
-    Times and rates are medians over the steps that count (`History.timed`). TFLOP/s a device and MFU follow
-    `domain.model.train_flops_per_token`; MFU is None where the device's peak is unknown. Money is `History.usd`.
+    Times and rates are medians over the steps that count (`History.timed`). TFLOP/s a device and
+    MFU follow `domain.model.train_flops_per_token`; MFU is None where the device's peak is unknown.
+    Money is `History.usd`.
     """
     history = run.history
     if not history.steps:

@@ -1,4 +1,5 @@
-"""The model cards of exported models: what it is, what it was trained on, how far, and how it is loaded."""
+"""The model cards of exported models: what it is, what it was trained on, how far, and how it is
+loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ farspan {version} pretrained it on somebody's own text. {kind}
 
 ## How to load it
 
-"""
+"""  # noqa: E501
 _KIND = "It is a base model: it goes on with text, and follows no\ninstructions."
 _USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,8 +46,11 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 
 It knows what its text says, right or wrong, and may repeat passages of it word for word. People who may not read
 the text should not get the model.
-"""
-_EMBEDDER_KIND = "Here it turns texts into vectors, by maps that were fitted to\ntitles and passages of that text."
+"""  # noqa: E501
+_EMBEDDER_KIND = (
+    "Here it turns texts into vectors, by maps that were fitted to\ntitles and passages of that "
+    "text."
+)
 _EMBEDDER_USE = """```python
 from sentence_transformers import SentenceTransformer
 
@@ -65,11 +69,12 @@ queries.
 Vectors tell texts like its own apart, and of other texts little. Of a text only the first {tokens} tokens count, so
 split longer ones first. The model in the folder may repeat its text word for word. People who may not read the text
 should not get it.
-"""
+"""  # noqa: E501
 
 
 def model_card(run: RunHistory, step: int) -> str:
-    """The card of a run's model after a step. Of the text it names the folder alone: paths are nobody else's matter."""
+    """The card of a run's model after a step. Of the text it names the folder alone: paths are
+    nobody else's matter."""
     head = _head(run, step, library="transformers", task="text-generation", kind=_KIND)
     return head + _USE
 
@@ -77,34 +82,59 @@ def model_card(run: RunHistory, step: int) -> str:
 def embedder_card(run: RunHistory, step: int, dim: int) -> str:
     """The same of a folder for sentence-transformers, whose vectors have `dim` numbers."""
     head = _head(
-        run, step, library="sentence-transformers", task="sentence-similarity", kind=_EMBEDDER_KIND,
+        run,
+        step,
+        library="sentence-transformers",
+        task="sentence-similarity",
+        kind=_EMBEDDER_KIND,
         more=[("vectors", f"{counted(dim, 'number')} each, of length 1, to be compared by cosine")],
-    )  # fmt: skip
+    )
     return head + _EMBEDDER_USE.format(tokens=run.plan.model.context - 1)
 
 
 def _head(
-    run: RunHistory, step: int, *, library: str, task: str, kind: str, more: Sequence[tuple[str, str]] = ()
+    run: RunHistory,
+    step: int,
+    *,
+    library: str,
+    task: str,
+    kind: str,
+    more: Sequence[tuple[str, str]] = (),
 ) -> str:
     """What a card says above how the folder is loaded."""
     plan, corpus = run.plan, run.corpus
     train, source = plan.train, corpus.source
     read = step * train.tokens_per_step
     rows = [
-        ("text", f"{PurePath(source).name or source}: {counted(corpus.train.documents, 'document')}, "
-                 f"{format_count(corpus.train.tokens)} tokens"),
-        ("trained", f"{counted(step, 'step')} of {train.tokens_per_step:,} tokens, {format_count(read)} in all "
-                    f"({read / corpus.train.tokens:.2g} passes over the text), in {train.precision}"),
+        (
+            "text",
+            f"{PurePath(source).name or source}: {counted(corpus.train.documents, 'document')}, "
+            f"{format_count(corpus.train.tokens)} tokens",
+        ),
+        (
+            "trained",
+            f"{counted(step, 'step')} of {train.tokens_per_step:,} tokens, {format_count(read)} in "
+            "all "
+            f"({read / corpus.train.tokens:.2g} passes over the text), in {train.precision}",
+        ),
         ("vocabulary", counted(corpus.vocab_size, "token")),
-    ]  # fmt: skip
+    ]
     if (measured := measure(run)) is not None and measured.val_loss is not None:
         loss = losses.exact(measured.val_loss, measured.val_standard_error)
-        rows.append(("validation loss", f"{loss} nats a token, {measured.bits_per_byte:.3f} bits a byte"))
+        rows.append(
+            ("validation loss", f"{loss} nats a token, {measured.bits_per_byte:.3f} bits a byte")
+        )
     rows += more
     return _HEAD.format(
-        library=library, task=task, kind=kind, name=run.folder.resolve().name,
+        library=library,
+        task=task,
+        kind=kind,
+        name=run.folder.resolve().name,
         family={"gpt2": "GPT-2", "llama": "Llama"}.get(plan.model.family, "GPT-2"),
-        layers=counted(plan.model.layers, "layer"), width=plan.model.d_model, context=plan.model.context,
-        parameters=format_count(parameters(plan.model)), version=__version__,
+        layers=counted(plan.model.layers, "layer"),
+        width=plan.model.d_model,
+        context=plan.model.context,
+        parameters=format_count(parameters(plan.model)),
+        version=__version__,
         rows="\n".join(f"| {name} | {value} |" for name, value in rows),
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""One HTML file that shows a whole run and opens without a network: charts, tables, samples, how it ended."""
+"""One HTML file that shows a whole run and opens without a network: charts, tables, samples, how it
+ended."""
 
 from __future__ import annotations
 
@@ -34,43 +35,86 @@ def write_page(run: RunHistory, comparison: Comparison | None = None) -> Path:
 
 
 def page(run: RunHistory, comparison: Comparison | None = None) -> str:
-    """The whole page as HTML, with the comparison of one of several devices. The same events give the same bytes."""
+    """The whole page as HTML, with the comparison of one of several devices. The same events give
+    the same bytes."""
     measured = measure(run)
-    return environment().get_template("page.html").render(
-        run=run, history=run.history, measured=measured, found=comparison, figures=figures(run),
-        name=run.folder.resolve().name,
-        chart_style=chart_style(),
-        loss_notes=losses.notes(run, measured) if measured else [],
-        comparison=text.comparison(run, measured), references=text.references(run, measured),
-        timeline=timeline(run), environments=_environments(run), config_hash=content_hash(run.config),
-    )  # fmt: skip
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            history=run.history,
+            measured=measured,
+            found=comparison,
+            figures=figures(run),
+            name=run.folder.resolve().name,
+            chart_style=chart_style(),
+            loss_notes=losses.notes(run, measured) if measured else [],
+            comparison=text.comparison(run, measured),
+            references=text.references(run, measured),
+            timeline=timeline(run),
+            environments=_environments(run),
+            config_hash=content_hash(run.config),
+        )
+    )
 
 
 def environment(*more: Path) -> jinja2.Environment:
-    """What the templates, those of `more` folders too, may use besides what `page` gives them. All is escaped."""
+    """What the templates, those of `more` folders too, may use besides what `page` gives them. All
+    is escaped."""
     import jinja2
 
     jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([TEMPLATES, *more]), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader([TEMPLATES, *more]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     jinja.filters |= {
-        "bytes": format_bytes, "count": format_count, "seconds": format_seconds, "thousands": "{:,}".format,
+        "bytes": format_bytes,
+        "count": format_count,
+        "seconds": format_seconds,
+        "thousands": "{:,}".format,
         "collapsed": lambda words: re.sub(r"\n\s*\n", "\n\n", words),
         "capitalised": lambda words: words[:1].upper() + words[1:],
-    }  # fmt: skip
-    shown = (compared_text.sentences, compared_text.part_rows, compared_text.memory_rows, compared_text.traced_line,
-             charts.scales, charts.ticks, charts.label, charts.caption, charts.named, charts.thin, charts.to_csv,
-             losses.exact, losses.read_on, counted, text.gap, text.maybe, text.model_line, text.money,
-             short_time, zip)  # fmt: skip
+    }
+    shown = (
+        compared_text.sentences,
+        compared_text.part_rows,
+        compared_text.memory_rows,
+        compared_text.traced_line,
+        charts.scales,
+        charts.ticks,
+        charts.label,
+        charts.caption,
+        charts.named,
+        charts.thin,
+        charts.to_csv,
+        losses.exact,
+        losses.read_on,
+        counted,
+        text.gap,
+        text.maybe,
+        text.model_line,
+        text.money,
+        short_time,
+        zip,
+    )
     jinja.globals |= {function.__name__: function for function in shown}
-    jinja.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT, "endings": text.ENDINGS}
+    jinja.globals |= {
+        "width": charts.WIDTH,
+        "height": charts.HEIGHT,
+        "left": charts.LEFT,
+        "endings": text.ENDINGS,
+    }
     jinja.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}
     return jinja
 
 
 def chart_style(*more: Path) -> str:
-    """chart.css, and more styles, without variables: programs that take SVG files do not know them."""
+    """chart.css, and more styles, without variables: programs that take SVG files do not know
+    them."""
     style = "".join(path.read_text() for path in (TEMPLATES / "chart.css", *more))
     colours = dict(reversed(re.findall(r"--([\w-]+):\s*([^;]+);", style)))
     return re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], style)
@@ -80,20 +124,32 @@ def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
     """(when, what, more) of starts, saves and ends, oldest first."""
     rows = []
     for started, before_s in run.history.starts:
-        after = f" · after step {started.step:,}, {format_seconds(before_s)} of work" if before_s else ""
+        after = (
+            f" · after step {started.step:,}, {format_seconds(before_s)} of work"
+            if before_s
+            else ""
+        )
         workers = counted(started.world, "worker")
         rows.append((started.at, "resumed" if before_s else "started", workers + after))
     for again in run.history.recoveries:
         plan = ", by another plan" if again.replanned else ""
-        facts = f"{again.fault.what} · {counted(again.lost, 'step')} again, {format_seconds(again.down_s)} lost{plan}"
+        facts = (
+            f"{again.fault.what} · {counted(again.lost, 'step')} again, "
+            f"{format_seconds(again.down_s)} lost{plan}"
+        )
         rows.append((again.at, "recovered", facts))
     for saved in run.history.saves:
         size = f"{format_bytes(saved.size_bytes)} in {format_seconds(saved.seconds)}"
         rows.append((saved.at, "saved", f"step {saved.step:,} · {size} · {saved.path}"))
     for end in run.history.ends:
-        rows.append((end.at, "ended", f"step {end.step:,} · {text.ENDINGS.get(end.reason, end.reason)}"))
+        rows.append(
+            (end.at, "ended", f"step {end.step:,} · {text.ENDINGS.get(end.reason, end.reason)}")
+        )
     rows.sort(key=lambda row: row[0])
-    return [(f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}", what, more) for at, what, more in rows]
+    return [
+        (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}", what, more)
+        for at, what, more in rows
+    ]
 
 
 def _environments(run: RunHistory) -> list[tuple[str, list[str]]]:
@@ -101,7 +157,10 @@ def _environments(run: RunHistory) -> list[tuple[str, list[str]]]:
     unlike = list(dict.fromkeys(started.environment for started, _ in run.history.starts))
     show = {"memory_bytes": format_bytes}
     return [
-        (name.removesuffix("_bytes"), [show.get(name, str)(getattr(variant, name)) for variant in unlike])
+        (
+            name.removesuffix("_bytes"),
+            [show.get(name, str)(getattr(variant, name)) for variant in unlike],
+        )
         for name in Environment.__struct_fields__
         if any(getattr(variant, name) is not None for variant in unlike)
     ]

@@ -1,7 +1,7 @@
 """One HTML file that shows a plan and the ranking that it comes from; opens without a network.
 
-Pictures are SVG whose widths are shares of the page and whose heights and letters are pixels: they read the same on a
-phone as on a wide screen.
+Pictures are SVG whose widths are shares of the page and whose heights and letters are pixels: they
+read the same on a phone as on a wide screen.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from farspan.report.page import environment
 from farspan.report.plan_picture import PARTS, Box, Flow, Picture, SiteView
 
 #: Colours of chart.css: what fills memory.
-FILLS = dict(zip(PARTS, ("train", "val", "memory", "speed", "lr", "norm", "rest", "lost", "copy"), strict=True))
-#: Pixels of the cluster's picture: a host's heading, a row of boxes, the gap between sites, boxes in a row.
+FILLS = dict(
+    zip(
+        PARTS,
+        ("train", "val", "memory", "speed", "lr", "norm", "rest", "lost", "copy"),
+        strict=True,
+    )
+)
+#: Pixels of the cluster's picture: a host's heading, a row of boxes, the gap between sites, boxes
+#: in a row.
 HEAD, ROW, GAP, ACROSS = 26, 76, 46, 2
-#: Links between sites that are not neighbours in the picture, drawn at its side; the table has the others.
+#: Links between sites that are not neighbours in the picture, drawn at its side; the table has the
+#: others.
 SIDE = 3
 
 
@@ -78,28 +86,42 @@ def plan_page(shown: Picture | None, told: Told) -> str:
     """The whole page as HTML. The same ranking gives the same bytes."""
     jinja = environment()
     jinja.globals |= drawing_words() | {
-        "lane_name": plan_picture.lane_name, "paces": plan_picture.paces, "bars": plan_picture.bars,
-        "short_time": short_time, "fills": FILLS, "parts": PARTS,
-    }  # fmt: skip
+        "lane_name": plan_picture.lane_name,
+        "paces": plan_picture.paces,
+        "bars": plan_picture.bars,
+        "short_time": short_time,
+        "fills": FILLS,
+        "parts": PARTS,
+    }
     drawing = layout(shown) if shown is not None else None
-    return jinja.get_template("plan.html").render(shown=shown, told=told, drawing=drawing, told_plan=told_plan(shown))
+    return jinja.get_template("plan.html").render(
+        shown=shown, told=told, drawing=drawing, told_plan=told_plan(shown)
+    )
 
 
 def drawing_words() -> dict[str, Any]:
     """What the picture of a cluster in `template/plan.svg` uses."""
-    return {"rows_line": plan_picture.rows_line, "stage_line": plan_picture.stage_line, "head": HEAD, "row": ROW}
+    return {
+        "rows_line": plan_picture.rows_line,
+        "stage_line": plan_picture.stage_line,
+        "head": HEAD,
+        "row": ROW,
+    }
 
 
 def told_plan(shown: Picture | None) -> str:
     """The cluster's picture in words, for those who do not see it."""
     if shown is None:
         return ""
-    boxes = [f"{box.host}: {box.name}, {plan_picture.stage_line(shown, box)}" for box in shown.boxes]
+    boxes = [
+        f"{box.host}: {box.name}, {plan_picture.stage_line(shown, box)}" for box in shown.boxes
+    ]
     return "; ".join([*boxes, *(f"{flow.a} to {flow.b}: {flow.what}" for flow in shown.flows)])
 
 
 def layout(shown: Picture) -> Drawing:
-    """Sites from top to bottom; flows between neighbours in the gaps, the heaviest of the others at the side."""
+    """Sites from top to bottom; flows between neighbours in the gaps, the heaviest of the others at
+    the side."""
     bands: list[tuple[float, float]] = []
     places: list[DrawnBox] = []
     y = 0.0
@@ -108,7 +130,9 @@ def layout(shown: Picture) -> Drawing:
         y = _site(site, y, places)
         bands.append((top, y - top))
         y += GAP
-    middle = {site.name: top + size / 2 for site, (top, size) in zip(shown.sites, bands, strict=True)}
+    middle = {
+        site.name: top + size / 2 for site, (top, size) in zip(shown.sites, bands, strict=True)
+    }
     order = [site.name for site in shown.sites]
     ways: list[DrawnFlow] = []
     sides = 0
@@ -127,7 +151,11 @@ def layout(shown: Picture) -> Drawing:
 def _site(site: SiteView, y: float, places: list[DrawnBox]) -> float:
     """Adds a site's hosts and boxes; returns where it ends."""
     for host in site.hosts:
-        name = site.name if len(site.hosts) == 1 and host.name == site.name else f"{site.name} / {host.name}"
+        name = (
+            site.name
+            if len(site.hosts) == 1 and host.name == site.name
+            else f"{site.name} / {host.name}"
+        )
         places.append(DrawnBox("host", 1.8, y + 18, 0.0, name))
         y += HEAD
         for index, box in enumerate(host.boxes):

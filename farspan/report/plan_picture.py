@@ -1,4 +1,5 @@
-"""A plan as pictures need it: what runs where, what crosses which link, what happens when, and what fills memory."""
+"""A plan as pictures need it: what runs where, what crosses which link, what happens when, and what
+fills memory."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ from farspan.estimate.traffic import Exchange, traffic
 #: What fills memory, in the order in which bars stack it.
 PARTS = tuple(Memory(**dict.fromkeys(Memory.__struct_fields__, 0.0)).shown)
 PURPOSES = {
-    "gradients": "gradients", "weights": "weights", "operators": "activations inside operators",
-    "activations": "activations and their gradients", "tied table": "the tied table's gradient",
+    "gradients": "gradients",
+    "weights": "weights",
+    "operators": "activations inside operators",
+    "activations": "activations and their gradients",
+    "tied table": "the tied table's gradient",
     "replicas": "the replicas' parameters",
-}  # fmt: skip
+}
 
 
 class Box(msgspec.Struct, frozen=True, kw_only=True):
-    """Neighbouring devices of a host that are alike and do alike. `stage` counts on over replicas, from 0."""
+    """Neighbouring devices of a host that are alike and do alike. `stage` counts on over replicas,
+    from 0."""
 
     host: str
     kind: str
@@ -131,16 +136,23 @@ def picture(plan: Plan, estimate: Estimate, costs: Costs) -> Picture:
     """A plan and its estimate, ready to be drawn."""
     own_s = max(step(replica, costs).seconds for replica in plan.replicas)
     return Picture(
-        plan=plan, estimate=estimate, sites=_sites(plan, estimate, costs), flows=_flows(traffic(plan, costs), costs),
-        lanes=_merged(list(lanes(plan, costs))), own_s=own_s,
-    )  # fmt: skip
+        plan=plan,
+        estimate=estimate,
+        sites=_sites(plan, estimate, costs),
+        flows=_flows(traffic(plan, costs), costs),
+        lanes=_merged(list(lanes(plan, costs))),
+        own_s=own_s,
+    )
 
 
 def _merged(lanes: list[Lane]) -> tuple[Lane, ...]:
     """Lanes of replicas that do exactly the same as one."""
     groups: dict[tuple[object, ...], list[Lane]] = {}
     for lane in lanes:
-        marks = tuple((mark.kind, mark.number, round(mark.start, 9), round(mark.end, 9)) for mark in lane.marks)
+        marks = tuple(
+            (mark.kind, mark.number, round(mark.start, 9), round(mark.end, 9))
+            for mark in lane.marks
+        )
         groups.setdefault((lane.name, marks), []).append(lane)
     return tuple(msgspec.structs.replace(same[0], alike=len(same)) for same in groups.values())
 
@@ -158,7 +170,9 @@ def _sites(plan: Plan, estimate: Estimate, costs: Costs) -> tuple[SiteView, ...]
             for _, group in itertools.groupby(host_boxes)
             for alike in [list(group)]
         ]
-        sites.setdefault(costs.network.site(host), []).append(HostView(name=host, boxes=tuple(merged)))
+        sites.setdefault(costs.network.site(host), []).append(
+            HostView(name=host, boxes=tuple(merged))
+        )
     return tuple(SiteView(name=name, hosts=tuple(hosts)) for name, hosts in sites.items())
 
 
@@ -171,10 +185,19 @@ def _boxes(plan: Plan, estimate: Estimate, costs: Costs) -> Iterator[tuple[tuple
         for rows, group in zip(stage.rows, stage.mesh.batch, strict=True):
             for rank in group:
                 device = costs.network.devices[rank]
-                yield (number, rank), Box(
-                    host=costs.network.hosts[rank], kind=device.kind, count=1, stage=number, rows=rows,
-                    memory=memory[rank], capacity=device.memory, usable=costs.engine.fill * device.memory,
-                )  # fmt: skip
+                yield (
+                    (number, rank),
+                    Box(
+                        host=costs.network.hosts[rank],
+                        kind=device.kind,
+                        count=1,
+                        stage=number,
+                        rows=rows,
+                        memory=memory[rank],
+                        capacity=device.memory,
+                        usable=costs.engine.fill * device.memory,
+                    ),
+                )
 
 
 def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
@@ -193,49 +216,73 @@ def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
     for key, sums in carried.items():
         wire = network.between(*ends[key], "activations" not in sums, costs.engine.streams)
         rtt = network.link(*ends[key]).rtt_s
-        flows.append(Flow(a=key[0], b=key[1], between_sites=key[2], bytes=sums, rtt_s=rtt, rate=wire.rate))
+        flows.append(
+            Flow(a=key[0], b=key[1], between_sites=key[2], bytes=sums, rtt_s=rtt, rate=wire.rate)
+        )
     return tuple(sorted(flows, key=lambda flow: (not flow.between_sites, -flow.total)))
 
 
 def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
     """The simulated step of every stage, replica by replica."""
     number = 0
-    tied_s = sum(exchange.seconds for exchange in traffic(plan, costs) if exchange.purpose == "tied table")
+    tied_s = sum(
+        exchange.seconds for exchange in traffic(plan, costs) if exchange.purpose == "tied table"
+    )
     for which, replica in enumerate(plan.replicas, start=1):
         timed = step(replica, costs)
         times = [timed_stage(replica, i, costs) for i in range(len(replica.stages))]
         updates_at = _told(timed, times, costs)
         for i, stage in enumerate(replica.stages):
-            marks = [mark for span in timed.simulated.spans if span.stage == i for mark in _marks(span, times[i])]
+            marks = [
+                mark
+                for span in timed.simulated.spans
+                if span.stage == i
+                for mark in _marks(span, times[i])
+            ]
             end = timed.simulated.ends[i]
             sums = times[i].exposed
             if costs.graph.tied and len(times) > 1 and i in (0, len(times) - 1):
                 # The ends of a pipeline also exchange the gradient of the table that both hold.
                 sums += tied_s
             if sums > 0:
-                marks.append(Mark(kind="sums", number=0, start=end, end=min(updates_at, end + sums)))
-            marks.append(Mark(kind="update", number=0, start=updates_at, end=updates_at + times[i].update))
+                marks.append(
+                    Mark(kind="sums", number=0, start=end, end=min(updates_at, end + sums))
+                )
+            marks.append(
+                Mark(kind="update", number=0, start=updates_at, end=updates_at + times[i].update)
+            )
             yield Lane(
                 name=f"stage {i + 1}" if len(replica.stages) > 1 else "all devices",
                 words=f"{_where(replica, i, costs)}: {stage_words(stage, plan.model.layers)}",
-                stage=number, marks=tuple(sorted(marks, key=lambda mark: mark.start)), replica=which,
-            )  # fmt: skip
+                stage=number,
+                marks=tuple(sorted(marks, key=lambda mark: mark.start)),
+                replica=which,
+            )
             number += 1
 
 
 def _told(timed: ReplicaStep, times: list[StageTime], costs: Costs) -> float:
-    """When every stage knows the norm of all gradients and may update: after the last sum, by the step's length."""
+    """When every stage knows the norm of all gradients and may update: after the last sum, by the
+    step's length."""
     simulated = timed.simulated
-    begins = [min(span.start for span in simulated.spans if span.stage == i) for i in range(len(times))]
+    begins = [
+        min(span.start for span in simulated.spans if span.stage == i) for i in range(len(times))
+    ]
     if not costs.engine.receives_ahead:
         begins = [0.0] * len(times)
     latest = max(end + time.exposed for end, time in zip(simulated.ends, times, strict=True))
-    return max(latest, timed.seconds - max(time.update - begin for time, begin in zip(times, begins, strict=True)))
+    return max(
+        latest,
+        timed.seconds - max(time.update - begin for time, begin in zip(times, begins, strict=True)),
+    )
 
 
 def _marks(span: PassSpan, time: StageTime) -> Iterator[Mark]:
-    """A pass, and behind it what of it is communication: where inside the pass that falls is not drawn."""
-    waits = {"forward": time.passes.forward_wait, "backward": time.passes.backward_wait}.get(span.kind, 0.0)
+    """A pass, and behind it what of it is communication: where inside the pass that falls is not
+    drawn."""
+    waits = {"forward": time.passes.forward_wait, "backward": time.passes.backward_wait}.get(
+        span.kind, 0.0
+    )
     yield Mark(kind=span.kind, number=span.microbatch + 1, start=span.start, end=span.end - waits)
     if waits:
         yield Mark(kind="sums", number=0, start=span.end - waits, end=span.end)
@@ -284,7 +331,9 @@ def paces(shown: Picture) -> str:
     if shown.plan.sync is None or meeting <= 1e-3 * shown.own_s:
         return text
     every = shown.plan.sync.every
-    return f"{text}, {short_time(meeting)} of it for the replicas' meeting after every {every} of them"
+    return (
+        f"{text}, {short_time(meeting)} of it for the replicas' meeting after every {every} of them"
+    )
 
 
 def rows_line(box: Box) -> str:
@@ -300,9 +349,17 @@ def bars(shown: Picture) -> list[tuple[str, Box]]:
         groups.setdefault((box.kind, box.capacity, parts), []).append(box)
     labelled = []
     for group in groups.values():
-        count, hosts = sum(box.count for box in group), list(dict.fromkeys(box.host for box in group))
+        count, hosts = (
+            sum(box.count for box in group),
+            list(dict.fromkeys(box.host for box in group)),
+        )
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
         labelled.append(
-            (f"{count} x {group[0].kind} in {where}" if count > 1 else f"{group[0].kind} in {where}", group[0])
+            (
+                f"{count} x {group[0].kind} in {where}"
+                if count > 1
+                else f"{group[0].kind} in {where}",
+                group[0],
+            )
         )
     return labelled

@@ -6,12 +6,29 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from farspan.domain.units import counted, format_bytes, short_time
-from farspan.report.plan_picture import PARTS, Mark, Picture, bars, lane_name, paces, rows_line, stage_line
+from farspan.report.plan_picture import (
+    PARTS,
+    Mark,
+    Picture,
+    bars,
+    lane_name,
+    paces,
+    rows_line,
+    stage_line,
+)
 
 Line = list[tuple[str, str]]
 #: Stages take these tints in turn.
 TINTS = 6
-GLYPHS = {"forward": "▒", "backward": "█", "send": "~", "sums": "≈", "receive": "-", "update": "u", "": "·"}
+GLYPHS = {
+    "forward": "▒",
+    "backward": "█",
+    "send": "~",
+    "sums": "≈",
+    "receive": "-",
+    "update": "u",
+    "": "·",
+}
 #: Names of marks that need others than their kind.
 WORDS = {"send": "sending", "sums": "communication", "receive": "waiting for a message"}
 #: Of every other microbatch, so that neighbours can be told apart.
@@ -34,13 +51,18 @@ def show(shown: Picture, width: int) -> Iterator[Line]:
 
 
 def cluster(shown: Picture, width: int) -> Iterator[Line]:
-    """Sites in the plan's order with their devices, and the flows between neighbours in the gaps; then the others."""
+    """Sites in the plan's order with their devices, and the flows between neighbours in the gaps;
+    then the others."""
     names = [site.name for site in shown.sites]
     drawn = set()
     size = max(len(box.name) for box in shown.boxes)
     for place, site in enumerate(shown.sites):
         for host in site.hosts:
-            label = site.name if len(site.hosts) == 1 and host.name == site.name else f"{site.name} / {host.name}"
+            label = (
+                site.name
+                if len(site.hosts) == 1 and host.name == site.name
+                else f"{site.name} / {host.name}"
+            )
             yield [(label, "strong")]
             for box in host.boxes:
                 memory = f"{format_bytes(box.memory.total)} of {format_bytes(box.capacity)}"
@@ -56,7 +78,9 @@ def cluster(shown: Picture, width: int) -> Iterator[Line]:
             inside = not flow.between_sites and flow.a in {host.name for host in site.hosts}
             if inside or {flow.a, flow.b} == set(names[place : place + 2]):
                 drawn.add(id(flow))
-                yield from _flow(f"{flow.a} - {flow.b}: " if inside else "", flow.what, flow.link, inside, width)
+                yield from _flow(
+                    f"{flow.a} - {flow.b}: " if inside else "", flow.what, flow.link, inside, width
+                )
     for flow in shown.flows:
         if id(flow) not in drawn:
             yield from _flow(f"{flow.a} - {flow.b}: ", flow.what, flow.link, False, width)
@@ -79,19 +103,30 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
     name = max(len(lane_name(shown, lane)) for lane in shown.lanes)
     cells = width - name - 2
     for lane in shown.lanes[:MOST]:
-        yield [(f"{lane_name(shown, lane):{name}}  ", ""), *filled(lane.marks, lane.stage, shown.ends, cells)]
+        yield [
+            (f"{lane_name(shown, lane):{name}}  ", ""),
+            *filled(lane.marks, lane.stage, shown.ends, cells),
+        ]
     if len(shown.lanes) > MOST:
-        yield [(f"{counted(len(shown.lanes) - MOST, 'more lane')} on the page: --html FILE", "soft")]
+        yield [
+            (f"{counted(len(shown.lanes) - MOST, 'more lane')} on the page: --html FILE", "soft")
+        ]
     end = short_time(shown.ends)
     yield [(" " * (name + 2) + "0" + end.rjust(cells - 1), "soft")]
-    yield from wrapped(legend((mark for lane in shown.lanes for mark in lane.marks), "waiting"), width)
+    yield from wrapped(
+        legend((mark for lane in shown.lanes for mark in lane.marks), "waiting"), width
+    )
     yield from wrapped(paces(shown), width)
 
 
 def legend(marks: Iterable[Mark], nothing: str) -> str:
     """What the glyphs of these marks mean, and what no mark does."""
     used = {mark.kind for mark in marks}
-    meanings = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {WORDS.get(kind, kind)}" for kind in GLYPHS if kind in used]
+    meanings = [
+        f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {WORDS.get(kind, kind)}"
+        for kind in GLYPHS
+        if kind in used
+    ]
     return "  ".join([*meanings, f"· {nothing}"])
 
 
@@ -132,10 +167,15 @@ def memory(shown: Picture, width: int) -> Iterator[Line]:
         edge = round(cells * box.capacity / scale)
         used = f"{format_bytes(box.memory.total):>8} of {format_bytes(box.capacity)}"
         yield [
-            (f"{label:{name}} ", ""), (bar[:edge], str(box.stage % TINTS)), (bar[edge:], "bad"),
-            ("·" * max(0, edge - len(bar)), "soft"), (" " * (cells - max(edge, len(bar)) + 1), ""),
+            (f"{label:{name}} ", ""),
+            (bar[:edge], str(box.stage % TINTS)),
+            (bar[edge:], "bad"),
+            ("·" * max(0, edge - len(bar)), "soft"),
+            (" " * (cells - max(edge, len(bar)) + 1), ""),
             (used, "" if box.fits else "bad"),
-        ]  # fmt: skip
+        ]
     if len(labelled) > MOST:
         yield [(f"{counted(len(labelled) - MOST, 'more bar')} on the page: --html FILE", "soft")]
-    yield from wrapped("  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", width)
+    yield from wrapped(
+        "  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", width
+    )

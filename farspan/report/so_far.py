@@ -1,4 +1,5 @@
-"""How far a run is: what its events so far say of steps, loss, speed, checkpoints and the time to go."""
+"""How far a run is: what its events so far say of steps, loss, speed, checkpoints and the time to
+go."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ RECENT_STEPS = 50
 
 
 class SoFar:
-    """Takes events one at a time, oldest first. A start after a checkpoint goes on from there, at a speed of its own.
+    """Takes events one at a time, oldest first. A start after a checkpoint goes on from there, at a
+    speed of its own.
 
-    One thread takes events. Others may look meanwhile: they copy the recent steps before they go through them.
+    One thread takes events. Others may look meanwhile: they copy the recent steps before they go
+    through them.
     """
 
     def __init__(self, steps: int) -> None:
@@ -24,7 +27,8 @@ class SoFar:
         self.validated: Validated | None = None
         self.saved: Saved | None = None
         self.finished: Finished | None = None
-        #: The last step that was made, and the steps of the whole run as its time budget has it now.
+        #: The last step that was made, and the steps of the whole run as its time budget has it
+        #: now.
         self.step, self.steps = 0, steps
         #: When the last event was, in seconds since the epoch.
         self.at = 0.0
@@ -55,7 +59,8 @@ class SoFar:
         return median(step.tokens / step.step_s for step in tuple(self.recent))
 
     def left_s(self) -> float:
-        """Seconds until the last step: each takes the median of recent ones and its share of validations."""
+        """Seconds until the last step: each takes the median of recent ones and its share of
+        validations."""
         recent = tuple(self.recent)
         each_s = median(step.step_s for step in recent) + self._pauses_s / self._made
         return (self.steps - recent[-1].step) * each_s

@@ -1,4 +1,5 @@
-"""Tables of text, all made by rich: aligned columns, whose long cells go on below where the terminal is narrow."""
+"""Tables of text, all made by rich: aligned columns, whose long cells go on below where the
+terminal is narrow."""
 
 from __future__ import annotations
 
@@ -10,12 +11,19 @@ UNBOUNDED = 10_000
 
 
 def table_lines(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = UNBOUNDED,
-    gap: int = 2, wrap: Collection[int] | None = None, colours: bool = False, tints: Sequence[str] = (),
-) -> list[str]:  # fmt: skip
-    """The lines of a table under its headings. Columns of the places `right` are aligned to the right, and cells of
-    those in `wrap` (None: all) go on below. With `colours` the headings are dim, and each row has the style of `tints`,
-    as rich names styles."""
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[int] = (),
+    width: int = UNBOUNDED,
+    gap: int = 2,
+    wrap: Collection[int] | None = None,
+    colours: bool = False,
+    tints: Sequence[str] = (),
+) -> list[str]:
+    """The lines of a table under its headings. Columns of the places `right` are aligned to the
+    right, and cells of those in `wrap` (None: all) go on below. With `colours` the headings are
+    dim, and each row has the style of `tints`, as rich names styles."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -23,14 +31,23 @@ def table_lines(
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for place, head in enumerate(heads):
         fixed = wrap is not None and place not in wrap
-        table.add_column(Text(head), justify="right" if place in right else "left", overflow="fold", no_wrap=fixed)
+        table.add_column(
+            Text(head),
+            justify="right" if place in right else "left",
+            overflow="fold",
+            no_wrap=fixed,
+        )
     for number, row in enumerate(rows):
         # Text, not markup: cells may hold square brackets.
         table.add_row(*map(Text, row), style=tints[number] if tints else "")
     drawn = io.StringIO()
     console = Console(
-        file=drawn, width=width, force_terminal=colours, color_system="standard" if colours else None, highlight=False,
+        file=drawn,
+        width=width,
+        force_terminal=colours,
+        color_system="standard" if colours else None,
+        highlight=False,
         force_jupyter=False,
-    )  # fmt: skip
+    )
     console.print(table)
     return [line.rstrip() for line in drawn.getvalue().splitlines()]

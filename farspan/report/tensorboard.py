@@ -1,7 +1,8 @@
 """TensorBoard event files, written from a run's events while it goes on.
 
-A file is TFRecords (length, masked CRC-32C of it, data, masked CRC-32C of that) of `tensorboard.Event` messages in
-protobuf's wire format; field numbers are those of tensorboard/compat/proto/{event,summary,tensor}.proto.
+A file is TFRecords (length, masked CRC-32C of it, data, masked CRC-32C of that) of
+`tensorboard.Event` messages in protobuf's wire format; field numbers are those of
+tensorboard/compat/proto/{event,summary,tensor}.proto.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _LARGEST = 3.4028234663852886e38
 
 
 class TensorBoard:
-    """Writes one file a start into `folder`; every event is with the operating system when `show` returns.
+    """Writes one file a start into `folder`; every event is with the operating system when `show`
+    returns.
 
     File names follow from the events, so that showing the same events again writes the same files.
     """
@@ -32,9 +34,12 @@ class TensorBoard:
         if isinstance(event, Started):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = self._folder / f"events.out.tfevents.{event.at:017.6f}.farspan"
-            # A session that starts at a step tells TensorBoard to forget what it read of that step and later ones.
+            # A session that starts at a step tells TensorBoard to forget what it read of that step
+            # and later ones.
             version, session = _bytes(3, b"brain.Event:2"), _bytes(7, _number(1, 1))
-            self._file.write_bytes(_message(event.at, 0, version) + _message(event.at, event.step + 1, session))
+            self._file.write_bytes(
+                _message(event.at, 0, version) + _message(event.at, event.step + 1, session)
+            )
         elif isinstance(event, Step | Validated | Sampled) and self._file is not None:
             with open(self._file, "ab") as file:
                 file.write(_message(event.at, event.step, _bytes(5, b"".join(_values(event)))))
@@ -55,7 +60,9 @@ def _values(event: Step | Validated | Sampled) -> Iterator[bytes]:
         case Sampled():
             # TensorBoard shows Markdown; indented lines are shown as they are.
             lines = f"{event.prompt}{event.text}".splitlines()
-            yield _text(f"samples/{event.prompt or 'no prompt'}", "\n".join(f"    {line}" for line in lines))
+            yield _text(
+                f"samples/{event.prompt or 'no prompt'}", "\n".join(f"    {line}" for line in lines)
+            )
 
 
 def _scalar(tag: str, value: float) -> bytes:

@@ -1,4 +1,5 @@
-"""What a terminal shows: the plan before training, the summary after it, and the tables of `farspan report`."""
+"""What a terminal shows: the plan before training, the summary after it, and the tables of `farspan
+report`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.results import RESERVE, Estimate, Measurement
-from farspan.domain.units import counted, format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.domain.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_usd,
+    short_time,
+)
 from farspan.estimate.forecast import revised
 from farspan.report import losses
 from farspan.report.compared import Comparison
@@ -37,7 +45,9 @@ def model_line(plan: Plan) -> str:
     return f"{model.family}-like, {layers} x {model.d_model}, {count} parameters"
 
 
-def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest, forecast: Forecast | None = None) -> str:
+def plan_line(
+    plan: Plan, estimate: Estimate, corpus: CorpusManifest, forecast: Forecast | None = None
+) -> str:
     """One line before training: the model, what it reads, and what that is predicted to take."""
     train = plan.train
     epochs = train.steps * train.tokens_per_step / corpus.train.tokens
@@ -46,17 +56,22 @@ def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest, forecast: 
     devices = f" on {len(plan.devices)} devices" if len(plan.devices) > 1 else ""
     loss = ""
     if forecast is not None:
-        loss = f", validation loss {forecast.loss:.2f} ({forecast.interval[0]:.2f} to {forecast.interval[1]:.2f})"
+        loss = (
+            f", validation loss {forecast.loss:.2f} ({forecast.interval[0]:.2f} to "
+            f"{forecast.interval[1]:.2f})"
+        )
     return (
-        f"{model_line(plan)} · {format_count(corpus.train.tokens)} tokens x {times} epoch{'s' * (times != '1')} = "
+        f"{model_line(plan)} · {format_count(corpus.train.tokens)} tokens x {times} "
+        f"epoch{'s' * (times != '1')} = "
         f"{counted(train.steps, 'step')} of {train.tokens_per_step:,} tokens · "
-        f"predicted {format_seconds(estimate.run_s)}, {format_bytes(estimate.memory_bytes)}{cost}{devices}{loss}"
+        f"predicted {format_seconds(estimate.run_s)}, "
+        f"{format_bytes(estimate.memory_bytes)}{cost}{devices}{loss}"
     )
 
 
 def summary(run: RunHistory, compared: Comparison | None = None) -> str:
-    """The few lines after training: how it ended, what the model reached, what it took; of several devices also how
-    that compares with what was predicted."""
+    """The few lines after training: how it ended, what the model reached, what it took; of several
+    devices also how that compares with what was predicted."""
     history = run.history
     done = history.steps[-1].step.step if history.steps else 0
     ending = ENDINGS.get(history.reason, history.reason)
@@ -65,14 +80,16 @@ def summary(run: RunHistory, compared: Comparison | None = None) -> str:
         if measured.val_loss is not None:
             assert measured.unigram_nats is not None
             lines.append(
-                f"validation loss {losses.headline(measured)} · perplexity {maybe(measured.perplexity, ',.1f')} · "
+                f"validation loss {losses.headline(measured)} · perplexity "
+                f"{maybe(measured.perplexity, ',.1f')} · "
                 f"{maybe(measured.bits_per_byte, '.3f')} bits a byte · "
                 f"{gap(measured.val_loss, measured.unigram_nats)} the unigram entropy"
             )
             lines += losses.notes(run, measured)
         lines.append(
             f"{format_seconds(measured.run_s)} · {measured.tokens_per_s:,.0f} tokens/s · "
-            f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {maybe(measured.mfu, '.1%')} · "
+            f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {maybe(measured.mfu, '.1%')} "
+            "· "
             f"{format_bytes(measured.memory_bytes)} · {money(measured.usd)}"
         )
     lines += sentences(compared) if compared else []
@@ -95,8 +112,8 @@ def _resumed(run: RunHistory) -> str:
 
 
 def report(run: RunHistory, compared: Comparison | None = None) -> str:
-    """`farspan report` as plain text: the summary, then predicted against measured, of several devices also by part
-    and by device, then loss against entropies."""
+    """`farspan report` as plain text: the summary, then predicted against measured, of several
+    devices also by part and by device, then loss against entropies."""
     measured = measure(run)
     lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run, compared)]
     if rows := comparison(run, measured):
@@ -106,7 +123,12 @@ def report(run: RunHistory, compared: Comparison | None = None) -> str:
         if compared.slowest is not None:
             lines += [
                 "",
-                *table([(f"step {compared.traced:,} of {compared.slowest.name}", *beside), *part_rows(compared)]),
+                *table(
+                    [
+                        (f"step {compared.traced:,} of {compared.slowest.name}", *beside),
+                        *part_rows(compared),
+                    ]
+                ),
             ]
         lines += ["", *table([("peak memory", *beside), *memory_rows(compared)])]
     if rows := references(run, measured):
@@ -122,8 +144,8 @@ def report(run: RunHistory, compared: Comparison | None = None) -> str:
 def comparison(run: RunHistory, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
     """Rows (what, predicted, measured, measured / predicted), or none where either side is missing.
 
-    The predicted time and money of a run that ended early are those of the steps that it did; under a deadline fewer
-    may have been foretold than the plan has.
+    The predicted time and money of a run that ended early are those of the steps that it did; under
+    a deadline fewer may have been foretold than the plan has.
     """
     estimate = run.history.estimate
     if estimate is None or measured is None:
@@ -146,8 +168,8 @@ def comparison(run: RunHistory, measured: Measurement | None) -> list[tuple[str,
 
 
 def _loss_rows(run: RunHistory) -> list[tuple[str, str, str, str]]:
-    """The loss of a run that has ended as it was expected before, and after the first fifth; the last column is what
-    lies between."""
+    """The loss of a run that has ended as it was expected before, and after the first fifth; the
+    last column is what lies between."""
     expected, end, steps = run.forecast, losses.last(run), run.history.steps
     if expected is None or end is None or run.history.reason not in COMPLETE:
         return []
@@ -157,10 +179,14 @@ def _loss_rows(run: RunHistory) -> list[tuple[str, str, str, str]]:
         if (later := revised(expected, schedule, share, event.loss, event.bigram_nats)) is not None:
             told.append((f"the same, from step {event.step:,}", later[0]))
             break
-    return [(what, f"{loss:.3f}", f"{end.loss:.3f}", f"{end.loss - loss:+.3f}") for what, loss in told]
+    return [
+        (what, f"{loss:.3f}", f"{end.loss:.3f}", f"{end.loss - loss:+.3f}") for what, loss in told
+    ]
 
 
-def _row(what: str, predicted: float, measured: float, show: Callable[[float], str]) -> tuple[str, str, str, str]:
+def _row(
+    what: str, predicted: float, measured: float, show: Callable[[float], str]
+) -> tuple[str, str, str, str]:
     ratio = f"{measured / predicted:.2f}" if predicted else "n/a"
     return what, show(predicted), show(measured), ratio
 
@@ -170,7 +196,10 @@ def references(run: RunHistory, measured: Measurement | None) -> list[tuple[str,
     if measured is None or measured.val_loss is None:
         return []
     loss, entropies = measured.val_loss, losses.entropies(run, losses.last(run))
-    return [(name, f"{nats:.3f}", f"{loss:.3f}", f"{loss - nats:+.3f}") for name, nats in entropies.items()]
+    return [
+        (name, f"{nats:.3f}", f"{loss:.3f}", f"{loss - nats:+.3f}")
+        for name, nats in entropies.items()
+    ]
 
 
 def gap(loss: float, entropy: float) -> str:
@@ -188,6 +217,7 @@ def maybe(number: float | None, how: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows, the first a heading, as lines of aligned columns: the first to the left, the others to the right."""
+    """Rows, the first a heading, as lines of aligned columns: the first to the left, the others to
+    the right."""
     lines = table_lines(rows[0], rows[1:], right=range(1, len(rows[0])))
     return [lines[0], "-" * len(lines[0]), *lines[1:]]

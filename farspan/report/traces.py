@@ -1,4 +1,5 @@
-"""What workers recorded of single steps: spans by rank and step, as marks of a timeline, as sums, as messages."""
+"""What workers recorded of single steps: spans by rank and step, as marks of a timeline, as sums,
+as messages."""
 
 from __future__ import annotations
 
@@ -20,10 +21,15 @@ class Traces:
 
     def __init__(self, run: RunHistory) -> None:
         self._spans = {
-            rank: {traced.step: traced for traced in history.traced} for rank, history in run.histories.items()
+            rank: {traced.step: traced for traced in history.traced}
+            for rank, history in run.histories.items()
         }
         self._told = {
-            rank: {timed.step.step: timed.step for timed in history.steps if timed.start.plan == run.history.plan}
+            rank: {
+                timed.step.step: timed.step
+                for timed in history.steps
+                if timed.start.plan == run.history.plan
+            }
             for rank, history in run.histories.items()
         }
         self.ranks = [rank for rank, traced in self._spans.items() if traced]
@@ -42,10 +48,11 @@ class Traces:
             Mark(
                 kind="sums" if span.kind == "collective" else span.kind,
                 number=0 if span.microbatch is None else span.microbatch + 1,
-                start=max(0.0, span.start - began), end=max(0.0, span.end - began),
+                start=max(0.0, span.start - began),
+                end=max(0.0, span.end - began),
             )
             for span in sorted(traced.spans, key=lambda span: span.start)
-        )  # fmt: skip
+        )
 
     def parts(self, rank: int, step: int) -> dict[str, float]:
         """Seconds of a rank's step by part; `rest` is what no span covers."""
@@ -65,8 +72,8 @@ class Traces:
         return ends
 
     def receives(self, ranks: Sequence[int], step: int, way: Way, first: bool) -> dict[int, Span]:
-        """The last to end of these ranks' receives of each microbatch's message; `first` is a pipeline's first stage,
-        which gets none from before."""
+        """The last to end of these ranks' receives of each microbatch's message; `first` is a
+        pipeline's first stage, which gets none from before."""
         received: dict[int, Span] = {}
         for rank in ranks:
             came: set[int] = set()
@@ -76,6 +83,8 @@ class Traces:
                 # Of two messages of one microbatch the first comes down and the second up.
                 this: Way = "up" if first or span.microbatch in came else "down"
                 came.add(span.microbatch)
-                if this == way and (span.microbatch not in received or span.end > received[span.microbatch].end):
+                if this == way and (
+                    span.microbatch not in received or span.end > received[span.microbatch].end
+                ):
                     received[span.microbatch] = span
         return received

@@ -1,8 +1,9 @@
 """Runs side by side: first what was configured differently, then what came out, with its spread.
 
-Losses are put in order only where they can be: nats a token only of runs with the same tokenizer that read the same
-validation text, bits a byte also across tokenizers where all of that text was read. Time, money and memory are put in
-order only of one model, time and money only of as many steps of as many tokens.
+Losses are put in order only where they can be: nats a token only of runs with the same tokenizer
+that read the same validation text, bits a byte also across tokenizers where all of that text was
+read. Time, money and memory are put in order only of one model, time and money only of as many
+steps of as many tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ENVIRONMENT = ("farspan", "commit", "python", "torch", "device", "threads")
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing of every run, as text; the place of the best where they can be put in order and one stands out."""
+    """One thing of every run, as text; the place of the best where they can be put in order and one
+    stands out."""
 
     what: str
     values: tuple[str, ...]
@@ -48,11 +50,18 @@ def versus(runs: Sequence[RunHistory]) -> Versus:
     """Two runs or more, against each other."""
     configured = [configuration(run) for run in runs]
     names = list(dict.fromkeys(name for settings in configured for name in settings))
-    lines = [Line(what=name, values=tuple(settings.get(name, "none") for settings in configured)) for name in names]
+    lines = [
+        Line(what=name, values=tuple(settings.get(name, "none") for settings in configured))
+        for name in names
+    ]
     differing = tuple(line for line in lines if len(set(line.values)) > 1)
     results, notes = _results(runs)
     return Versus(
-        names=_names(runs), configuration=differing, same=len(lines) - len(differing), results=results, notes=notes
+        names=_names(runs),
+        configuration=differing,
+        same=len(lines) - len(differing),
+        results=results,
+        notes=notes,
     )
 
 
@@ -68,12 +77,17 @@ def configuration(run: RunHistory) -> dict[str, str]:
     for part, value in (("model", plan.model), ("train", plan.train)):
         settings |= _flat(part, msgspec.to_builtins(value))
     settings |= {
-        "text": f"{run.corpus.source} ({run.corpus.train.text_bytes:,} bytes)", "corpus": run.corpus.hash,
+        "text": f"{run.corpus.source} ({run.corpus.train.text_bytes:,} bytes)",
+        "corpus": run.corpus.hash,
         "tokenizer": f"{run.corpus.vocab_size} words, {tokenizer(run)}",
-        "devices": listed([f"{device.backend} {device.index} of {device.host}" for device in plan.devices]),
+        "devices": listed(
+            [f"{device.backend} {device.index} of {device.host}" for device in plan.devices]
+        ),
         "replicas": str(len(plan.replicas)),
-    }  # fmt: skip
-    for number, stage in enumerate((stage for replica in plan.replicas for stage in replica.stages), start=1):
+    }
+    for number, stage in enumerate(
+        (stage for replica in plan.replicas for stage in replica.stages), start=1
+    ):
         settings[f"stage {number}"] = (
             f"{stage_words(stage, plan.model.layers)}, rows {listed(list(map(str, stage.rows)))}"
         )
@@ -103,7 +117,8 @@ def tokenizer(run: RunHistory) -> str:
 
 
 def text(run: RunHistory) -> tuple[object, ...]:
-    """What the validation text of a run is known by: where it came from, and how much of it there is."""
+    """What the validation text of a run is known by: where it came from, and how much of it there
+    is."""
     val = run.corpus.val
     return run.corpus.source, val.text_bytes, val.documents
 
@@ -114,13 +129,15 @@ def read_whole(run: RunHistory, event: Validated) -> bool:
 
 
 def read_same(events: Sequence[Validated]) -> bool:
-    """Whether validations of one corpus read the same tokens. Earlier versions read the first of the split: theirs are
-    told by their number, and never the same as those of a run that names its tokens."""
+    """Whether validations of one corpus read the same tokens. Earlier versions read the first of
+    the split: theirs are told by their number, and never the same as those of a run that names its
+    tokens."""
     names = {event.read for event in events}
     return len(names) < 2 and (names != {None} or len({event.tokens for event in events}) < 2)
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results
+#   ------------------------------------------------------------------------------------------------
 
 
 def _results(runs: Sequence[RunHistory]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
@@ -129,16 +146,51 @@ def _results(runs: Sequence[RunHistory]) -> tuple[tuple[Line, ...], tuple[str, .
     lines = [
         Line(what="ended", values=tuple(run.history.reason for run in runs)),
         *_step_lines(runs),
-        _line("tokens/s", measured, lambda m: m.tokens_per_s, "{:,.0f}".format, most=True, ranked=False),
-        _line("TFLOP/s a device", measured, lambda m: m.tflops_per_device, "{:.3g}".format, most=True, ranked=False),
+        _line(
+            "tokens/s",
+            measured,
+            lambda m: m.tokens_per_s,
+            "{:,.0f}".format,
+            most=True,
+            ranked=False,
+        ),
+        _line(
+            "TFLOP/s a device",
+            measured,
+            lambda m: m.tflops_per_device,
+            "{:.3g}".format,
+            most=True,
+            ranked=False,
+        ),
         _line("MFU", measured, lambda m: m.mfu, "{:.1%}".format, most=True, ranked=False),
         _line("run", measured, lambda m: m.run_s, format_seconds, ranked=orders.work),
         _line("steps", measured, lambda m: float(m.steps), "{:,.0f}".format, ranked=False),
-        _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes, ranked=orders.memory),
+        _line(
+            "peak memory",
+            measured,
+            lambda m: float(m.memory_bytes),
+            format_bytes,
+            ranked=orders.memory,
+        ),
         _line("money", measured, lambda m: m.usd, format_usd, ranked=orders.work),
-        _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=orders.nats),
-        _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=orders.bits),
-        Line(what="validation loss is", values=tuple(_read_on(measurement) for measurement in measured)),
+        _line(
+            "validation loss, nats a token",
+            measured,
+            lambda m: m.val_loss,
+            "{:.4f}".format,
+            ranked=orders.nats,
+        ),
+        _line(
+            "validation loss, bits a byte",
+            measured,
+            lambda m: m.bits_per_byte,
+            "{:.4f}".format,
+            ranked=orders.bits,
+        ),
+        Line(
+            what="validation loss is",
+            values=tuple(_read_on(measurement) for measurement in measured),
+        ),
     ]
     return tuple(line for line in lines if set(line.values) != {"?"}), tuple(notes)
 
@@ -148,7 +200,8 @@ def _read_on(measured: Measurement | None) -> str:
 
 
 class _Orders(NamedTuple):
-    """What of some runs can be put in order: their losses a token and a byte, their time and money, their memory."""
+    """What of some runs can be put in order: their losses a token and a byte, their time and money,
+    their memory."""
 
     nats: bool
     bits: bool
@@ -156,7 +209,9 @@ class _Orders(NamedTuple):
     memory: bool
 
 
-def _orders(runs: Sequence[RunHistory], measured: Sequence[Measurement | None]) -> tuple[_Orders, list[str]]:
+def _orders(
+    runs: Sequence[RunHistory], measured: Sequence[Measurement | None]
+) -> tuple[_Orders, list[str]]:
     """And what has to be known of it."""
     notes = []
     # The same corpus, whatever it was called where it was prepared.
@@ -169,10 +224,17 @@ def _orders(runs: Sequence[RunHistory], measured: Sequence[Measurement | None]) 
     bits = nats or (same_text and whole)
     one_model = len({run.plan.model for run in runs}) == 1
     # As many steps of as many tokens: only then less time, or money, is better.
-    same_work = one_model and len(
-        {(measurement.steps, run.plan.train.tokens_per_step)
-         for measurement, run in zip(measured, runs, strict=True) if measurement}
-    ) == 1  # fmt: skip
+    same_work = (
+        one_model
+        and len(
+            {
+                (measurement.steps, run.plan.train.tokens_per_step)
+                for measurement, run in zip(measured, runs, strict=True)
+                if measurement
+            }
+        )
+        == 1
+    )
     every_rank = all(len(run.histories) == len(run.plan.devices) for run in runs)
     if not same_text:
         notes.append("Losses are of unlike texts: none is called better.")
@@ -186,36 +248,51 @@ def _orders(runs: Sequence[RunHistory], measured: Sequence[Measurement | None]) 
 
 
 def _step_lines(runs: Sequence[RunHistory]) -> list[Line]:
-    """The median step with its middle half, and what it is of the predicted one. A step is called best only where its
-    middle half is below all others'."""
+    """The median step with its middle half, and what it is of the predicted one. A step is called
+    best only where its middle half is below all others'."""
     spans = []
     for run in runs:
         steps = [timed.step.step_s for timed in run.history.timed]
         quarters = quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
         spans.append((median(steps), quarters[0], quarters[-1]) if steps else None)
-    values = tuple("?" if s is None else f"{short_time(s[0])} ({short_time(s[1])}-{short_time(s[2])})" for s in spans)
+    values = tuple(
+        "?" if s is None else f"{short_time(s[0])} ({short_time(s[1])}-{short_time(s[2])})"
+        for s in spans
+    )
     known = [(s[0], i) for i, s in enumerate(spans) if s is not None]
     alike = len({(run.plan.model, run.plan.train.tokens_per_step) for run in runs}) == 1
     best = min(known)[1] if alike and len(known) == len(spans) and known else None
     if best is not None and any(s[1] <= spans[best][2] for i, s in enumerate(spans) if i != best):  # type: ignore[index]
         best = None
     ratios = [
-        None if span is None or run.history.estimate is None else span[0] / run.history.estimate.step_s
+        None
+        if span is None or run.history.estimate is None
+        else span[0] / run.history.estimate.step_s
         for span, run in zip(spans, runs, strict=True)
     ]
     shown = tuple("?" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
     return [
-        Line(what="step, middle half", values=values, best=best), Line(what="step, measured / predicted", values=shown)
-    ]  # fmt: skip
+        Line(what="step, middle half", values=values, best=best),
+        Line(what="step, measured / predicted", values=shown),
+    ]
 
 
 def _line(
-    what: str, measured: Sequence[Measurement | None], value: Callable[[Measurement], float | None],
-    show: Callable[[float], str], *, most: bool = False, ranked: bool = True,
-) -> Line:  # fmt: skip
+    what: str,
+    measured: Sequence[Measurement | None],
+    value: Callable[[Measurement], float | None],
+    show: Callable[[float], str],
+    *,
+    most: bool = False,
+    ranked: bool = True,
+) -> Line:
     values = [None if measurement is None else value(measurement) for measurement in measured]
     known = [figure for figure in values if figure is not None]
     best = None
     if ranked and len(known) == len(values) and len(set(known)) > 1:
         best = values.index((max if most else min)(known))
-    return Line(what=what, values=tuple("?" if figure is None else show(figure) for figure in values), best=best)
+    return Line(
+        what=what,
+        values=tuple("?" if figure is None else show(figure) for figure in values),
+        best=best,
+    )

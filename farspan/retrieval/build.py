@@ -1,9 +1,12 @@
-"""An index made, or brought up to its text: chunks that are new or changed are embedded, what is gone is removed.
+"""An index made, or brought up to its text: chunks that are new or changed are embedded, what is
+gone is removed.
 
-    documents -> chunks -> vectors -> passages, BM25, store in a new folder -> manifest renamed over the old one
+    documents -> chunks -> vectors -> passages, BM25, store in a new folder -> manifest renamed over
+    the old one
 
-Weights, means and maps stay those of the fit while the text changes; `refit` makes new ones (`retrieval/fitting.py`).
-What is embedded is kept beside the index until that is whole, so that a build that was stopped goes on where it was.
+Weights, means and maps stay those of the fit while the text changes; `refit` makes new ones
+(`retrieval/fitting.py`). What is embedded is kept beside the index until that is whole, so that a
+build that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -45,7 +48,13 @@ from farspan.retrieval.index import (
     passages_of,
 )
 from farspan.retrieval.lexical import K1, B, Lexical
-from farspan.retrieval.passages import Damaged, IndexedDocument, Passages, indexed_document, text_hash
+from farspan.retrieval.passages import (
+    Damaged,
+    IndexedDocument,
+    Passages,
+    indexed_document,
+    text_hash,
+)
 from farspan.retrieval.pooling import Processes
 from farspan.retrieval.queries import Query
 from farspan.retrieval.stores import FIELD, Vectors
@@ -58,8 +67,8 @@ _FIELDS, _OWN = 64, {"title", "origin", "text"}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An index to be made at `path`, and of what. The first `train` documents are the training split; `say` gets lines
-    for people, and `work` is told how far it is."""
+    """An index to be made at `path`, and of what. The first `train` documents are the training
+    split; `say` gets lines for people, and `work` is told how far it is."""
 
     path: Path
     model: Decoder
@@ -93,7 +102,8 @@ class Old:
 
 @dataclass(frozen=True)
 class Chunked:
-    """What the index is of: documents, their chunks, and the hash (N) of what is embedded of each chunk."""
+    """What the index is of: documents, their chunks, and the hash (N) of what is embedded of each
+    chunk."""
 
     documents: list[IndexedDocument]
     chunks: list[Chunk]
@@ -116,8 +126,9 @@ class Embedded:
 def build(task: Task) -> IndexManifest:
     """Make the index, or bring it up to the documents; nothing to do where it is.
 
-    An index with an evaluation serves also where none is asked for. Until the new one is whole the old one stays.
-    Refuses a corpus without text, and to be the second at work on this index (run-busy).
+    An index with an evaluation serves also where none is asked for. Until the new one is whole the
+    old one stays. Refuses a corpus without text, and to be the second at work on this index
+    (run-busy).
     """
     task = _resolved(task)
     path, building = task.path, task.path.with_name(f"{task.path.name}.building")
@@ -139,7 +150,9 @@ def build(task: Task) -> IndexManifest:
             kept.mkdir(exist_ok=True)
             task.work.folder = kept
             manifest = _write(task, building, documents, corpus, before)
-            if (path / manifest.files).exists():  # A manifest that somebody changed may have named it.
+            if (
+                path / manifest.files
+            ).exists():  # A manifest that somebody changed may have named it.
                 (path / manifest.files).rename(building / f"gone-{manifest.files}")
             (building / manifest.files).rename(path / manifest.files)
             if before is not None:
@@ -171,7 +184,8 @@ def _manifest(path: Path) -> IndexManifest | None:
 
 
 def _current(task: Task, corpus: str) -> IndexManifest | None:
-    """The manifest at the path if its index is the one to be made, or that one with an evaluation."""
+    """The manifest at the path if its index is the one to be made, or that one with an
+    evaluation."""
     manifest = _manifest(task.path)
     if manifest is None or manifest.origin != task.origin or manifest.corpus != corpus:
         return None
@@ -181,7 +195,8 @@ def _current(task: Task, corpus: str) -> IndexManifest | None:
 
 
 def _alone(building: Path, path: Path) -> IO[bytes]:
-    """The lock of the folder of a building; refuses where another process has it. Who has it removes the folder."""
+    """The lock of the folder of a building; refuses where another process has it. Who has it
+    removes the folder."""
     while True:
         building.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
@@ -191,8 +206,8 @@ def _alone(building: Path, path: Path) -> IO[bytes]:
 
 
 def _sweep(folder: Path, kept: set[str], by_way_of: Path | None = None) -> None:
-    """Remove what killed processes have left, and the files of an index of before: these are first moved away whole,
-    as who is just opening them may write to them."""
+    """Remove what killed processes have left, and the files of an index of before: these are first
+    moved away whole, as who is just opening them may write to them."""
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if entry.name not in kept:
@@ -201,17 +216,23 @@ def _sweep(folder: Path, kept: set[str], by_way_of: Path | None = None) -> None:
 
 
 def _write(
-    task: Task, building: Path, documents: list[IndexedDocument], corpus: str, before: IndexManifest | None
+    task: Task,
+    building: Path,
+    documents: list[IndexedDocument],
+    corpus: str,
+    before: IndexManifest | None,
 ) -> IndexManifest:
     """Write the files of the index into a folder of their own in `building`."""
     old = _usable(task, before)
     chunked = _chunked(task, documents, old)
     if not chunked.chunks:
         raise Refusal(
-            "no-documents", what="there is nothing to index", where=task.path.parent,
+            "no-documents",
+            what="there is nothing to index",
+            where=task.path.parent,
             fact=f"{counted(len(documents), 'document')}, none with text",
             remedy="name a source with text: farspan init FOLDER",
-        )  # fmt: skip
+        )
     task.work.expect("storing", len(chunked.chunks))
     if old is None or task.refit or (task.recipe.evaluate and not old.manifest.recipe.evaluate):
         embedded, recipe = _fitted(task, chunked, corpus), task.recipe
@@ -219,15 +240,30 @@ def _write(
         embedded = _followed(task, chunked, old)
         recipe = msgspec.structs.replace(task.recipe, evaluate=old.manifest.recipe.evaluate)
     manifest = IndexManifest(
-        origin=task.origin, recipe=recipe, corpus=corpus, source=task.source, documents=len(documents),
-        chunks=len(chunked.chunks), dim=embedded.vectors.shape[1], fit=embedded.fit,
-        fitted_chunks=int(embedded.fitted.sum()), fields=_fields(documents), evaluation=embedded.evaluation,
+        origin=task.origin,
+        recipe=recipe,
+        corpus=corpus,
+        source=task.source,
+        documents=len(documents),
+        chunks=len(chunked.chunks),
+        dim=embedded.vectors.shape[1],
+        fit=embedded.fit,
+        fitted_chunks=int(embedded.fitted.sum()),
+        fields=_fields(documents),
+        evaluation=embedded.evaluation,
         files=content_hash(task.origin, recipe, corpus, embedded.fit),
         table=storing.table(task.path, recipe.store, embedded.fit.id),
-    )  # fmt: skip
+    )
     files = building / manifest.files
     (files / PASSAGES).mkdir(parents=True)
-    passages.write(files / PASSAGES, documents, chunked.chunks, embedded.vectors, chunked.texts, embedded.fitted)
+    passages.write(
+        files / PASSAGES,
+        documents,
+        chunked.chunks,
+        embedded.vectors,
+        chunked.texts,
+        embedded.fitted,
+    )
     texts = (f"{document.title}\n{document.text}" for document in task.documents)
     Lexical.build(texts, embedded.fit.k1, embedded.fit.b).save(files / LEXICAL)
     embedded.embedder.save(files / FITTED)
@@ -239,7 +275,9 @@ def _usable(task: Task, before: IndexManifest | None) -> Old | None:
     """The index that is there, if its vectors are of this model and recipe and whole."""
     if before is None or before.origin != task.origin:
         return None
-    same = msgspec.structs.replace(before.recipe, store=task.recipe.store, evaluate=task.recipe.evaluate)
+    same = msgspec.structs.replace(
+        before.recipe, store=task.recipe.store, evaluate=task.recipe.evaluate
+    )
     if same != task.recipe:
         return None
     with suppress(Damaged):
@@ -251,7 +289,8 @@ def _usable(task: Task, before: IndexManifest | None) -> Old | None:
 
 def _chunked(task: Task, documents: list[IndexedDocument], old: Old | None) -> Chunked:
     """The chunks of every document; those of documents that the old index has are read from it."""
-    # Of a document that a source gives twice the first one's chunks have the ids that their content gives them.
+    # Of a document that a source gives twice the first one's chunks have the ids that their content
+    # gives them.
     numbered = list(enumerate(old.passages.documents)) if old else []
     known = {document.key: number for number, document in reversed(numbered)}
     size = max(min(task.recipe.chunk_tokens, task.model.spec.context - 1), 8)
@@ -259,7 +298,9 @@ def _chunked(task: Task, documents: list[IndexedDocument], old: Old | None) -> C
     for number, (document, text) in enumerate(zip(documents, task.documents, strict=True)):
         if old is not None and document.key in known:
             rows = old.passages.of_document(known[document.key])
-            chunks += [msgspec.structs.replace(old.passages.chunk(row), document=number) for row in rows]
+            chunks += [
+                msgspec.structs.replace(old.passages.chunk(row), document=number) for row in rows
+            ]
         else:
             chunks += chunk_document(text, number, task.tokenizer, size)
     texts_N = np.array([text_hash(chunk.indexed) for chunk in chunks], np.int64)
@@ -282,30 +323,51 @@ def _distinct(chunks: list[Chunk]) -> list[Chunk]:
 
 def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
     """Everything embedded, and fitted to the documents of today."""
-    task.say(f"embedding {counted(len(chunked.chunks), 'chunk')} of {counted(len(chunked.documents), 'document')}")
+    task.say(
+        f"embedding {counted(len(chunked.chunks), 'chunk')} of "
+        f"{counted(len(chunked.documents), 'document')}"
+    )
     embedder, vectors_NE, evaluation = fit_corpus(
-        task.model, task.tokenizer, task.documents, chunked.chunks, task.train, task.recipe, task.say, task.work,
-        task.processes, task.own, task.fit_s, task.teacher,
-    )  # fmt: skip
+        task.model,
+        task.tokenizer,
+        task.documents,
+        chunked.chunks,
+        task.train,
+        task.recipe,
+        task.say,
+        task.work,
+        task.processes,
+        task.own,
+        task.fit_s,
+        task.teacher,
+    )
     fit = Fit(
-        id=_fit_id(task, corpus), documents=len(chunked.documents), chunks=len(chunked.chunks),
-        k1=evaluation.k1 if evaluation else K1, b=evaluation.b if evaluation else B,
-    )  # fmt: skip
+        id=_fit_id(task, corpus),
+        documents=len(chunked.documents),
+        chunks=len(chunked.chunks),
+        k1=evaluation.k1 if evaluation else K1,
+        b=evaluation.b if evaluation else B,
+    )
     return Embedded(embedder, vectors_NE, np.ones(len(chunked.chunks), bool), fit, evaluation)
 
 
 def _followed(task: Task, chunked: Chunked, old: Old) -> Embedded:
     """What is new or changed embedded under the old fit; vectors of the rest are the old ones."""
-    rows_by_text = dict(zip(old.passages.rows_N["text"].tolist(), range(len(old.passages.rows_N)), strict=True))
+    rows_by_text = dict(
+        zip(old.passages.rows_N["text"].tolist(), range(len(old.passages.rows_N)), strict=True)
+    )
     rows_N = np.array([rows_by_text.get(text, -1) for text in chunked.texts.tolist()])
     new = np.flatnonzero(rows_N < 0)
     gone = old.manifest.documents - (len(chunked.documents) - chunked.new)
     task.say(
-        f"{counted(chunked.new, 'document')} new or changed, {gone:,} gone: embedding {counted(len(new), 'chunk')}"
+        f"{counted(chunked.new, 'document')} new or changed, {gone:,} gone: embedding "
+        f"{counted(len(new), 'chunk')}"
     )
     texts = [chunked.chunks[row].indexed for row in new]
     task.work.expect("embedding", sum(map(len, texts)))
-    embedder = Embedder.load(task.model, task.tokenizer, old.files / FITTED, task.work, task.processes)
+    embedder = Embedder.load(
+        task.model, task.tokenizer, old.files / FITTED, task.work, task.processes
+    )
     vectors_NE = np.asarray(old.passages.vectors_NE)[rows_N]
     vectors_NE[new] = embedder.passages(texts)
     fitted_N = old.passages.rows_N["fitted"][rows_N] & (rows_N >= 0)
@@ -313,6 +375,13 @@ def _followed(task: Task, chunked: Chunked, old: Old) -> Embedded:
 
 
 def _fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
-    """What searches can be narrowed by: columns whose names every store takes for no more than names."""
-    columns = Counter(name for document in documents for name in document.metadata if FIELD.fullmatch(name))
-    return ("title", "origin", *[name for name, _ in columns.most_common(_FIELDS) if name not in _OWN])
+    """What searches can be narrowed by: columns whose names every store takes for no more than
+    names."""
+    columns = Counter(
+        name for document in documents for name in document.metadata if FIELD.fullmatch(name)
+    )
+    return (
+        "title",
+        "origin",
+        *[name for name, _ in columns.most_common(_FIELDS) if name not in _OWN],
+    )

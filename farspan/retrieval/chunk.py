@@ -1,7 +1,9 @@
-"""Documents to chunks: overlapping windows of tokens, cut where sections, paragraphs, sentences or words end.
+"""Documents to chunks: overlapping windows of tokens, cut where sections, paragraphs, sentences or
+words end.
 
-Cuts lie before white space (or inside a word too long for half a chunk): there byte-level pre-tokenizers of GPT-2's
-kind start a new token anyway, so a chunk's tokens are those that the document has at its place.
+Cuts lie before white space (or inside a word too long for half a chunk): there byte-level
+pre-tokenizers of GPT-2's kind start a new token anyway, so a chunk's tokens are those that the
+document has at its place.
 """
 
 from __future__ import annotations
@@ -29,16 +31,19 @@ _ENDS = (re.compile(r"\s*\n\s*\n"), re.compile(r"\n|(?<=[.!?:;])\s"), re.compile
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """`text` is the text of document number `document` from character `start` on."""
 
-    #: From what the chunk says and where it is from: it stays the same when the text around it changes.
+    #: From what the chunk says and where it is from: it stays the same when the text around it
+    #: changes.
     id: int
     document: int
-    #: Whether the chunk is of the document's head, which the evaluation leaves out of what can be found.
+    #: Whether the chunk is of the document's head, which the evaluation leaves out of what can be
+    #: found.
     head: bool
     title: str
     origin: str
     text: str
     start: int
-    #: Where to look it up: line and page of the source, 0 where it has none, and the headings above, outermost first.
+    #: Where to look it up: line and page of the source, 0 where it has none, and the headings
+    #: above, outermost first.
     line: int = 0
     page: int = 0
     headings: tuple[str, ...] = ()
@@ -51,7 +56,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 def head_length(document: Document) -> int:
     """Characters of the first line; where that only repeats the title, also the line after it."""
-    lines = [match for match in _LINE.finditer(document.text) if any(map(str.isalnum, match[0]))][:2]
+    lines = [match for match in _LINE.finditer(document.text) if any(map(str.isalnum, match[0]))][
+        :2
+    ]
     if not lines:
         return len(document.text)
     repeats = bare(lines[0][0]) == bare(document.title)
@@ -64,16 +71,22 @@ def bare(line: str) -> str:
     return "".join(filter(str.isalnum, line)).lower()
 
 
-def chunk_documents(documents: Iterable[Document], tokenizer: Tokenizer, size: int) -> Iterator[Chunk]:
-    """Chunks of at most `size` tokens (8 or more), in order; neighbours share at most an eighth of that.
+def chunk_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer, size: int
+) -> Iterator[Chunk]:
+    """Chunks of at most `size` tokens (8 or more), in order; neighbours share at most an eighth of
+    that.
 
-    Head and body are cut apart, so that no chunk holds some of both. A part that is blank gives no chunk.
+    Head and body are cut apart, so that no chunk holds some of both. A part that is blank gives no
+    chunk.
     """
     for number, document in enumerate(documents):
         yield from chunk_document(document, number, tokenizer, size)
 
 
-def chunk_document(document: Document, number: int, tokenizer: Tokenizer, size: int) -> Iterator[Chunk]:
+def chunk_document(
+    document: Document, number: int, tokenizer: Tokenizer, size: int
+) -> Iterator[Chunk]:
     """The chunks of one document, whose number they bear."""
     cut, headings, seen = head_length(document), outline(document.text), Counter[str]()
     starts = [heading.start for heading in headings]
@@ -82,13 +95,23 @@ def chunk_document(document: Document, number: int, tokenizer: Tokenizer, size: 
             at, text = offset + start, part[start:stop]
             # Blank space that a chunk begins with is no place.
             first = at + len(text) - len(text.lstrip())
-            line, page = (at_document and at_document + document.text.count(mark, 0, first)
-                          for at_document, mark in ((document.line, "\n"), (document.page, "\f")))  # fmt: skip
+            line, page = (
+                at_document and at_document + document.text.count(mark, 0, first)
+                for at_document, mark in ((document.line, "\n"), (document.page, "\f"))
+            )
             seen[text] += 1
             yield Chunk(
-                id=_identity(document, head, text, seen[text]), document=number, head=head, title=document.title,
-                origin=document.origin, text=text, start=at, line=line, page=page, headings=path(headings, first),
-            )  # fmt: skip
+                id=_identity(document, head, text, seen[text]),
+                document=number,
+                head=head,
+                title=document.title,
+                origin=document.origin,
+                text=text,
+                start=at,
+                line=line,
+                page=page,
+                headings=path(headings, first),
+            )
 
 
 def _identity(document: Document, head: bool, text: str, times: int) -> int:
@@ -97,9 +120,12 @@ def _identity(document: Document, head: bool, text: str, times: int) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8]) >> 1
 
 
-def _windows(text: str, tokenizer: Tokenizer, size: int, headings: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last character of each window. One ends at the best place in its second half: before a heading, of
-    those that begin at these characters, if there is one. What ends there shares nothing with the next."""
+def _windows(
+    text: str, tokenizer: Tokenizer, size: int, headings: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """First and last character of each window. One ends at the best place in its second half:
+    before a heading, of those that begin at these characters, if there is one. What ends there
+    shares nothing with the next."""
     if not text.strip():
         return
     pieces = list(_pieces(text, size))
@@ -109,8 +135,13 @@ def _windows(text: str, tokenizer: Tokenizer, size: int, headings: Sequence[int]
     before_heading = {bisect_right(chars, at) - 1 for at in headings if 0 < at < len(text)}
     first = last = 0
     while last < len(pieces):
-        half, most = bisect_left(tokens, tokens[first] + size // 2), bisect_right(tokens, tokens[first] + size) - 1
-        titled = [piece for piece in range(max(half, first + 1), most + 1) if piece in before_heading]
+        half, most = (
+            bisect_left(tokens, tokens[first] + size // 2),
+            bisect_right(tokens, tokens[first] + size) - 1,
+        )
+        titled = [
+            piece for piece in range(max(half, first + 1), most + 1) if piece in before_heading
+        ]
         if titled and titled[0] < len(pieces):
             last = titled[0]
         elif most < len(pieces):
@@ -122,7 +153,8 @@ def _windows(text: str, tokenizer: Tokenizer, size: int, headings: Sequence[int]
 
 
 def _pieces(text: str, size: int) -> Iterator[str]:
-    """Words with the white space before them, in parts where one could have more than `size // 2` tokens."""
+    """Words with the white space before them, in parts where one could have more than `size // 2`
+    tokens."""
     for word in _WORD.findall(text):
         # A token has a byte or more, a character at most four.
         step = len(word) if len(word.encode()) <= size // 2 else size // 8

@@ -1,12 +1,12 @@
-"""Text to unit vectors: what its tokens are, and the model's states averaged over them, fitted so that what belongs
-together lies near (`tuning.py`).
+"""Text to unit vectors: what its tokens are, and the model's states averaged over them, fitted so
+that what belongs together lies near (`tuning.py`).
 
-Every stream of the model counts (token embeddings, the states after each block, the output), each averaged with
-inverse document frequencies as weights. Tokens are those of the text's words in small letters, names split.
-docs/decisions/0008-embeddings.md has what was tried.
+Every stream of the model counts (token embeddings, the states after each block, the output), each
+averaged with inverse document frequencies as weights. Tokens are those of the text's words in small
+letters, names split. docs/decisions/0008-embeddings.md has what was tried.
 
-Shapes: N texts, B rows of a batch, S positions, D size of a state, L streams, F = L D features, E size of a vector,
-V vocabulary.
+Shapes: N texts, B rows of a batch, S positions, D size of a state, L streams, F = L D features, E
+size of a vector, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,55 +38,79 @@ from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
 
-#: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay near them.
+#: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay near
+#: them.
 _ROWS = 32
 #: Fewer batches are not worth telling other processes of.
 _SHARED_OUT = 8
-#: A token that every text has still counts so much: the mean of a text that has no others stays defined.
+#: A token that every text has still counts so much: the mean of a text that has no others stays
+#: defined.
 _LEAST_WEIGHT = 1e-3
 
 
 class Read(NamedTuple):
-    """What vectors are made of: the distinct tokens of each text, and the means of its states (N, F)."""
+    """What vectors are made of: the distinct tokens of each text, and the means of its states (N,
+    F)."""
 
     bags: list[list[int]]
     pooled: Tensor
 
 
 class Embedder:
-    """A model and what was fitted to a corpus (`tuning.py`), with the weights (V) of tokens in means of states.
+    """A model and what was fitted to a corpus (`tuning.py`), with the weights (V) of tokens in
+    means of states.
 
     `work` keeps what was embedded and counts it; `processes` share it out.
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, fitted: dict[str, Tensor], work: IndexWork | None = None,
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        fitted: dict[str, Tensor],
+        work: IndexWork | None = None,
         processes: Processes | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._tokenizer, self._fitted = model, tokenizer, fitted
         self._work, self._processes = work or IndexWork(), processes
 
     @classmethod
     def unfitted(
-        cls, model: Decoder, tokenizer: Tokenizer, passages: Sequence[str], work: IndexWork | None = None,
+        cls,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        passages: Sequence[str],
+        work: IndexWork | None = None,
         processes: Processes | None = None,
-    ) -> Embedder:  # fmt: skip
-        """What knows how often tokens are in the passages of a corpus: it reads, and makes no vectors yet."""
+    ) -> Embedder:
+        """What knows how often tokens are in the passages of a corpus: it reads, and makes no
+        vectors yet."""
         weights_V = inverse_frequency(tokenizer.encode_batch(passages), model.spec.vocab_size)
         return cls(model, tokenizer, {"weights": weights_V}, work, processes)
 
     def fitted(
-        self, passages: Read, asked: Read, pairs: Pairs, fit: FitSettings, seconds: float = math.inf,
+        self,
+        passages: Read,
+        asked: Read,
+        pairs: Pairs,
+        fit: FitSettings,
+        seconds: float = math.inf,
         taught_VT: Tensor | None = None,
-    ) -> Embedder:  # fmt: skip
-        """Another one, fitted to passages and to what is asked for them, in so many `seconds` at most, and beginning at
-        what a teacher says of tokens (`teacher.py`)."""
+    ) -> Embedder:
+        """Another one, fitted to passages and to what is asked for them, in so many `seconds` at
+        most, and beginning at what a teacher says of tokens (`teacher.py`)."""
         spec = self._model.spec
         tuned = tune(
-            (passages.bags, asked.bags), (passages.pooled, asked.pooled),
-            inverse_frequency(passages.bags, spec.vocab_size), pairs, spec.d_model, fit, self._work, seconds,
+            (passages.bags, asked.bags),
+            (passages.pooled, asked.pooled),
+            inverse_frequency(passages.bags, spec.vocab_size),
+            pairs,
+            spec.d_model,
+            fit,
+            self._work,
+            seconds,
             taught_VT,
-        )  # fmt: skip
+        )
         fitted = {"weights": self._fitted["weights"], **tuned}
         return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)
 
@@ -94,7 +118,8 @@ class Embedder:
         """Each token of the vocabulary (V) as text; blank for one that is part of a letter."""
         texts = [self._tokenizer.decode([token]) for token in range(self._model.spec.vocab_size)]
         return [
-            "" if "\ufffd" in text or token == self._tokenizer.end_of_text else text for token, text in enumerate(texts)
+            "" if "\ufffd" in text or token == self._tokenizer.end_of_text else text
+            for token, text in enumerate(texts)
         ]
 
     def read(self, texts: Sequence[str]) -> Read:
@@ -105,11 +130,13 @@ class Embedder:
         return vectors_of(self._fitted, texts.bags, texts.pooled, kind)
 
     def passages(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors (N, E), float32. Of the states only as many count as the model's context holds tokens."""
+        """Unit vectors (N, E), float32. Of the states only as many count as the model's context
+        holds tokens."""
         return self.vectors(self.read(texts), "passage")
 
     def queries(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors (N, E) of queries: they are short and unlike passages, so they have a mean and a map apart."""
+        """Unit vectors (N, E) of queries: they are short and unlike passages, so they have a mean
+        and a map apart."""
         return self.vectors(self.read(texts), "query")
 
     def likelihoods(self, query: str, passages: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -118,21 +145,38 @@ class Embedder:
 
     def bags(self, texts: Sequence[str]) -> list[list[int]]:
         """The distinct tokens of each text's words in small letters, names split."""
-        return [sorted({*ids}) for ids in self._tokenizer.encode_batch([spread(text) for text in texts])]
+        return [
+            sorted({*ids}) for ids in self._tokenizer.encode_batch([spread(text) for text in texts])
+        ]
 
     def save(self, path: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in self._fitted.items()}, path)
 
     @classmethod
     def load(
-        cls, model: Decoder, tokenizer: Tokenizer, path: Path, work: IndexWork | None = None,
+        cls,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        path: Path,
+        work: IndexWork | None = None,
         processes: Processes | None = None,
-    ) -> Embedder:  # fmt: skip
+    ) -> Embedder:
         spec, fitted = model.spec, _read_fitted(path)
-        size, features = fitted.get("table", torch.empty(0, 0)).shape[-1], (spec.layers + 2) * spec.d_model
-        wanted = {"weights": (spec.vocab_size,), "token_weights": (spec.vocab_size,), "table": (spec.vocab_size, size)}
+        size, features = (
+            fitted.get("table", torch.empty(0, 0)).shape[-1],
+            (spec.layers + 2) * spec.d_model,
+        )
+        wanted = {
+            "weights": (spec.vocab_size,),
+            "token_weights": (spec.vocab_size,),
+            "table": (spec.vocab_size, size),
+        }
         for kind in KINDS:
-            wanted |= {f"{kind}_mean": (features,), f"{kind}_map": (features, size), f"{kind}_gate": ()}
+            wanted |= {
+                f"{kind}_mean": (features,),
+                f"{kind}_map": (features, size),
+                f"{kind}_gate": (),
+            }
         shapes = {name: tuple(tensor.shape) for name, tensor in fitted.items()}
         if shapes != wanted:
             raise Damaged(path.parents[1], f"{path.name} does not fit this model: {shapes}")
@@ -141,10 +185,14 @@ class Embedder:
     def pool(self, texts: Sequence[str]) -> Tensor:
         """Weighted means of every stream (N, F), on the CPU; zeros for a text without tokens."""
         spec = self._model.spec
-        ids = [torch.tensor(text[: spec.context - 1]) for text in self._tokenizer.encode_batch(texts)]
+        ids = [
+            torch.tensor(text[: spec.context - 1]) for text in self._tokenizer.encode_batch(texts)
+        ]
         pooled_NF = torch.zeros(len(ids), (spec.layers + 2) * spec.d_model)
         # Shortest first, so that rows of a batch are of nearly one length.
-        order = sorted((row for row, text in enumerate(ids) if len(text)), key=lambda row: len(ids[row]))
+        order = sorted(
+            (row for row, text in enumerate(ids) if len(text)), key=lambda row: len(ids[row])
+        )
         batches = [order[start : start + _ROWS] for start in range(0, len(order), _ROWS)]
         with self._work.features(self._name(ids)) as features:
             self._work.start("embedding")
@@ -153,12 +201,16 @@ class Embedder:
                 kept = features.read(len(batches[done]) * pooled_NF.shape[1])
                 if kept is None:
                     break
-                pooled_NF[batches[done]] = torch.from_numpy(kept.copy()).view(len(batches[done]), -1)
+                pooled_NF[batches[done]] = torch.from_numpy(kept.copy()).view(
+                    len(batches[done]), -1
+                )
                 self._work.kept += len(batches[done])
                 self._work.did(sum(len(texts[row]) for row in batches[done]), kept=True)
                 done += 1
             rest = batches[done:]
-            for rows, pooled_BF in zip(rest, self._pooled([[ids[r] for r in rows] for rows in rest]), strict=True):
+            for rows, pooled_BF in zip(
+                rest, self._pooled([[ids[r] for r in rows] for rows in rest]), strict=True
+            ):
                 pooled_NF[rows] = pooled_BF
                 features.write(pooled_BF.numpy())
                 self._work.embedded += len(rows)
@@ -166,7 +218,8 @@ class Embedder:
         return pooled_NF
 
     def _pooled(self, batches: list[list[Tensor]]) -> Iterator[Tensor]:
-        """Weighted means (B, F) of each batch, in order: by the processes where there are many, else here."""
+        """Weighted means (B, F) of each batch, in order: by the processes where there are many,
+        else here."""
         weights_V, end = self._fitted["weights"], self._tokenizer.end_of_text
         if self._processes is None or len(batches) < _SHARED_OUT:
             for ids in batches:
@@ -185,10 +238,18 @@ class Embedder:
     @functools.cached_property
     def _model_digest(self) -> bytes:
         device = self._model.tok.weight.device
-        how = [torch.__version__, device.type, bf16_is_fast(device), _ROWS, self._tokenizer.end_of_text]
+        how = [
+            torch.__version__,
+            device.type,
+            bf16_is_fast(device),
+            _ROWS,
+            self._tokenizer.end_of_text,
+        ]
         digest = hashlib.sha256(to_json([self._model.spec, *map(str, how)]))
         for name, tensor in self._model.state_dict().items():
-            digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
+            digest.update(
+                name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes()
+            )
         return digest.digest()
 
 
@@ -200,7 +261,8 @@ def _read_fitted(path: Path) -> dict[str, Tensor]:
 
 
 def inverse_frequency(ids: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
-    """log(N / n) of each token (V), n being the texts that have it; tokens that no text has weigh as if one had."""
+    """log(N / n) of each token (V), n being the texts that have it; tokens that no text has weigh
+    as if one had."""
     counts_V = np.zeros(vocab_size)
     for text in ids:
         counts_V[np.unique(np.asarray(text, np.int64))] += 1

@@ -1,8 +1,9 @@
-"""How well queries find their documents: BM25, the model before and after it was fitted, BM25 and model fused.
+"""How well queries find their documents: BM25, the model before and after it was fitted, BM25 and
+model fused.
 
-Queries are of several kinds (`queries.py`), and are reported by kind. What can be found are the bodies of all
-documents. BM25's k1 and b, the weight of the fusion, and what searches answer with are chosen on queries that are not
-reported.
+Queries are of several kinds (`queries.py`), and are reported by kind. What can be found are the
+bodies of all documents. BM25's k1 and b, the weight of the fusion, and what searches answer with
+are chosen on queries that are not reported.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class ScoreDifference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class KindQuality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of queries of one kind: how many were reported and tuned on, qualities by system, and differences."""
+    """Of queries of one kind: how many were reported and tuned on, qualities by system, and
+    differences."""
 
     reported: int
     tuning: int
@@ -69,17 +71,20 @@ class KindQuality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Qualities by kind of query, what was chosen on tuning queries, and over what all was measured."""
+    """Qualities by kind of query, what was chosen on tuning queries, and over what all was
+    measured."""
 
     kinds: dict[Kind, KindQuality]
-    #: What a search answers with. "fused" where that finds more of the tuning queries' documents than words alone:
-    #: `gain` is the mean of its nDCG@10 less that of words, each kind weighing the same, and its 95 % interval.
+    #: What a search answers with. "fused" where that finds more of the tuning queries' documents
+    #: than words alone: `gain` is the mean of its nDCG@10 less that of words, each kind weighing
+    #: the same, and its 95 % interval.
     default: Literal["bm25", "fused"]
     gain: ScoreDifference | None
     fusion_weight: float
     k1: float
     b: float
-    #: Documents whose titles were reported, of the validation split and of the training split where those were too few.
+    #: Documents whose titles were reported, of the validation split and of the training split where
+    #: those were too few.
     val_documents: int
     train_documents: int
     #: Documents of the corpus, and those of them that have a body to be found by.
@@ -89,7 +94,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ModelVectors(msgspec.Struct, frozen=True):
-    """One model's vectors: of the body chunks (C, E), of the reported queries and of the tuning queries (Q, E)."""
+    """One model's vectors: of the body chunks (C, E), of the reported queries and of the tuning
+    queries (Q, E)."""
 
     chunks: Vectors
     reported: Vectors
@@ -108,10 +114,19 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def evaluate(
-    bodies: Sequence[str], owners: npt.ArrayLike, queries: Queries, sides: Mapping[str, ModelVectors], seed: int,
-    compared: Sequence[tuple[str, str]] = (("model", "untuned"), ("model", "bm25"), ("fused", "bm25")),
-) -> Evaluation:  # fmt: skip
-    """Measure BM25, every side, and BM25 fused with the side "model"; and one system of each pair against the other.
+    bodies: Sequence[str],
+    owners: npt.ArrayLike,
+    queries: Queries,
+    sides: Mapping[str, ModelVectors],
+    seed: int,
+    compared: Sequence[tuple[str, str]] = (
+        ("model", "untuned"),
+        ("model", "bm25"),
+        ("fused", "bm25"),
+    ),
+) -> Evaluation:
+    """Measure BM25, every side, and BM25 fused with the side "model"; and one system of each pair
+    against the other.
 
     `bodies` are the documents as they can be found, `owners[i]` is the document of body chunk i.
     """
@@ -119,41 +134,66 @@ def evaluate(
     by_system: dict[str, list[Ints]] = {}
     for row, query in enumerate(queries.reported):
         scored = {"bm25": chosen.lexical.scores(query.text)}
-        scored |= {name: by_document(owners, side.chunks @ side.reported[row], N) for name, side in sides.items()}
+        scored |= {
+            name: by_document(owners, side.chunks @ side.reported[row], N)
+            for name, side in sides.items()
+        }
         scored["fused"] = fuse(scored["bm25"], scored["model"], chosen.weight)
         for system, scores_N in scored.items():
             by_system.setdefault(system, []).append(ranks(scores_N, query.relevant))
     kinds: dict[Kind, KindQuality] = {}
     for kind in dict.fromkeys(query.kind for query in queries.reported):
         rows = [row for row, query in enumerate(queries.reported) if query.kind == kind]
-        measured = {system: measure([ranked[row] for row in rows]) for system, ranked in by_system.items()}
+        measured = {
+            system: measure([ranked[row] for row in rows]) for system, ranked in by_system.items()
+        }
         kinds[kind] = KindQuality(
-            reported=len(rows), tuning=sum(query.kind == kind for query in queries.tuning),
+            reported=len(rows),
+            tuning=sum(query.kind == kind for query in queries.tuning),
             systems={
-                system: Quality(**{metric: float(values_Q.mean()) for metric, values_Q in values.items()})
+                system: Quality(
+                    **{metric: float(values_Q.mean()) for metric, values_Q in values.items()}
+                )
                 for system, values in measured.items()
             },
-            differences=tuple(_compare(measured, a, b, seed) for a, b in compared if {a, b} <= {*measured}),
-        )  # fmt: skip
+            differences=tuple(
+                _compare(measured, a, b, seed) for a, b in compared if {a, b} <= {*measured}
+            ),
+        )
     titles = sum(query.kind == "title" for query in queries.reported)
     return Evaluation(
-        kinds=kinds, default=chosen.default, gain=chosen.gain, fusion_weight=chosen.weight, k1=chosen.k1, b=chosen.b,
-        val_documents=titles - queries.filling, train_documents=queries.filling, documents=N,
-        with_body=sum(bool(body.strip()) for body in bodies), seed=seed,
-    )  # fmt: skip
+        kinds=kinds,
+        default=chosen.default,
+        gain=chosen.gain,
+        fusion_weight=chosen.weight,
+        k1=chosen.k1,
+        b=chosen.b,
+        val_documents=titles - queries.filling,
+        train_documents=queries.filling,
+        documents=N,
+        with_body=sum(bool(body.strip()) for body in bodies),
+        seed=seed,
+    )
 
 
 def choose(
-    bodies: Sequence[str], owners: npt.ArrayLike, tuning: Sequence[Query], side: ModelVectors, seed: int
+    bodies: Sequence[str],
+    owners: npt.ArrayLike,
+    tuning: Sequence[Query],
+    side: ModelVectors,
+    seed: int,
 ) -> Choice:
-    """BM25's k1 and b, the weight of its fusion with a model's vectors, and whether searches answer with that: nothing
-    but words, unless the interval of what it finds more is above 0, and no kind of query finds less."""
+    """BM25's k1 and b, the weight of its fusion with a model's vectors, and whether searches answer
+    with that: nothing but words, unless the interval of what it finds more is above 0, and no kind
+    of query finds less."""
     if not tuning:
         return Choice(Lexical.build(bodies), K1, B, 1.0, "bm25", None)
     numbered, balance_Q = Numbered(bodies), _balance([query.kind for query in tuning])
 
     def found(scores: Iterable[Scores]) -> Floats:
-        return np.array([ndcg(ranks(s, query.relevant), 10) for s, query in zip(scores, tuning, strict=True)])
+        return np.array(
+            [ndcg(ranks(s, query.relevant), 10) for s, query in zip(scores, tuning, strict=True)]
+        )
 
     def words(k1: float, b: float) -> list[Scores]:
         lexical = Lexical.build(numbered, k1, b)
@@ -164,21 +204,32 @@ def choose(
     words_QN = words(k1, b)
     near_QN = [by_document(owners, side.chunks @ query_E, len(bodies)) for query_E in side.tuning]
     alone_Q = found(words_QN)
-    more_WQ = np.array([found(map(fuse, words_QN, near_QN, repeat(weight))) - alone_Q for weight in WEIGHTS])
+    more_WQ = np.array(
+        [found(map(fuse, words_QN, near_QN, repeat(weight))) - alone_Q for weight in WEIGHTS]
+    )
     # Of few queries of a kind less is believed; of weights that tie the smallest is taken.
     kinds = [query.kind for query in tuning]
-    believed_Q = balance_Q * np.array([kinds.count(kind) / (kinds.count(kind) + SHRINK) for kind in kinds])
+    believed_Q = balance_Q * np.array(
+        [kinds.count(kind) / (kinds.count(kind) + SHRINK) for kind in kinds]
+    )
     best = int((more_WQ @ believed_Q).argmax())
     balanced_Q = more_WQ[best] * balance_Q * len(tuning)
     interval = bootstrap(balanced_Q, seed=seed)
     loses = any(more_WQ[best][np.array(kinds) == kind].mean() < 0 for kind in set(kinds))
     return Choice(
-        lexical=Lexical.build(numbered, k1, b), k1=k1, b=b, weight=WEIGHTS[best],
+        lexical=Lexical.build(numbered, k1, b),
+        k1=k1,
+        b=b,
+        weight=WEIGHTS[best],
         default="fused" if interval[0] > 0 and not loses else "bm25",
         gain=ScoreDifference(
-            a="fused", b="bm25", metric="ndcg_at_10", mean=float(balanced_Q.mean()), interval=interval
+            a="fused",
+            b="bm25",
+            metric="ndcg_at_10",
+            mean=float(balanced_Q.mean()),
+            interval=interval,
         ),
-    )  # fmt: skip
+    )
 
 
 def _balance(kinds: Sequence[Kind]) -> Floats:
@@ -188,36 +239,58 @@ def _balance(kinds: Sequence[Kind]) -> Floats:
 
 def measure(rankings: Sequence[Ints]) -> dict[str, Floats]:
     """Each metric of each query, from the ranks of its relevant documents."""
-    return {name: np.array([metric(ranked) for ranked in rankings]) for name, metric in METRICS.items()}
+    return {
+        name: np.array([metric(ranked) for ranked in rankings]) for name, metric in METRICS.items()
+    }
 
 
-def _compare(measured: Mapping[str, dict[str, Floats]], a: str, b: str, seed: int) -> ScoreDifference:
+def _compare(
+    measured: Mapping[str, dict[str, Floats]], a: str, b: str, seed: int
+) -> ScoreDifference:
     differences_Q = measured[a]["ndcg_at_10"] - measured[b]["ndcg_at_10"]
     interval = bootstrap(differences_Q, seed=seed)
-    return ScoreDifference(a=a, b=b, metric="ndcg_at_10", mean=float(differences_Q.mean()), interval=interval)
+    return ScoreDifference(
+        a=a, b=b, metric="ndcg_at_10", mean=float(differences_Q.mean()), interval=interval
+    )
 
 
 def table(evaluation: Evaluation) -> str:
-    """The evaluation as text: systems by kind of query, differences with intervals, and what was asked of what."""
+    """The evaluation as text: systems by kind of query, differences with intervals, and what was
+    asked of what."""
     lines: list[str] = []
     for kind, found in evaluation.kinds.items():
         rows = [
-            (system, *(f"{value:.3f}" for value in (quality.ndcg_at_10, quality.mrr_at_10, quality.recall_at_100)))
+            (
+                system,
+                *(
+                    f"{value:.3f}"
+                    for value in (quality.ndcg_at_10, quality.mrr_at_10, quality.recall_at_100)
+                ),
+            )
             for system, quality in found.systems.items()
         ]
-        lines += table_lines((_many(found.reported, kind), "nDCG@10", "MRR@10", "recall@100"), rows, right=(1, 2, 3))
+        lines += table_lines(
+            (_many(found.reported, kind), "nDCG@10", "MRR@10", "recall@100"), rows, right=(1, 2, 3)
+        )
         lines += [f"{one.a} - {one.b}: nDCG@10 {_shown(one)}" for one in found.differences]
         lines.append("")
     titles = evaluation.val_documents + evaluation.train_documents
     every = "all " if evaluation.val_documents < MOST else ""
-    origin = f"of {every}{counted(evaluation.val_documents, 'validation document')} that can be asked for"
+    origin = (
+        f"of {every}{counted(evaluation.val_documents, 'validation document')} that can be asked "
+        "for"
+    )
     if evaluation.train_documents:
         origin += f" and {counted(evaluation.train_documents, 'training document')}"
-    tuning = joined([_many(found.tuning, kind) for kind, found in evaluation.kinds.items() if found.tuning])
+    tuning = joined(
+        [_many(found.tuning, kind) for kind, found in evaluation.kinds.items() if found.tuning]
+    )
     lines += [
         f"{counted(titles, 'title')} {origin}, split at separators; candidates: "
-        f"{counted(evaluation.documents, 'document')} without what is asked, of which {evaluation.with_body} have text",
-        f"chosen on tuning queries alone ({tuning or 'none'}): BM25 with k1 {evaluation.k1:g} and b "
+        f"{counted(evaluation.documents, 'document')} without what is asked, of which "
+        f"{evaluation.with_body} have text",
+        f"chosen on tuning queries alone ({tuning or 'none'}): BM25 with k1 {evaluation.k1:g} and "
+        "b "
         f"{evaluation.b:g}, vectors with weight {evaluation.fusion_weight:g}",
         f"searches answer with {evaluation.default}: {why(evaluation)}",
     ]

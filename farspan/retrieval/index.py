@@ -5,8 +5,8 @@ FOLDER/passages/         documents, chunks and their vectors (farspan.retrieval.
 FOLDER/fitted.safetensors    what was fitted to the corpus
 FOLDER/store/, FOLDER/bm25/
 
-A new index gets a folder of its own, and takes the old one's place as the manifest is renamed over the old one. Nothing
-here imports PyTorch: words alone are searched without a model.
+A new index gets a folder of its own, and takes the old one's place as the manifest is renamed over
+the old one. Nothing here imports PyTorch: words alone are searched without a model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,22 @@ from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
 from farspan.retrieval.stores import About, Spot, Store, Vectors
 
-MANIFEST, PASSAGES, FITTED, STORE, LEXICAL = "index.json", "passages", "fitted.safetensors", "store", "bm25"
-#: A new fit is due when so many of the chunks, or of those that the fit was made to, are not of both.
+MANIFEST, PASSAGES, FITTED, STORE, LEXICAL = (
+    "index.json",
+    "passages",
+    "fitted.safetensors",
+    "store",
+    "bm25",
+)
+#: A new fit is due when so many of the chunks, or of those that the fit was made to, are not of
+#: both.
 DRIFT = 0.2
 
 
 class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How vectors are fitted (`tuning.py`): size of a vector, pairs of a step, steps and passes over the pairs at most,
-    seed. Chosen on tuning queries alone (docs/decisions/0008-embeddings.md)."""
+    """How vectors are fitted (`tuning.py`): size of a vector, pairs of a step, steps and passes
+    over the pairs at most, seed. Chosen on tuning queries alone
+    (docs/decisions/0008-embeddings.md)."""
 
     size: int = 512
     batch: int = 512
@@ -52,9 +60,11 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an index is made. `seed` is the untrained model's, the choice of queries' and the bootstrap's."""
+    """How an index is made. `seed` is the untrained model's, the choice of queries' and the
+    bootstrap's."""
 
-    #: At most so many tokens a chunk, and no more than the model reads after the end of text that comes first.
+    #: At most so many tokens a chunk, and no more than the model reads after the end of text that
+    #: comes first.
     chunk_tokens: int = 128
     fit: FitSettings = FitSettings()
     #: `NAME` or `NAME:LOCATION`, as in run.yaml.
@@ -69,8 +79,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What vectors were fitted to, and the evaluation was made over: documents, and their chunks. `k1` and `b` are what
-    BM25 was found best with."""
+    """What vectors were fitted to, and the evaluation was made over: documents, and their chunks.
+    `k1` and `b` are what BM25 was found best with."""
 
     id: str
     documents: int
@@ -80,11 +90,13 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`evaluation` is None where it was left out, and where no document has a body of a few words to be found by."""
+    """`evaluation` is None where it was left out, and where no document has a body of a few words
+    to be found by."""
 
     origin: Origin
     recipe: Recipe
-    #: Hash of the documents, and the fingerprint of the source that they were read from; empty where it was not there.
+    #: Hash of the documents, and the fingerprint of the source that they were read from; empty
+    #: where it was not there.
     corpus: str
     source: str
     documents: int
@@ -96,7 +108,8 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     #: What a search can be narrowed by.
     fields: tuple[str, ...]
     evaluation: Evaluation | None
-    #: The folder of the files, beside the manifest, and the table or collection where the store lies at a server.
+    #: The folder of the files, beside the manifest, and the table or collection where the store
+    #: lies at a server.
     files: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
     table: Annotated[str, msgspec.Meta(pattern=r"^(farspan_[0-9a-f]{16})?$")]
     metric: Literal["cosine"] = "cosine"
@@ -108,7 +121,9 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def about(self) -> About:
-        return About(model=self.origin.model, tokenizer=self.origin.tokenizer, fit=self.fit.id, dim=self.dim)
+        return About(
+            model=self.origin.model, tokenizer=self.origin.tokenizer, fit=self.fit.id, dim=self.dim
+        )
 
     def spot(self, path: Path) -> Spot:
         """Where the store of the index at `path` lies."""
@@ -136,7 +151,11 @@ class Index:
     """
 
     def __init__(
-        self, path: Path, manifest: IndexManifest, embedder: Callable[[Path, Origin], QueryEmbedder], command: str
+        self,
+        path: Path,
+        manifest: IndexManifest,
+        embedder: Callable[[Path, Origin], QueryEmbedder],
+        command: str,
     ) -> None:
         self.path, self.manifest, self._embedder, self._command = path, manifest, embedder, command
         self._files = path / manifest.files
@@ -145,17 +164,25 @@ class Index:
 
     @classmethod
     def open(
-        cls, path: Path, embedder: Callable[[Path, Origin], QueryEmbedder], *, command: str, vectors: bool = True
+        cls,
+        path: Path,
+        embedder: Callable[[Path, Origin], QueryEmbedder],
+        *,
+        command: str,
+        vectors: bool = True,
     ) -> Self:
-        """The index at `path`; refuses (no-index) a missing and a damaged one. `command` would make it.
+        """The index at `path`; refuses (no-index) a missing and a damaged one. `command` would make
+        it.
 
-        Without `vectors` the store stays closed: it may lie at a server, and words alone do not need it.
+        Without `vectors` the store stays closed: it may lie at a server, and words alone do not
+        need it.
         """
         while True:
             manifest = read_manifest(path, command)
             try:
                 index = cls(path, manifest, embedder, command)
-                # All that a search may need is opened now: a new index may take this one's files away.
+                # All that a search may need is opened now: a new index may take this one's files
+                # away.
                 index._read(vectors)
                 return index
             except Exception:
@@ -201,9 +228,12 @@ class Index:
         about, wanted = self._opened.describe(), self.manifest.about
         if about != wanted:
             raise Refusal(
-                "store-mismatch", what="the store holds the vectors of another index", where=self.path,
-                fact=f"it was made for {about}, the index for {wanted}", remedy=self._command,
-            )  # fmt: skip
+                "store-mismatch",
+                what="the store holds the vectors of another index",
+                where=self.path,
+                fact=f"it was made for {about}, the index for {wanted}",
+                remedy=self._command,
+            )
         return self._opened
 
     def masked(self, where: dict[str, str]) -> np.ndarray:
@@ -211,8 +241,10 @@ class Index:
         for name in where:
             if name not in self.manifest.fields:
                 raise unknown_field(name, self.manifest.fields)
-        equal = [all(field(document, name) == value for name, value in where.items())
-                 for document in self.documents]  # fmt: skip
+        equal = [
+            all(field(document, name) == value for name, value in where.items())
+            for document in self.documents
+        ]
         return np.array(equal, bool)
 
     def close(self) -> None:
@@ -221,34 +253,47 @@ class Index:
 
 
 def field(document: IndexedDocument, name: str) -> str | None:
-    """What a document has in a field; a column of the source that is called like one of farspan's own gives way."""
+    """What a document has in a field; a column of the source that is called like one of farspan's
+    own gives way."""
     own = {"title": document.title, "origin": document.origin}
     return own.get(name, document.metadata.get(name))
 
 
 def unknown_field(name: str, fields: tuple[str, ...]) -> Refusal:
     return Refusal(
-        "usage", what=f"there is no field {name!r} to filter by", where="the filter of a search",
-        fact=f"fields: {', '.join(fields)}", remedy=f"filter by {nearest(name, fields) or 'title'}",
-    )  # fmt: skip
+        "usage",
+        what=f"there is no field {name!r} to filter by",
+        where="the filter of a search",
+        fact=f"fields: {', '.join(fields)}",
+        remedy=f"filter by {nearest(name, fields) or 'title'}",
+    )
 
 
 def passages_of(index: Path, folder: Path, manifest: IndexManifest) -> Passages:
     """The passages of the index at `index`, whose files are in `folder`. Raises Damaged."""
-    return Passages(index, folder / manifest.files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim)
+    return Passages(
+        index, folder / manifest.files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim
+    )
 
 
 def read_manifest(path: Path, command: str) -> IndexManifest:
-    """The manifest of the index at `path`; refuses where there is none, and one of an earlier version. `command` would
-    make it."""
+    """The manifest of the index at `path`; refuses where there is none, and one of an earlier
+    version. `command` would make it."""
     if not (path / MANIFEST).exists():
         raise Refusal(
-            "no-index", what="there is no index to search", where=path, fact=f"{MANIFEST} is missing", remedy=command
+            "no-index",
+            what="there is no index to search",
+            where=path,
+            fact=f"{MANIFEST} is missing",
+            remedy=command,
         )
     try:
         return load(path / MANIFEST, IndexManifest)
     except Refusal as refusal:
         raise Refusal(
-            "no-index", what="the index is damaged, or of another version of farspan", where=path / MANIFEST,
-            fact=refusal.problem.fact, remedy=command,
-        ) from None  # fmt: skip
+            "no-index",
+            what="the index is damaged, or of another version of farspan",
+            where=path / MANIFEST,
+            fact=refusal.problem.fact,
+            remedy=command,
+        ) from None

@@ -3,8 +3,8 @@
     queries.jsonl    {"_id": "q1", "text": "how is a file read line by line"}
     qrels.tsv        query-id, corpus-id, score, with or without that header; or TREC's four columns
 
-A document is named by its title, or by where it is from, as `farspan search` shows both. What has a score above 0
-answers.
+A document is named by its title, or by where it is from, as `farspan search` shows both. What has a
+score above 0 answers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def read_judged(queries: Path, qrels: Path, documents: Sequence[Document]) -> list[Query]:
-    """The queries that any of `documents` answers, in the file's order. Raises Refusal (path-missing, file-unreadable,
-    out-of-range) for files that cannot be read, queries and documents that there are not, and files without a pair."""
+    """The queries that any of `documents` answers, in the file's order. Raises Refusal
+    (path-missing, file-unreadable, out-of-range) for files that cannot be read, queries and
+    documents that there are not, and files without a pair."""
     texts: dict[str, str] = {}
     for number, line in _lines(queries):
         try:
@@ -54,11 +55,17 @@ def read_judged(queries: Path, qrels: Path, documents: Sequence[Document]) -> li
             relevant.setdefault(query, set()).update(named[name])
     if not relevant:
         raise Refusal(
-            "out-of-range", what="no query has a document that answers it", where=qrels,
+            "out-of-range",
+            what="no query has a document that answers it",
+            where=qrels,
             fact=f"{counted(len(texts), 'query')} and no pair with a score above 0",
             remedy="write lines such as: q1 <tab> TITLE <tab> 1",
-        )  # fmt: skip
-    return [Query(texts[query], tuple(sorted(relevant[query])), "own") for query in texts if query in relevant]
+        )
+    return [
+        Query(texts[query], tuple(sorted(relevant[query])), "own")
+        for query in texts
+        if query in relevant
+    ]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -67,9 +74,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise Refusal(
-            "path-missing", what="there is no such file", where=path,
-            fact="it is to hold queries, or what answers them", remedy="farspan tune --help",
-        ) from None  # fmt: skip
+            "path-missing",
+            what="there is no such file",
+            where=path,
+            fact="it is to hold queries, or what answers them",
+            remedy="farspan tune --help",
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, 0, str(error), "UTF-8 text") from None
     return ((number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip())
@@ -85,19 +95,29 @@ def _judgement(path: Path, number: int, line: str) -> tuple[str, str, float]:
         query, document, score = parts
         return query, document, float(score)
     except ValueError:
-        raise _unreadable(path, number, line.strip()[:80], "query-id <tab> corpus-id <tab> score") from None
+        raise _unreadable(
+            path, number, line.strip()[:80], "query-id <tab> corpus-id <tab> score"
+        ) from None
 
 
 def _unreadable(path: Path, number: int, fact: str, wanted: str) -> Refusal:
     return Refusal(
-        "file-unreadable", what="this line cannot be read" if number else "this file cannot be read",
-        where=f"{path}:{number}" if number else path, fact=fact, remedy=f"write it as: {wanted}",
-    )  # fmt: skip
+        "file-unreadable",
+        what="this line cannot be read" if number else "this file cannot be read",
+        where=f"{path}:{number}" if number else path,
+        fact=fact,
+        remedy=f"write it as: {wanted}",
+    )
 
 
 def _unknown(path: Path, number: int, what: str, name: str, known: list[str]) -> Refusal:
     like = nearest(name, known)
     return Refusal(
-        "out-of-range", what=f"there is no such {what}", where=f"{path}:{number}", fact=f"{name[:80]!r}",
-        remedy=f"the nearest is {like!r}" if like else f"name one of {len(known):,} that there are, as {known[0]!r}",
-    )  # fmt: skip
+        "out-of-range",
+        what=f"there is no such {what}",
+        where=f"{path}:{number}",
+        fact=f"{name[:80]!r}",
+        remedy=f"the nearest is {like!r}"
+        if like
+        else f"name one of {len(known):,} that there are, as {known[0]!r}",
+    )

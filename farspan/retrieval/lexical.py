@@ -1,4 +1,5 @@
-"""Words for BM25: names are split at dots, underscores and camel case, and kept whole beside their parts."""
+"""Words for BM25: names are split at dots, underscores and camel case, and kept whole beside their
+parts."""
 
 from __future__ import annotations
 
@@ -17,13 +18,16 @@ with warnings.catch_warnings():
 
 NAME = re.compile(r"\w+(?:\.\w+)*")
 _SEPARATOR = re.compile(r"[._]+")
-#: Between a small letter or digit and a capital, and before the last capital of a run: CrossEntropy, HTTPServer.
+#: Between a small letter or digit and a capital, and before the last capital of a run:
+#: CrossEntropy, HTTPServer.
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def parts(name: str) -> list[str]:
     """`torch.nn.CrossEntropyLoss` as torch, nn, cross, entropy, loss."""
-    return [part.lower() for piece in _SEPARATOR.split(name) for part in _CAMEL.split(piece) if part]
+    return [
+        part.lower() for piece in _SEPARATOR.split(name) for part in _CAMEL.split(piece) if part
+    ]
 
 
 def spread(text: str) -> str:
@@ -32,7 +36,8 @@ def spread(text: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Lower-cased words of a text in order; a name of several parts gives its parts, then itself."""
+    """Lower-cased words of a text in order; a name of several parts gives its parts, then
+    itself."""
     collected: list[str] = []
     for match in NAME.finditer(text):
         name = match[0].strip("_")
@@ -51,11 +56,14 @@ class Numbered:
     """Texts as numbers of their words, from which BM25 of any k1 and b is made."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        # Words are numbered as they come: bm25s itself would number them by their hashes, another way in each process.
+        # Words are numbered as they come: bm25s itself would number them by their hashes, another
+        # way in each process.
         self.vocabulary: dict[str, int] = {}
-        # A text without words counts as one empty word: bm25s cannot index a corpus that has no word at all.
+        # A text without words counts as one empty word: bm25s cannot index a corpus that has no
+        # word at all.
         self.ids = [
-            [self.vocabulary.setdefault(word, len(self.vocabulary)) for word in words(text) or [""]] for text in texts
+            [self.vocabulary.setdefault(word, len(self.vocabulary)) for word in words(text) or [""]]
+            for text in texts
         ]
 
 
@@ -74,11 +82,24 @@ class Lexical:
 
     @classmethod
     def load(cls, folder: Path) -> Lexical:
-        """What `save` wrote, memory-mapped. Raises whatever damaged files lead to, and ValueError."""
+        """What `save` wrote, memory-mapped. Raises whatever damaged files lead to, and
+        ValueError."""
         index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-        starts, texts, count = index.scores["indptr"], index.scores["indices"], int(index.scores["num_docs"])
-        ordered = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(texts) == len(index.scores["data"])
-        if not ordered or (np.diff(starts) < 0).any() or (len(texts) and not 0 <= texts.min() <= texts.max() < count):
+        starts, texts, count = (
+            index.scores["indptr"],
+            index.scores["indices"],
+            int(index.scores["num_docs"]),
+        )
+        ordered = (
+            len(starts) > 0
+            and starts[0] == 0
+            and starts[-1] == len(texts) == len(index.scores["data"])
+        )
+        if (
+            not ordered
+            or (np.diff(starts) < 0).any()
+            or (len(texts) and not 0 <= texts.min() <= texts.max() < count)
+        ):
             raise ValueError("the places of words are out of order")
         if max(index.vocab_dict.values(), default=0) >= len(starts):
             raise ValueError("there are more words than places of words")

@@ -1,4 +1,5 @@
-"""Ranks of relevant documents, hit rate, MRR, recall, nDCG, and paired bootstrap intervals (Efron, Tibshirani 1993, ch.
+"""Ranks of relevant documents, hit rate, MRR, recall, nDCG, and paired bootstrap intervals (Efron,
+Tibshirani 1993, ch.
 13)."""
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) -> Ints:
     A document that ties with a relevant one counts as ranked before it, so that ties never help.
     """
     own, others = np.sort(scores_N[list(relevant)])[::-1], np.delete(scores_N, list(relevant))
-    return np.array([np.count_nonzero(others >= score) + place for place, score in enumerate(own, 1)], np.int64)
+    return np.array(
+        [np.count_nonzero(others >= score) + place for place, score in enumerate(own, 1)], np.int64
+    )
 
 
 def hit(ranks_R: Ints, k: int) -> float:
@@ -37,13 +40,15 @@ def recall(ranks_R: Ints, k: int) -> float:
 
 
 def ndcg(ranks_R: Ints, k: int) -> float:
-    """Discounted gain of the relevant documents among the first k over the best possible; gains are 0 and 1."""
+    """Discounted gain of the relevant documents among the first k over the best possible; gains are
+    0 and 1."""
     gain = (1 / np.log2(1 + ranks_R[ranks_R <= k])).sum()
     return float(gain / (1 / np.log2(1 + np.arange(1, min(len(ranks_R), k) + 1))).sum())
 
 
 def bootstrap(differences_Q: Floats, *, seed: int, resamples: int = 10_000) -> tuple[float, float]:
-    """95 % percentile interval of the mean of paired differences over Q queries drawn with replacement."""
+    """95 % percentile interval of the mean of paired differences over Q queries drawn with
+    replacement."""
     generator = np.random.default_rng(seed)
     Q = len(differences_Q)
     means = [differences_Q[generator.integers(0, Q, Q)].mean() for _ in range(resamples)]

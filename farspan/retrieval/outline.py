@@ -23,7 +23,8 @@ class Heading(msgspec.Struct, frozen=True):
 
 
 def outline(text: str) -> list[Heading]:
-    """Headings in order. Underlined ones have the level of their character, by its first appearance."""
+    """Headings in order. Underlined ones have the level of their character, by its first
+    appearance."""
     headings: list[Heading] = []
     levels: dict[str, int] = {}
     at, before, before_at, fence = 0, "", 0, ""
@@ -43,11 +44,17 @@ def outline(text: str) -> list[Heading]:
 
 
 def _is_title(line: str) -> bool:
-    return len(line) <= _MOST_CHARS and line[:1].strip() != "" and any(map(str.isalnum, line)) and not _ATX.match(line)
+    return (
+        len(line) <= _MOST_CHARS
+        and line[:1].strip() != ""
+        and any(map(str.isalnum, line))
+        and not _ATX.match(line)
+    )
 
 
 def path(headings: Sequence[Heading], at: int) -> tuple[str, ...]:
-    """The headings that what begins at a character lies under, outermost first; its own heading is one of them."""
+    """The headings that what begins at a character lies under, outermost first; its own heading is
+    one of them."""
     above: list[Heading] = []
     for heading in headings:
         if heading.start > at:

@@ -1,5 +1,5 @@
-"""What a corpus says belongs together: titles, openings and headings, with the passages that they stand above; and
-passages that look as if they did.
+"""What a corpus says belongs together: titles, openings and headings, with the passages that they
+stand above; and passages that look as if they did.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.queries import opening_of
 from farspan.retrieval.rank import query_form
 
-#: Passages of a document at most that its title and its opening belong to: the first ones say best what it is about.
+#: Passages of a document at most that its title and its opening belong to: the first ones say best
+#: what it is about.
 PASSAGES = 4
 #: Pairs at most: more are not read within the steps of a fit.
 MOST = 131_072
@@ -25,8 +26,8 @@ NEGATIVES = 20
 
 
 class Pairs(msgspec.Struct, frozen=True):
-    """Text number `texts[i]` belongs to passage `passages[i]`, and not to those of `negatives[texts[i]]`. Passages of
-    one of `groups` (N) may answer each other's texts."""
+    """Text number `texts[i]` belongs to passage `passages[i]`, and not to those of
+    `negatives[texts[i]]`. Passages of one of `groups` (N) may answer each other's texts."""
 
     asked: list[str]
     texts: list[int]
@@ -36,9 +37,13 @@ class Pairs(msgspec.Struct, frozen=True):
 
 
 def pairs_of(
-    documents: Sequence[Document], bodies: Sequence[Chunk], passages: Sequence[str], held: Collection[int]
+    documents: Sequence[Document],
+    bodies: Sequence[Chunk],
+    passages: Sequence[str],
+    held: Collection[int],
 ) -> Pairs:
-    """Pairs of `documents`, evenly over them, without those in `held`. `passages` are what `bodies` say."""
+    """Pairs of `documents`, evenly over them, without those in `held`. `passages` are what `bodies`
+    say."""
     rows: dict[int, list[int]] = {}
     for row, chunk in enumerate(bodies):
         rows.setdefault(chunk.document, []).append(row)
@@ -58,16 +63,23 @@ def pairs_of(
     for text, row in found:
         own[numbers[text]].add(bodies[row].document)
     return Pairs(
-        asked=asked, texts=[numbers[text] for text, _ in found], passages=[row for _, row in found],
-        negatives=_negatives(asked, own, passages, groups, held), groups=groups,
-    )  # fmt: skip
+        asked=asked,
+        texts=[numbers[text] for text, _ in found],
+        passages=[row for _, row in found],
+        negatives=_negatives(asked, own, passages, groups, held),
+        groups=groups,
+    )
 
 
 def _negatives(
-    asked: Sequence[str], own: Sequence[set[int]], passages: Sequence[str], groups: npt.NDArray[np.int64],
+    asked: Sequence[str],
+    own: Sequence[set[int]],
+    passages: Sequence[str],
+    groups: npt.NDArray[np.int64],
     held: Collection[int],
-) -> list[list[int]]:  # fmt: skip
-    """Of each text the passages that BM25 finds first, without those of its own documents and of `held`."""
+) -> list[list[int]]:
+    """Of each text the passages that BM25 finds first, without those of its own documents and of
+    `held`."""
     if not asked:
         return []
     lexical, usable_N = Lexical.build(passages), ~np.isin(groups, list(held))
@@ -75,5 +87,11 @@ def _negatives(
     for text, documents in zip(asked, own, strict=True):
         scores_N = np.where(usable_N, lexical.scores(text), 0)
         first = np.argpartition(-scores_N, count - 1)[:count]
-        found.append([int(row) for row in np.sort(first) if scores_N[row] > 0 and groups[row] not in documents])
+        found.append(
+            [
+                int(row)
+                for row in np.sort(first)
+                if scores_N[row] > 0 and groups[row] not in documents
+            ]
+        )
     return found

@@ -1,9 +1,9 @@
 """The documents of an index and their chunks on disk: what is read of them is what is asked for.
 
-documents.jsonl     one IndexedDocument a line
-chunks.jsonl        one Chunk a line, in the order of their documents and of their places in them
-rows.npy            of each chunk: id, hash of what is embedded, document, first byte in chunks.jsonl, is it in the fit
-vectors.npy         of each chunk: its unit vector (N, E), float32
+documents.jsonl     one IndexedDocument a line chunks.jsonl        one Chunk a line, in the order of
+their documents and of their places in them rows.npy            of each chunk: id, hash of what is
+embedded, document, first byte in chunks.jsonl, is it in the fit vectors.npy         of each chunk:
+its unit vector (N, E), float32
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.stores import Ids, Vectors
 
 _DOCUMENTS, _CHUNKS, _ROWS, _VECTORS = "documents.jsonl", "chunks.jsonl", "rows.npy", "vectors.npy"
-ROW = np.dtype([("id", "<i8"), ("text", "<i8"), ("document", "<i4"), ("byte", "<i8"), ("fitted", "?")])
+ROW = np.dtype(
+    [("id", "<i8"), ("text", "<i8"), ("document", "<i4"), ("byte", "<i8"), ("fitted", "?")]
+)
 Rows = npt.NDArray[Any]
 
 
@@ -36,9 +38,12 @@ class Damaged(Refusal):
 
     def __init__(self, index: Path, fact: str) -> None:
         super().__init__(
-            "no-index", what="the index is damaged", where=index, fact=fact,
+            "no-index",
+            what="the index is damaged",
+            where=index,
+            fact=fact,
             remedy=f"rm -r {shlex.quote(str(index))} && {command('embed', index.parent)}",
-        )  # fmt: skip
+        )
 
 
 class IndexedDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +57,10 @@ class IndexedDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 def indexed_document(document: Document) -> IndexedDocument:
     return IndexedDocument(
-        key=content_hash(document), title=document.title, origin=document.origin, metadata=document.metadata
+        key=content_hash(document),
+        title=document.title,
+        origin=document.origin,
+        metadata=document.metadata,
     )
 
 
@@ -61,9 +69,13 @@ def text_hash(text: str) -> int:
 
 
 def write(
-    folder: Path, documents: Sequence[IndexedDocument], chunks: Sequence[Chunk], vectors_NE: Vectors,
-    texts_N: npt.NDArray[np.int64], fitted_N: npt.NDArray[np.bool_],
-) -> None:  # fmt: skip
+    folder: Path,
+    documents: Sequence[IndexedDocument],
+    chunks: Sequence[Chunk],
+    vectors_NE: Vectors,
+    texts_N: npt.NDArray[np.int64],
+    fitted_N: npt.NDArray[np.bool_],
+) -> None:
     """Write an index's passages, chunks being in the order of their documents."""
     encoder = msgspec.json.Encoder()
     (folder / _DOCUMENTS).write_bytes(encoder.encode_lines(documents))
@@ -79,8 +91,8 @@ def write(
 
 
 class Passages:
-    """The passages of the index at `index`, in `folder`, opened for reading. Raises Damaged where sizes contradict each
-    other, or what the manifest says of `documents`, `chunks` and `dim`."""
+    """The passages of the index at `index`, in `folder`, opened for reading. Raises Damaged where
+    sizes contradict each other, or what the manifest says of `documents`, `chunks` and `dim`."""
 
     def __init__(self, index: Path, folder: Path, documents: int, chunks: int, dim: int) -> None:
         self._index, self._folder, self._count = index, folder, documents
@@ -90,22 +102,37 @@ class Passages:
             self._size = (folder / _CHUNKS).stat().st_size
         except Exception as error:  # What a damaged header leads to is not said.
             raise Damaged(index, f"{_ROWS}, {_VECTORS}: {error}") from None
-        right = self.rows_N.dtype == ROW and self.rows_N.shape == (chunks,) and self.vectors_NE.shape == (chunks, dim)
+        right = (
+            self.rows_N.dtype == ROW
+            and self.rows_N.shape == (chunks,)
+            and self.vectors_NE.shape == (chunks, dim)
+        )
         if not right or self.vectors_NE.dtype != np.float32:
-            raise Damaged(index, f"{_ROWS} and {_VECTORS} do not hold {chunks} chunks of {dim} numbers")
+            raise Damaged(
+                index, f"{_ROWS} and {_VECTORS} do not hold {chunks} chunks of {dim} numbers"
+            )
         numbers, bytes_N = self.rows_N["document"], self.rows_N["byte"]
-        within = bool(numbers[0] >= 0 and numbers[-1] < documents and bytes_N[0] == 0 and bytes_N[-1] < self._size)
+        within = bool(
+            numbers[0] >= 0
+            and numbers[-1] < documents
+            and bytes_N[0] == 0
+            and bytes_N[-1] < self._size
+        )
         if not (within and (np.diff(numbers) >= 0).all() and (np.diff(bytes_N) > 0).all()):
             raise Damaged(index, f"the places in {_ROWS} are not those of {_CHUNKS}")
 
     @cached_property
     def documents(self) -> list[IndexedDocument]:
         try:
-            lines = msgspec.json.Decoder(IndexedDocument).decode_lines((self._folder / _DOCUMENTS).read_bytes())
+            lines = msgspec.json.Decoder(IndexedDocument).decode_lines(
+                (self._folder / _DOCUMENTS).read_bytes()
+            )
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise Damaged(self._index, f"{_DOCUMENTS}: {error}") from None
         if len(lines) != self._count:
-            raise Damaged(self._index, f"{_DOCUMENTS} has {len(lines)} documents and not {self._count}")
+            raise Damaged(
+                self._index, f"{_DOCUMENTS} has {len(lines)} documents and not {self._count}"
+            )
         return lines
 
     @cached_property
@@ -121,7 +148,9 @@ class Passages:
         except (ValueError, msgspec.MsgspecError) as error:
             raise Damaged(self._index, f"{_CHUNKS}, byte {start}: {error}") from None
         if chunk.document != self.rows_N["document"][row]:
-            raise Damaged(self._index, f"{_CHUNKS}, byte {start}: a chunk of document {chunk.document}")
+            raise Damaged(
+                self._index, f"{_CHUNKS}, byte {start}: a chunk of document {chunk.document}"
+            )
         return chunk
 
     def __iter__(self) -> Iterator[Chunk]:

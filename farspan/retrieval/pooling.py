@@ -1,4 +1,5 @@
-"""Weighted means of a model's streams over the tokens of texts, in this process or shared out over several.
+"""Weighted means of a model's streams over the tokens of texts, in this process or shared out over
+several.
 
 Shapes: B texts, S positions, D size of a state, L streams, F = L D features, V vocabulary.
 """
@@ -26,16 +27,19 @@ from farspan.domain.codec import load, save
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.decoder import Decoder
 
-#: Batches that wait in each process: enough that none is idle, and few, as each holds its result until it is taken.
+#: Batches that wait in each process: enough that none is idle, and few, as each holds its result
+#: until it is taken.
 _AHEAD = 4
 _WEIGHTS = "weights"
 
 
 @torch.inference_mode()
 def pool_batch(model: Decoder, weights_V: Tensor, end: int, ids: Sequence[Tensor]) -> Tensor:
-    """Weighted means of every stream (B, F) of texts that have tokens, on the CPU. `end` is the end-of-text token."""
+    """Weighted means of every stream (B, F) of texts that have tokens, on the CPU. `end` is the
+    end-of-text token."""
     device = model.tok.weight.device
-    # Texts follow an end of text, as in training. Padding lies behind them, where causal attention cannot see.
+    # Texts follow an end of text, as in training. Padding lies behind them, where causal attention
+    # cannot see.
     tokens_BS = pad_sequence(list(ids), batch_first=True, padding_value=end)
     weights_BS = pad_sequence([weights_V[text] for text in ids], batch_first=True).to(device)
     behind_end_B1S = F.pad(weights_BS, (1, 0))[:, None]
@@ -56,14 +60,16 @@ def _weighted(weights_B1S: Tensor, states_BSD: Tensor) -> Tensor:
 
 
 def bf16_is_fast(device: torch.device) -> bool:
-    """On a CPU with matrix units alone: AVX-512's bf16 took 1.2 to 1.6 times as long as fp32 (docs/log.md)."""
+    """On a CPU with matrix units alone: AVX-512's bf16 took 1.2 to 1.6 times as long as fp32
+    (docs/log.md)."""
     if device.type == "cpu":
         return torch.cpu._is_amx_tile_supported()
     return device.type == "cuda" and torch.cuda.is_bf16_supported()
 
 
 class Processes:
-    """Processes of one thread each that pool batches: `with Processes(4) as processes: Embedder(..., processes)`."""
+    """Processes of one thread each that pool batches: `with Processes(4) as processes:
+    Embedder(..., processes)`."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -73,7 +79,12 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="farspan-embed-")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._folder.cleanup()
 
@@ -83,8 +94,13 @@ class Processes:
         """What `pool_batch` gives for each batch, in order."""
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             _write(Path(folder), model, weights_V)
-            tasks = (self._pool.submit(_pool, folder, end, [text.numpy() for text in batch]) for batch in batches)
-            waiting: list[Future[npt.NDArray[np.float32]]] = list(itertools.islice(tasks, _AHEAD * self._count))
+            tasks = (
+                self._pool.submit(_pool, folder, end, [text.numpy() for text in batch])
+                for batch in batches
+            )
+            waiting: list[Future[npt.NDArray[np.float32]]] = list(
+                itertools.islice(tasks, _AHEAD * self._count)
+            )
             while waiting:
                 yield torch.from_numpy(waiting.pop(0).result())
                 waiting += itertools.islice(tasks, 1)
@@ -92,7 +108,10 @@ class Processes:
 
 def _write(folder: Path, model: Decoder, weights_V: Tensor) -> None:
     save(model.spec, folder / "spec.json")
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        folder / "model.safetensors",
+    )
     save_file({_WEIGHTS: weights_V.contiguous()}, folder / "weights.safetensors")
 
 

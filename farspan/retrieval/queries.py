@@ -1,8 +1,9 @@
-"""Queries that a corpus gives by itself, with the documents that answer them: its titles, its questions, its openings.
+"""Queries that a corpus gives by itself, with the documents that answer them: its titles, its
+questions, its openings.
 
-A title is asked with its separators split. A question is a heading that ends in a question mark. An opening is a
-document's first line, as it stands: it says in a sentence what the document is about, as people ask, and every corpus
-has some. What is asked is left out of what can be found.
+A title is asked with its separators split. A question is a heading that ends in a question mark. An
+opening is a document's first line, as it stands: it says in a sentence what the document is about,
+as people ask, and every corpus has some. What is asked is left out of what can be found.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from farspan.retrieval.outline import outline
 from farspan.retrieval.rank import query_form
 
 Kind = Literal["title", "question", "opening", "own"]
-#: Documents whose titles and openings are reported, at least (as far as the corpus has them) and at most; and those
-#: that choices are made on. As many documents with questions at most serve for each.
+#: Documents whose titles and openings are reported, at least (as far as the corpus has them) and at
+#: most; and those that choices are made on. As many documents with questions at most serve for
+#: each.
 QUERIES, MOST, TUNING = 500, 2000, 300
 #: A document can be asked for if its body has so many words.
 BODY_WORDS = 5
@@ -30,7 +32,8 @@ OPENING_WORDS, QUESTION_WORDS = 4, 3
 
 
 class Query(msgspec.Struct, frozen=True):
-    """What is asked, and the documents that answer it: for titles and openings all of that title or the same body."""
+    """What is asked, and the documents that answer it: for titles and openings all of that title or
+    the same body."""
 
     text: str
     relevant: tuple[int, ...]
@@ -38,8 +41,8 @@ class Query(msgspec.Struct, frozen=True):
 
 
 class Queries(msgspec.Struct, frozen=True):
-    """No document answers both a reported and a tuning query. Of the reported titles, `filling` are of the training
-    split."""
+    """No document answers both a reported and a tuning query. Of the reported titles, `filling` are
+    of the training split."""
 
     reported: list[Query]
     tuning: list[Query]
@@ -52,7 +55,8 @@ class Queries(msgspec.Struct, frozen=True):
 
 
 def body_of(document: Document) -> str:
-    """The text without its first line, without the title where the text repeats it, and without questions."""
+    """The text without its first line, without the title where the text repeats it, and without
+    questions."""
     return without_questions(document.text[head_length(document) :])
 
 
@@ -76,7 +80,9 @@ def questions_of(document: Document) -> list[str]:
 
 def opening_of(document: Document) -> str:
     """The first line that does not repeat the title; empty where it is no more than a name."""
-    lines = [line.strip() for line in document.text[: head_length(document)].splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in document.text[: head_length(document)].splitlines() if line.strip()
+    ]
     line = lines[-1] if lines else ""
     return line if len(words(line)) >= OPENING_WORDS and bare(line) != bare(document.title) else ""
 
@@ -95,13 +101,18 @@ def choose_queries(
 ) -> Queries:
     """Queries for documents of which the first `train` are the training split.
 
-    Titles and openings: validation is reported whole up to MOST; training documents fill up to QUERIES, and others of
-    them serve for tuning. Questions: half of the documents that have some serve for either. At least half of the
-    training split answers nothing of that, and can be fitted to. Of a person's `own` queries half serve for either.
+    Titles and openings: validation is reported whole up to MOST; training documents fill up to
+    QUERIES, and others of them serve for tuning. Questions: half of the documents that have some
+    serve for either. At least half of the training split answers nothing of that, and can be fitted
+    to. Of a person's `own` queries half serve for either.
     """
     same, rng = _Same(documents, bodies), np.random.default_rng(seed)
     judged = {n for query in own for n in query.relevant}
-    eligible = [n for n, body in enumerate(bodies) if same.forms[n].strip() and len(words(body)) >= BODY_WORDS]
+    eligible = [
+        n
+        for n, body in enumerate(bodies)
+        if same.forms[n].strip() and len(words(body)) >= BODY_WORDS
+    ]
     eligible = [int(n) for n in rng.permutation(eligible) if n not in judged]
     asked = [n for n in eligible if questions_of(documents[n])]
     most = train // (8 if asked else 4)
@@ -113,14 +124,24 @@ def choose_queries(
     tuning = rest[: min(most_tuning, most)]
     filling = rest[len(tuning) :][: min(max(QUERIES - len(val), 0), most)]
     reported = [query for n in val + filling for query in _named(documents[n], same, n)]
-    reported += [Query(text, same.of(n), "question") for n in questions for text in questions_of(documents[n])]
+    reported += [
+        Query(text, same.of(n), "question")
+        for n in questions
+        for text in questions_of(documents[n])
+    ]
     shuffled = [own[int(n)] for n in rng.permutation(len(own))]
     reported += shuffled[len(own) // 2 :]
     relevant = {n for query in reported for n in query.relevant}
     chosen = [query for n in tuning for query in _named(documents[n], same, n)]
-    chosen += [Query(text, same.of(n), "question") for n in trained[:half] for text in questions_of(documents[n])]
+    chosen += [
+        Query(text, same.of(n), "question")
+        for n in trained[:half]
+        for text in questions_of(documents[n])
+    ]
     chosen += shuffled[: len(own) // 2]
-    return Queries(reported, [query for query in chosen if relevant.isdisjoint(query.relevant)], len(filling))
+    return Queries(
+        reported, [query for query in chosen if relevant.isdisjoint(query.relevant)], len(filling)
+    )
 
 
 class _Same:

@@ -1,4 +1,5 @@
-"""How documents are ranked for a query: BM25, vectors, and both. Search and its evaluation share every line of it."""
+"""How documents are ranked for a query: BM25, vectors, and both. Search and its evaluation share
+every line of it."""
 
 from __future__ import annotations
 
@@ -12,22 +13,27 @@ from farspan.retrieval.lexical import parts
 System = Literal["bm25", "model", "fused", "reranked"]
 #: Documents that vectors propose for a query; others get nothing from them.
 DEPTH = 100
-#: Documents that are reranked by how likely the query is (`rerank.py`), and what a nat a token counts there:
-#: of 0.02 to 0.4 what did least harm with a model of 3 M parameters (docs/log.md).
+#: Documents that are reranked by how likely the query is (`rerank.py`), and what a nat a token
+#: counts there: of 0.02 to 0.4 what did least harm with a model of 3 M parameters (docs/log.md).
 RERANKED, NAT = 50, 0.1
 
 Scores = npt.NDArray[np.float32]
 
 
 def query_form(text: str) -> str:
-    """A query as it is embedded: names split as BM25 splits them, one space before each word as inside a text."""
+    """A query as it is embedded: names split as BM25 splits them, one space before each word as
+    inside a text."""
     return "".join(f" {part}" for word in text.split() for part in parts(word))
 
 
-def by_document(documents: npt.ArrayLike, similarities: npt.NDArray[np.floating], count: int) -> Scores:
-    """Scores of `count` documents from the similarities of chunks: a document's best, kept for the DEPTH best only.
+def by_document(
+    documents: npt.ArrayLike, similarities: npt.NDArray[np.floating], count: int
+) -> Scores:
+    """Scores of `count` documents from the similarities of chunks: a document's best, kept for the
+    DEPTH best only.
 
-    `documents[i]` is the document of chunk i. Documents without a chunk, beyond DEPTH or unlike the query get 0.
+    `documents[i]` is the document of chunk i. Documents without a chunk, beyond DEPTH or unlike the
+    query get 0.
     """
     scores_N = np.zeros(count, np.float32)
     np.maximum.at(scores_N, np.asarray(documents, np.int64), similarities.astype(np.float32))

@@ -1,9 +1,10 @@
-"""Documents that were found, put into another order by how likely the model finds the query behind each passage.
+"""Documents that were found, put into another order by how likely the model finds the query behind
+each passage.
 
     mean over the query's tokens of log p(token | passage, tokens before)
 
-Query likelihood is of Ponte and Croft 1998; by a language model, of arXiv 2204.07496. Shapes: B passages, S positions,
-D size of a state, Q tokens of the query.
+Query likelihood is of Ponte and Croft 1998; by a language model, of arXiv 2204.07496. Shapes: B
+passages, S positions, D size of a state, Q tokens of the query.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from farspan.corpus.tokenizer import Tokenizer
 from farspan.retrieval.pooling import bf16_is_fast
 from farspan.runtime.model.decoder import Decoder
 
-#: Tokens of a query that are read at most: passages are cut where both would be more than the model's context.
+#: Tokens of a query that are read at most: passages are cut where both would be more than the
+#: model's context.
 _QUERY_TOKENS = 64
 #: What stands between a passage and the query.
 _BETWEEN = "\n\n"
@@ -33,17 +35,23 @@ _ROWS = 32
 def log_likelihoods(
     model: Decoder, tokenizer: Tokenizer, query: str, passages: Sequence[str]
 ) -> npt.NDArray[np.float32]:
-    """Mean log-probability (N), in nats, of a token of the query behind each passage; 0 for a query without tokens."""
+    """Mean log-probability (N), in nats, of a token of the query behind each passage; 0 for a query
+    without tokens."""
     asked = tokenizer.encode_batch([query])[0][: min(_QUERY_TOKENS, model.spec.context // 2)]
     room = model.spec.context - len(asked) - 1
-    read = [text[:room] for text in tokenizer.encode_batch([f"{passage}{_BETWEEN}" for passage in passages])]
+    read = [
+        text[:room]
+        for text in tokenizer.encode_batch([f"{passage}{_BETWEEN}" for passage in passages])
+    ]
     found_N = np.zeros(len(passages), np.float32)
     # Shortest first, so that rows of a batch are of nearly one length.
     order = sorted(range(len(read)), key=lambda row: len(read[row])) if asked else []
     for start in range(0, len(order), _ROWS):
         rows = order[start : start + _ROWS]
         batch = [torch.tensor([tokenizer.end_of_text, *read[row], *asked]) for row in rows]
-        found_N[rows] = _means(model, batch, torch.tensor(asked), tokenizer.end_of_text).cpu().numpy()
+        found_N[rows] = (
+            _means(model, batch, torch.tensor(asked), tokenizer.end_of_text).cpu().numpy()
+        )
     return found_N
 
 

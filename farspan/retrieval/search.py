@@ -1,4 +1,5 @@
-"""Answer a query from an index: documents, each with its best passage, where that stands, and why it was found."""
+"""Answer a query from an index: documents, each with its best passage, where that stands, and why
+it was found."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from farspan.retrieval.evaluate import why
 from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import NAME, words
 from farspan.retrieval.metrics import Ints
-from farspan.retrieval.rank import DEPTH, NAT, RERANKED, Scores, System, by_document, fuse, query_form
+from farspan.retrieval.rank import (
+    DEPTH,
+    NAT,
+    RERANKED,
+    Scores,
+    System,
+    by_document,
+    fuse,
+    query_form,
+)
 from farspan.retrieval.stores import Vectors
 
 SNIPPET_CHARS = 300
@@ -28,24 +38,28 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     title: str
     score: float
-    #: BM25 of the document, and the cosine of its nearest passage; None where no vector was asked for.
+    #: BM25 of the document, and the cosine of its nearest passage; None where no vector was asked
+    #: for.
     word_score: float
     vector_score: float | None
     #: The beginning of the passage, or what is around the first word of the query's, in one line.
     text: str
-    #: Where to look it up: file (and row), line, page, and the headings above. 0 where the source has none.
+    #: Where to look it up: file (and row), line, page, and the headings above. 0 where the source
+    #: has none.
     origin: str
     line: int = 0
     page: int = 0
     headings: tuple[str, ...] = ()
-    #: The whole passage, and where words of the query are in it: first character, and the one after the last.
+    #: The whole passage, and where words of the query are in it: first character, and the one after
+    #: the last.
     passage: str
     marks: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str] = {}
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Best first, of `total` documents that were found. `system` ranked them; `why` says why it was asked."""
+    """Best first, of `total` documents that were found. `system` ranked them; `why` says why it was
+    asked."""
 
     query: str
     system: System
@@ -55,13 +69,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def search(
-    index: Index, query: str, k: int = 10, system: System | None = None, where: Mapping[str, str] | None = None,
+    index: Index,
+    query: str,
+    k: int = 10,
+    system: System | None = None,
+    where: Mapping[str, str] | None = None,
     offset: int = 0,
-) -> Answer:  # fmt: skip
-    """The k best documents from the one at `offset` on, by `system`, or by what the index's evaluation found better.
+) -> Answer:
+    """The k best documents from the one at `offset` on, by `system`, or by what the index's
+    evaluation found better.
 
-    `where` narrows them to those with these values in these fields. Raises Refusal (usage) for a field that there is
-    not.
+    `where` narrows them to those with these values in these fields. Raises Refusal (usage) for a
+    field that there is not.
     """
     evaluation, within = index.manifest.evaluation, dict(where or {})
     mask_N = index.masked(within) if within else None
@@ -88,11 +107,16 @@ def search(
 
 
 def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
-    """The k passages of other documents whose vectors are nearest to a passage's. Raises Refusal (usage) for an id
-    that the index does not have."""
+    """The k passages of other documents whose vectors are nearest to a passage's. Raises Refusal
+    (usage) for an id that the index does not have."""
     row = row_of(index, chunk_id)
-    numbers_N, vector_E = index.passages.rows_N["document"], np.array(index.passages.vectors_NE[row])
-    hits = index.store.search(vector_E, k + len(index.passages.of_document(int(numbers_N[row]))) + DEPTH)
+    numbers_N, vector_E = (
+        index.passages.rows_N["document"],
+        np.array(index.passages.vectors_NE[row]),
+    )
+    hits = index.store.search(
+        vector_E, k + len(index.passages.of_document(int(numbers_N[row]))) + DEPTH
+    )
     rows = index.passages.rows_of(np.array([hit.id for hit in hits], np.int64))
     near: dict[int, tuple[int, float]] = {}
     for other, hit in zip(rows.tolist(), hits, strict=True):
@@ -106,7 +130,9 @@ def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
 
 def passage(index: Index, chunk_id: str, query: str = "") -> Result:
     """One passage by its id. Raises Refusal (usage) for an id that the index does not have."""
-    return _of_chunk(index, row_of(index, chunk_id), query, score=0.0, word_score=0.0, vector_score=None)
+    return _of_chunk(
+        index, row_of(index, chunk_id), query, score=0.0, word_score=0.0, vector_score=None
+    )
 
 
 def row_of(index: Index, chunk_id: str) -> int:
@@ -114,9 +140,12 @@ def row_of(index: Index, chunk_id: str) -> int:
     row = int(index.passages.rows_of(np.array([number % 2**63], np.int64))[0])
     if row < 0 or number < 0:
         raise Refusal(
-            "usage", what="there is no passage of this id", where=f"passage {chunk_id[:40]!r}",
-            fact="the index may have been made again since, without it", remedy="search again",
-        )  # fmt: skip
+            "usage",
+            what="there is no passage of this id",
+            where=f"passage {chunk_id[:40]!r}",
+            fact="the index may have been made again since, without it",
+            remedy="search again",
+        )
     return row
 
 
@@ -132,43 +161,69 @@ def _better(manifest: IndexManifest, known: bool) -> tuple[System, str]:
 
 def not_evaluated(recipe: Recipe) -> str:
     """Why an index has no evaluation."""
-    return "no document has text after its first line" if recipe.evaluate else "the index was made without evaluation"
+    return (
+        "no document has text after its first line"
+        if recipe.evaluate
+        else "the index was made without evaluation"
+    )
 
 
 def _vector_scores(index: Index, vector_E: Vectors, where: Mapping[str, str]) -> Scores:
     """Cosines by document, from the chunks that the store finds nearest."""
-    # A document may hold several of the nearest chunks; four times the depth leaves enough documents.
+    # A document may hold several of the nearest chunks; four times the depth leaves enough
+    # documents.
     hits = index.store.search(vector_E, 4 * DEPTH, where or None)
     # A store at a server may know chunks of the index that takes this one's place.
     rows = index.passages.rows_of(np.array([hit.id for hit in hits], np.int64))
     scores_H = np.array([hit.score for hit in hits], np.float32)[rows >= 0]
-    return by_document(index.passages.rows_N["document"][rows[rows >= 0]], scores_H, index.manifest.documents)
+    return by_document(
+        index.passages.rows_N["document"][rows[rows >= 0]], scores_H, index.manifest.documents
+    )
 
 
-def _reranked(index: Index, query: str, found: Ints, scores_N: Scores, vector_E: Vectors | None) -> Ints:
-    """The documents `found`, best first, whose first are put into the order of new scores: those whose passages make
-    the query likelier come first, and none falls behind the rest."""
+def _reranked(
+    index: Index, query: str, found: Ints, scores_N: Scores, vector_E: Vectors | None
+) -> Ints:
+    """The documents `found`, best first, whose first are put into the order of new scores: those
+    whose passages make the query likelier come first, and none falls behind the rest."""
     first = found[:RERANKED]
-    passages = [index.passages.chunk(_best(index, query, number, vector_E)[0]).indexed for number in first.tolist()]
+    passages = [
+        index.passages.chunk(_best(index, query, number, vector_E)[0]).indexed
+        for number in first.tolist()
+    ]
     likely = index.embedder.likelihoods(query, passages)
     scores_N[first] += NAT * (likely - likely.min(initial=0))
     return np.concatenate([first[np.argsort(-scores_N[first], kind="stable")], found[RERANKED:]])
 
 
 def _result(
-    index: Index, query: str, document: int, scores_N: Scores, words_N: Scores, vector_E: Vectors | None
+    index: Index,
+    query: str,
+    document: int,
+    scores_N: Scores,
+    words_N: Scores,
+    vector_E: Vectors | None,
 ) -> Result:
     row, cosine = _best(index, query, document, vector_E)
     return _of_chunk(
-        index, row, query, score=float(scores_N[document]), word_score=float(words_N[document]), vector_score=cosine
+        index,
+        row,
+        query,
+        score=float(scores_N[document]),
+        word_score=float(words_N[document]),
+        vector_score=cosine,
     )
 
 
-def _best(index: Index, query: str, document: int, vector_E: Vectors | None) -> tuple[int, float | None]:
-    """The document's passage with the most words of the query, of equals the nearest one; and the cosine of the nearest
-    of all, where there is a vector."""
+def _best(
+    index: Index, query: str, document: int, vector_E: Vectors | None
+) -> tuple[int, float | None]:
+    """The document's passage with the most words of the query, of equals the nearest one; and the
+    cosine of the nearest of all, where there is a vector."""
     rows, terms = index.passages.of_document(document), {*words(query)}
-    near_R = None if vector_E is None else index.passages.vectors_NE[rows.start : rows.stop] @ vector_E
+    near_R = (
+        None if vector_E is None else index.passages.vectors_NE[rows.start : rows.stop] @ vector_E
+    )
 
     def fit(row: int) -> tuple[int, float]:
         shared = len(terms & {*words(index.passages.chunk(row).indexed)})
@@ -178,16 +233,31 @@ def _best(index: Index, query: str, document: int, vector_E: Vectors | None) -> 
 
 
 def _of_chunk(
-    index: Index, row: int, query: str, *, score: float, word_score: float, vector_score: float | None
+    index: Index,
+    row: int,
+    query: str,
+    *,
+    score: float,
+    word_score: float,
+    vector_score: float | None,
 ) -> Result:
     chunk: Chunk = index.passages.chunk(row)
     text = chunk.text.strip("\n")
     return Result(
-        id=f"{chunk.id:016x}", title=chunk.title, score=score, word_score=word_score, vector_score=vector_score,
-        text=snippet(text, query), origin=chunk.origin, line=chunk.line, page=chunk.page,
-        headings=chunk.headings, passage=text, marks=tuple(marks(text, query)),
+        id=f"{chunk.id:016x}",
+        title=chunk.title,
+        score=score,
+        word_score=word_score,
+        vector_score=vector_score,
+        text=snippet(text, query),
+        origin=chunk.origin,
+        line=chunk.line,
+        page=chunk.page,
+        headings=chunk.headings,
+        passage=text,
+        marks=tuple(marks(text, query)),
         metadata=index.documents[chunk.document].metadata,
-    )  # fmt: skip
+    )
 
 
 def marks(text: str, query: str) -> Iterable[tuple[int, int]]:
@@ -197,8 +267,11 @@ def marks(text: str, query: str) -> Iterable[tuple[int, int]]:
 
 
 def snippet(text: str, query: str) -> str:
-    """About SNIPPET_CHARS of the text in one line, from the word before the first one of the query's."""
+    """About SNIPPET_CHARS of the text in one line, from the word before the first one of the
+    query's."""
     terms, line = {*words(query)}, " ".join(text.split())
-    first = next((match.start() for match in re.finditer(r"\S+", line) if terms & {*words(match[0])}), 0)
+    first = next(
+        (match.start() for match in re.finditer(r"\S+", line) if terms & {*words(match[0])}), 0
+    )
     start = 0 if first < SNIPPET_CHARS // 2 else line.rfind(" ", 0, first - 1) + 1
     return ("… " if start else "") + textwrap.shorten(line[start:], SNIPPET_CHARS, placeholder=" …")

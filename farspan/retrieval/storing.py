@@ -1,8 +1,9 @@
 """Vectors of an index in its store: filled, followed and cleared.
 
-A store in the index's own folder is copied before it is changed: who reads the old index has the old one. At a server
-one table serves both: what is new is added before the new index takes the old one's place, what is gone is deleted
-after, and a search passes over ids that its index does not know.
+A store in the index's own folder is copied before it is changed: who reads the old index has the
+old one. At a server one table serves both: what is new is added before the new index takes the old
+one's place, what is gone is deleted after, and a search passes over ids that its index does not
+know.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def table(path: Path, store: str, fit: str) -> str:
-    """What the vectors of the index at `path` are called at a server; empty for a store in the index's folder."""
+    """What the vectors of the index at `path` are called at a server; empty for a store in the
+    index's folder."""
     name, location = stores.resolve(store)
     shared = stores.load(name).shared(location)
     return f"farspan_{content_hash(str(path.resolve()), store, fit)}" if shared else ""
@@ -51,14 +53,17 @@ def fill(
     before: IndexManifest | None,
     work: IndexWork,
 ) -> None:
-    """Bring the store of the index that is being made at `building` to its passages, which are written."""
+    """Bring the store of the index that is being made at `building` to its passages, which are
+    written."""
     passages = passages_of(path, building, manifest)
     work.start("storing")
     with closing(_store(path, building, manifest, before, passages)) as store:
         there, ids_N = store.ids(), passages.rows_N["id"]
         new = np.flatnonzero(~np.isin(ids_N, there))
         work.did(len(ids_N) - len(new), kept=True)
-        for rows in (new[start : start + _ADD_AT_ONCE] for start in range(0, len(new), _ADD_AT_ONCE)):
+        for rows in (
+            new[start : start + _ADD_AT_ONCE] for start in range(0, len(new), _ADD_AT_ONCE)
+        ):
             payloads = [_payload(passages, int(row), manifest) for row in rows]
             store.add(ids_N[rows].tolist(), np.asarray(passages.vectors_NE[rows]), payloads)
             work.did(len(rows))
@@ -70,12 +75,18 @@ def fill(
 def _payload(passages: Passages, row: int, manifest: IndexManifest) -> Payload:
     """What a search can be narrowed by; at a server, where others may read it, also the text."""
     document = passages.documents[int(passages.rows_N["document"][row])]
-    payload = {name: value for name in manifest.fields if (value := field(document, name)) is not None}
+    payload = {
+        name: value for name in manifest.fields if (value := field(document, name)) is not None
+    }
     return payload | {"text": passages.chunk(row).text} if _is_shared(manifest) else payload
 
 
 def _store(
-    path: Path, building: Path, manifest: IndexManifest, before: IndexManifest | None, passages: Passages
+    path: Path,
+    building: Path,
+    manifest: IndexManifest,
+    before: IndexManifest | None,
+    passages: Passages,
 ) -> Store:
     module, spot = stores.load(manifest.store[0]), manifest.spot(building)
     if _is_shared(manifest):
@@ -105,13 +116,16 @@ def _is_shared(manifest: IndexManifest) -> bool:
 
 def leave(building: Path, before: IndexManifest, manifest: IndexManifest) -> None:
     """Note what the old index has at a server, before the new one takes its place."""
-    if before.table and (before.recipe.store, before.table) != (manifest.recipe.store, manifest.table):
+    if before.table and (before.recipe.store, before.table) != (
+        manifest.recipe.store,
+        manifest.table,
+    ):
         save(Left(store=before.recipe.store, table=before.table), building / LEFT)
 
 
 def clear(building: Path, manifest: IndexManifest, path: Path, say: Callable[[str], None]) -> None:
-    """Remove from servers what the index that took another's place does not need. Not to reach one is no failure of the
-    index: what stays there is said."""
+    """Remove from servers what the index that took another's place does not need. Not to reach one
+    is no failure of the index: what stays there is said."""
     left = load(building / LEFT, Left) if (building / LEFT).exists() else None
     try:
         if manifest.table:

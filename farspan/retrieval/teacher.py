@@ -1,8 +1,10 @@
-"""Vectors of words from somebody else's model, which a fit may begin at: a folder on this machine, never fetched.
+"""Vectors of words from somebody else's model, which a fit may begin at: a folder on this machine,
+never fetched.
 
-A static model is a table of vectors with its tokenizer, as model2vec writes it: `model.safetensors` with `embeddings`
-(V, E), and `tokenizer.json`. Any other is one that sentence-transformers loads, which must be installed for the fit.
-Searches need neither: what the words' vectors say goes into the index's own table.
+A static model is a table of vectors with its tokenizer, as model2vec writes it: `model.safetensors`
+with `embeddings` (V, E), and `tokenizer.json`. Any other is one that sentence-transformers loads,
+which must be installed for the fit. Searches need neither: what the words' vectors say goes into
+the index's own table.
 """
 
 from __future__ import annotations
@@ -28,21 +30,25 @@ _ROWS = 256
 
 
 def digest(folder: Path) -> str:
-    """What the folder's model is known by: 16 hexadecimal digits of its files. Raises Refusal (path-missing)."""
+    """What the folder's model is known by: 16 hexadecimal digits of its files. Raises Refusal
+    (path-missing)."""
     if not folder.is_dir():
         raise missing_path(folder)
     found = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
-            found.update(str(path.relative_to(folder)).encode() + hashlib.file_digest(file, "sha256").digest())
+            found.update(
+                str(path.relative_to(folder)).encode()
+                + hashlib.file_digest(file, "sha256").digest()
+            )
     return found.hexdigest()[:16]
 
 
 def word_vectors(folder: Path, words: Sequence[str]) -> Tensor:
     """Unit vectors (N, E) of words around their mean, float32; zeros for a blank one.
 
-    Raises Refusal: path-missing, model-unsupported for a folder that holds no such model, extra-missing where
-    sentence-transformers is not installed.
+    Raises Refusal: path-missing, model-unsupported for a folder that holds no such model,
+    extra-missing where sentence-transformers is not installed.
     """
     if not folder.is_dir():
         raise missing_path(folder)
@@ -63,7 +69,10 @@ def _static(folder: Path, texts: Sequence[str]) -> Tensor:
     try:
         table_VE = load_file(folder / _STATIC)[_TABLE].float()
         tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
-        encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        encoded = [
+            encoding.ids
+            for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ]
         lengths = torch.tensor([0, *map(len, encoded[:-1])]).cumsum(0)
         tokens = torch.tensor([token for ids in encoded for token in ids], dtype=torch.long)
         return F.embedding_bag(tokens, table_VE, lengths, mode="mean")
@@ -76,14 +85,21 @@ def _encoded(folder: Path, texts: Sequence[str]) -> Tensor:
         raise _unsupported(folder, f"it has neither {_STATIC} nor {_MODULES}")
     if importlib.util.find_spec("sentence_transformers") is None:
         raise Refusal(
-            "extra-missing", what="this teacher needs a library that is not installed",
-            where=f"run.yaml, key index.teacher: {folder}", fact="there is no module named sentence_transformers",
-            remedy="pip install 'farspan[st]'", key="index.teacher",
-        )  # fmt: skip
+            "extra-missing",
+            what="this teacher needs a library that is not installed",
+            where=f"run.yaml, key index.teacher: {folder}",
+            fact="there is no module named sentence_transformers",
+            remedy="pip install 'farspan[st]'",
+            key="index.teacher",
+        )
     sentence_transformers: Any = importlib.import_module("sentence_transformers")
     try:
-        model = sentence_transformers.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-        encoded = model.encode(list(texts), batch_size=_ROWS, convert_to_tensor=True, show_progress_bar=False)
+        model = sentence_transformers.SentenceTransformer(
+            str(folder), device="cpu", local_files_only=True
+        )
+        encoded = model.encode(
+            list(texts), batch_size=_ROWS, convert_to_tensor=True, show_progress_bar=False
+        )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise _unsupported(folder, f"{type(error).__name__}: {error}") from None
     return torch.as_tensor(encoded).float().cpu()
@@ -91,8 +107,12 @@ def _encoded(folder: Path, texts: Sequence[str]) -> Tensor:
 
 def _unsupported(folder: Path, fact: str) -> Refusal:
     return Refusal(
-        "model-unsupported", what="this folder holds no model that can be a teacher",
-        where=f"run.yaml, key index.teacher: {folder}", fact=" ".join(fact.split())[:300],
-        remedy="name a folder of model2vec's or of sentence-transformers', or leave index.teacher out",
+        "model-unsupported",
+        what="this folder holds no model that can be a teacher",
+        where=f"run.yaml, key index.teacher: {folder}",
+        fact=" ".join(fact.split())[:300],
+        remedy=(
+            "name a folder of model2vec's or of sentence-transformers', or leave index.teacher out"
+        ),
         key="index.teacher",
-    )  # fmt: skip
+    )

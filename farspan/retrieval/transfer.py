@@ -1,11 +1,13 @@
-"""Vectors of an index as one file, for databases that farspan does not talk to: .parquet, .jsonl or .npy.
+"""Vectors of an index as one file, for databases that farspan does not talk to: .parquet, .jsonl or
+.npy.
 
 FILE.parquet     columns id, vector (list of float32), text, and one for each key of the payload
 FILE.jsonl       the same keys, one JSON object a line
 FILE.npy         vectors alone (N, E), float32; FILE.jsonl beside it has the other keys, row by row
 FILE.load.md     schema and commands for each database of `farspan.retrieval.targets`, filled in
 
-An id is written in digits, as text: JSON readers that know only floats would round it. Nothing here imports PyTorch.
+An id is written in digits, as text: JSON readers that know only floats would round it. Nothing here
+imports PyTorch.
 
 Shapes: N rows, B rows of a batch, E size of a vector.
 """
@@ -37,7 +39,8 @@ _BATCH = 1024
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A passage: its id, below 2**63, its unit vector (E), its text, and what a search can be narrowed by."""
+    """A passage: its id, below 2**63, its unit vector (E), its text, and what a search can be
+    narrowed by."""
 
     id: int
     vector: npt.NDArray[np.float32]
@@ -46,19 +49,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rows(passages: Passages, fields: Sequence[str]) -> Iterator[Row]:
-    """The passages of an index in their order. What a document does not have in a field is empty text."""
+    """The passages of an index in their order. What a document does not have in a field is empty
+    text."""
     for row, chunk in enumerate(passages):
         document = passages.documents[chunk.document]
         payload: dict[str, str | int] = {name: field(document, name) or "" for name in fields}
         payload |= {"line": chunk.line, "page": chunk.page, "headings": " > ".join(chunk.headings)}
-        yield Row(id=chunk.id, vector=np.array(passages.vectors_NE[row]), text=chunk.text, payload=payload)
+        yield Row(
+            id=chunk.id, vector=np.array(passages.vectors_NE[row]), text=chunk.text, payload=payload
+        )
 
 
 def write_vectors(path: Path, rows: Iterable[Row], about: About) -> None:
     """Write rows to `path`, and beside it how databases load them; what is written appears whole.
 
-    The payload of each row has the keys of the first. Refuses as `files_of` does. Raises ValueError for a vector that
-    is not of `about.dim` numbers, and for other keys.
+    The payload of each row has the keys of the first. Refuses as `files_of` does. Raises ValueError
+    for a vector that is not of `about.dim` numbers, and for other keys.
     """
     files = files_of(path)
     write = _FORMATS[path.suffix]
@@ -70,36 +76,47 @@ def write_vectors(path: Path, rows: Iterable[Row], about: About) -> None:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files that are written for `path`: itself, the keys beside vectors alone, and the commands.
+    """The files that are written for `path`: itself, the keys beside vectors alone, and the
+    commands.
 
-    Refuses (out-of-range) another ending, (run-exists) to write over a file, (path-missing) a folder that is not there,
-    and (extra-missing) Parquet without pyarrow.
+    Refuses (out-of-range) another ending, (run-exists) to write over a file, (path-missing) a
+    folder that is not there, and (extra-missing) Parquet without pyarrow.
     """
     if path.suffix not in _FORMATS:
         raise Refusal(
-            "out-of-range", what=f"vectors cannot be written as {path.suffix or 'a file without an ending'}",
-            where=path, fact=f"formats: {', '.join(_FORMATS)}", remedy=f"name it {path.with_suffix('.parquet').name}",
-        )  # fmt: skip
+            "out-of-range",
+            what=f"vectors cannot be written as {path.suffix or 'a file without an ending'}",
+            where=path,
+            fact=f"formats: {', '.join(_FORMATS)}",
+            remedy=f"name it {path.with_suffix('.parquet').name}",
+        )
     beside = [path.with_suffix(".jsonl")] if path.suffix == ".npy" else []
     files = [path, *beside, path.with_name(f"{path.name}.load.md")]
     if there := [file for file in files if os.path.lexists(file)]:
         raise Refusal(
-            "run-exists", what="this file exists already", where=there[0], fact="nothing is ever written over",
+            "run-exists",
+            what="this file exists already",
+            where=there[0],
+            fact="nothing is ever written over",
             remedy=f"name another file, such as {path.stem}-2{path.suffix}",
-        )  # fmt: skip
+        )
     if not path.absolute().parent.is_dir():
         raise missing_path(path.absolute().parent)
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise Refusal(
-            "extra-missing", what="writing Parquet needs pyarrow", where=sys.executable,
-            fact="pyarrow is not installed there", remedy="pip install 'farspan[parquet]'",
-        )  # fmt: skip
+            "extra-missing",
+            what="writing Parquet needs pyarrow",
+            where=sys.executable,
+            fact="pyarrow is not installed there",
+            remedy="pip install 'farspan[parquet]'",
+        )
     return files
 
 
 @contextmanager
 def _appearing(files: list[Path]) -> Iterator[list[Path]]:
-    """Temporary files that take their names together once they are written; the first of them last."""
+    """Temporary files that take their names together once they are written; the first of them
+    last."""
     temporary = [file.with_name(f"{file.name}.{os.getpid()}.tmp") for file in files]
     try:
         yield temporary
@@ -113,8 +130,8 @@ def _appearing(files: list[Path]) -> Iterator[list[Path]]:
 
 
 class _Facts:
-    """What is learnt of rows as they pass: the keys of their payloads with their types, and the size of the largest
-    text and payload as JSON, in bytes."""
+    """What is learnt of rows as they pass: the keys of their payloads with their types, and the
+    size of the largest text and payload as JSON, in bytes."""
 
     def __init__(self, dim: int) -> None:
         self._dim, self.fields, self.largest = dim, dict[str, type](), 0
@@ -122,12 +139,18 @@ class _Facts:
     def seen(self, rows: Iterable[Row]) -> Iterator[Row]:
         for number, row in enumerate(rows):
             if row.vector.shape != (self._dim,):
-                raise ValueError(f"row {number} has a vector of shape {row.vector.shape}, not ({self._dim},)")
+                raise ValueError(
+                    f"row {number} has a vector of shape {row.vector.shape}, not ({self._dim},)"
+                )
             if not number:
                 self.fields = {name: type(value) for name, value in row.payload.items()}
             if row.payload.keys() != self.fields.keys():
-                raise ValueError(f"row {number} has {sorted(row.payload)}, the first {sorted(self.fields)}")
-            self.largest = max(self.largest, len(msgspec.json.encode({**row.payload, "text": row.text})))
+                raise ValueError(
+                    f"row {number} has {sorted(row.payload)}, the first {sorted(self.fields)}"
+                )
+            self.largest = max(
+                self.largest, len(msgspec.json.encode({**row.payload, "text": row.text}))
+            )
             yield row
 
 
@@ -177,13 +200,21 @@ def _write_parquet(files: list[Path], rows: Iterator[Row], about: About) -> None
     every = itertools.chain([] if first is None else [first], rows)
     with parquet.ParquetWriter(files[0], schema) as writer:
         while batch := list(itertools.islice(every, _BATCH)):
-            columns = {name: [_keys(row)[name] for row in batch] for name in schema.names if name != "vector"}
+            columns = {
+                name: [_keys(row)[name] for row in batch]
+                for name in schema.names
+                if name != "vector"
+            }
             flat = np.concatenate([row.vector for row in batch])
             ends = np.arange(len(batch) + 1, dtype=np.int32) * about.dim
             columns["vector"] = pa.ListArray.from_arrays(ends, pa.array(flat, pa.float32()))
-            writer.write_table(pa.table({name: columns[name] for name in schema.names}, schema=schema))
+            writer.write_table(
+                pa.table({name: columns[name] for name in schema.names}, schema=schema)
+            )
 
 
 _FORMATS: dict[str, Callable[[list[Path], Iterator[Row], About], None]] = {
-    ".jsonl": _write_jsonl, ".npy": _write_npy, ".parquet": _write_parquet,
-}  # fmt: skip
+    ".jsonl": _write_jsonl,
+    ".npy": _write_npy,
+    ".parquet": _write_parquet,
+}

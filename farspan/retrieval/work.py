@@ -1,4 +1,5 @@
-"""The work on an index: how far it is, and what of it is on disk already, so that it goes on where it was stopped."""
+"""The work on an index: how far it is, and what of it is on disk already, so that it goes on where
+it was stopped."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Features:
-    """Blocks of numbers in the order of their making, each behind its SHA-256. What a killed process or a damaged disk
-    has left of a block is cut off, with all that comes after."""
+    """Blocks of numbers in the order of their making, each behind its SHA-256. What a killed
+    process or a damaged disk has left of a block is cut off, with all that comes after."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
@@ -46,18 +47,22 @@ class Features:
 class IndexWork:
     """Amounts to do and done by kind: characters to embed, steps to fit, chunks to store.
 
-    `clock` gives seconds, and `changed` is called after each part. Features are kept in `folder`, or not at all.
+    `clock` gives seconds, and `changed` is called after each part. Features are kept in `folder`,
+    or not at all.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = lambda: 0.0, changed: Callable[[IndexWork], None] = lambda work: None
+        self,
+        clock: Callable[[], float] = lambda: 0.0,
+        changed: Callable[[IndexWork], None] = lambda work: None,
     ) -> None:
         self.clock, self._changed = clock, changed
         self.folder: Path | None = None
         self.kind: Kind = "embedding"
         self._total: Counter[str] = Counter()
         self._done: Counter[str] = Counter()
-        #: What was done by this process, and the seconds that it took: what the time to go is predicted from.
+        #: What was done by this process, and the seconds that it took: what the time to go is
+        #: predicted from.
         self._fresh: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self._since = 0.0
@@ -88,8 +93,13 @@ class IndexWork:
 
     def eta_s(self) -> float | None:
         """Seconds to go for every kind whose pace is known by now; None before any is."""
-        paces = {kind: self._seconds[kind] / amount for kind, amount in self._fresh.items() if amount}
-        return sum(max(self._total[kind] - self._done[kind], 0) * pace for kind, pace in paces.items()) or None
+        paces = {
+            kind: self._seconds[kind] / amount for kind, amount in self._fresh.items() if amount
+        }
+        return (
+            sum(max(self._total[kind] - self._done[kind], 0) * pace for kind, pace in paces.items())
+            or None
+        )
 
     @contextmanager
     def features(self, name: str) -> Iterator[Features]:

@@ -18,7 +18,17 @@ import torch
 
 from farspan._version import __version__
 from farspan.domain.caps import caps
-from farspan.domain.cluster import GIVEN, READY, Cluster, DataSheet, Device, DType, Host, Site, WorkerSlot
+from farspan.domain.cluster import (
+    GIVEN,
+    READY,
+    Cluster,
+    DataSheet,
+    Device,
+    DType,
+    Host,
+    Site,
+    WorkerSlot,
+)
 from farspan.domain.gpus import TorchGpu, Wheel, is_kind, runs
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
@@ -34,14 +44,17 @@ FULL = re.compile(r"can't allocate memory|out of memory|ALLOC_FAILED", re.IGNORE
 
 
 def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.device:
-    """The torch device that a plan names, which multiplies fp32 numbers as TF32 only for a training in tf32; refuses
-    when this machine lacks it, or has another GPU in its place."""
+    """The torch device that a plan names, which multiplies fp32 numbers as TF32 only for a training
+    in tf32; refuses when this machine lacks it, or has another GPU in its place."""
     torch.set_num_threads(planned.threads)
     if planned.backend == "cpu":
         return torch.device("cpu")
     if planned.backend == "mps" and torch.backends.mps.is_available():
         return torch.device("mps")
-    index, gpus = int(os.environ.get(GIVEN, planned.index)), usable_gpus() if planned.backend == "cuda" else ()
+    index, gpus = (
+        int(os.environ.get(GIVEN, planned.index)),
+        usable_gpus() if planned.backend == "cuda" else (),
+    )
     if index < len(gpus):
         check_kind(planned, torch.cuda.get_device_name(gpus[index]))
         torch.cuda.set_device(gpus[index])
@@ -51,30 +64,38 @@ def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.
         "device-missing",
         what=f"the plan wants {planned.backend} device {planned.index}",
         where=planned.host,
-        fact=f"this machine has {counted(len(gpus), 'CUDA device')} that PyTorch can use; {installed()}",
+        fact=(
+            f"this machine has {counted(len(gpus), 'CUDA device')} that PyTorch can use; "
+            f"{installed()}"
+        ),
         remedy="farspan doctor   (there); or plan for what is here: farspan train run.yaml",
     )
 
 
 def check_kind(planned: PlannedDevice, name: str) -> None:
-    """Refuse a GPU of a kind that was not planned for; plans of before there were kinds in them take any."""
+    """Refuse a GPU of a kind that was not planned for; plans of before there were kinds in them
+    take any."""
     if planned.kind and not is_kind(name, planned.kind):
         raise Refusal(
-            "plan-mismatch", what=f"GPU {planned.index} is not the one that was planned for", where=planned.host,
+            "plan-mismatch",
+            what=f"GPU {planned.index} is not the one that was planned for",
+            where=planned.host,
             fact=f"the plan is for {planned.kind}; it is {name}",
             remedy=f"put that GPU back, or name {name!r} among the host's devices, and plan again",
-        )  # fmt: skip
+        )
 
 
 def usable_gpus() -> tuple[int, ...]:
-    """CUDA's numbers of the GPUs that this PyTorch has code for, in the order of the PCI bus, as nvidia-smi has them.
-    A device's place in its host, and in a plan, is its place among these."""
+    """CUDA's numbers of the GPUs that this PyTorch has code for, in the order of the PCI bus, as
+    nvidia-smi has them. A device's place in its host, and in a plan, is its place among these."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not torch.cuda.is_available():
         return ()
     archs = () if torch.version.hip else tuple(torch.cuda.get_arch_list())
     return tuple(
-        index for index in range(torch.cuda.device_count()) if runs(torch.cuda.get_device_capability(index), archs)
+        index
+        for index in range(torch.cuda.device_count())
+        if runs(torch.cuda.get_device_capability(index), archs)
     )
 
 
@@ -82,27 +103,37 @@ def installed() -> Wheel:
     """What this PyTorch was built for, and the GPUs that it sees."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     error, seen = "", list[TorchGpu]()
-    with warnings.catch_warnings(record=True) as caught:  # A driver that is too old is said as a warning.
+    with warnings.catch_warnings(
+        record=True
+    ) as caught:  # A driver that is too old is said as a warning.
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     try:
         for index in range(torch.cuda.device_count() if available else 0):
             seen.append(
-                TorchGpu(name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index))
+                TorchGpu(
+                    name=torch.cuda.get_device_name(index),
+                    capability=torch.cuda.get_device_capability(index),
+                )
             )
     except RuntimeError as failed:
         error = str(failed)
     return Wheel(
-        torch=str(torch.__version__), cuda=torch.version.cuda, hip=torch.version.hip,
-        archs=tuple(torch.cuda.get_arch_list()), seen=tuple(seen),
-        error=" ".join((error or " ".join(str(warning.message) for warning in caught)).split())[:300],
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        archs=tuple(torch.cuda.get_arch_list()),
+        seen=tuple(seen),
+        error=" ".join((error or " ".join(str(warning.message) for warning in caught)).split())[
+            :300
+        ],
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-    )  # fmt: skip
+    )
 
 
 def hold(variable: str = READY) -> None:
-    """Let an emulated device be as slow as it is meant to be, now that its worker has started; or with TAKEN be this
-    process's, which was a spare."""
+    """Let an emulated device be as slow as it is meant to be, now that its worker has started; or
+    with TAKEN be this process's, which was a spare."""
     for line in os.environ.pop(variable, "").splitlines():
         file, _, value = line.partition("=")
         Path(file).write_text(value)
@@ -111,14 +142,19 @@ def hold(variable: str = READY) -> None:
 def detect(backend: str, workers: int | None) -> Cluster:
     """This machine as a cluster of one host: its GPUs, or its CPU cores shared among `workers`."""
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    )
     if backend == "auto":
         backend = "cuda" if usable_gpus() else "mps" if torch.backends.mps.is_available() else "cpu"
     if backend == "cuda":
         devices = [_cuda_device(i) for i in usable_gpus()][: workers or None]
     elif backend == "mps":
         apple = Device(
-            kind=_cpu_name(), backend="mps", memory=memory.total, sheet=DataSheet(dtypes=("fp32", "bf16", "fp16"))
+            kind=_cpu_name(),
+            backend="mps",
+            memory=memory.total,
+            sheet=DataSheet(dtypes=("fp32", "bf16", "fp16")),
         )
         devices = [apple]
     else:
@@ -137,53 +173,64 @@ def detect(backend: str, workers: int | None) -> Cluster:
             what=f"the run asks for {counted(workers or 1, f'{backend} worker')}",
             where="run.yaml, key parallel.workers" if devices else "run.yaml, key parallel.device",
             fact=f"this machine has {counted(len(devices), f'{backend} device')}",
-            remedy=f"set parallel.workers: {len(devices)}" if devices else "set parallel.device: cpu",
+            remedy=f"set parallel.workers: {len(devices)}"
+            if devices
+            else "set parallel.device: cpu",
             key="parallel.workers" if devices else "parallel.device",
         )
-    host = Host(name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total, enter=())
+    host = Host(
+        name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total, enter=()
+    )
     return Cluster(sites=(Site(name="here", hosts=(host,)),))
 
 
 def memory_is_full(error: BaseException) -> bool:
-    """Whether an error means that a device's memory, or the host's, is full; each library has words of its own."""
+    """Whether an error means that a device's memory, or the host's, is full; each library has words
+    of its own."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(FULL.search(str(error)))
 
 
 def settle(device: torch.device) -> None:
     """Wait until a device has computed what it was told; a GPU does so later."""
     if device.type == "cuda":
-        # One stream computes. What NCCL sums on streams of its own goes on beside the passes, and is none of theirs.
+        # One stream computes. What NCCL sums on streams of its own goes on beside the passes, and
+        # is none of theirs.
         torch.cuda.current_stream(device).synchronize()
     elif device.type == "mps":
         torch.mps.synchronize()
 
 
 def give_back(size: int) -> None:
-    """Have blocks of so many bytes and more, once free, go back to the kernel, where malloc is glibc's. Workers keep
-    them else (`launch/workers.py`), which is faster, but between blocks that stay glibc leaves holes that fit none."""
+    """Have blocks of so many bytes and more, once free, go back to the kernel, where malloc is
+    glibc's. Workers keep them else (`launch/workers.py`), which is faster, but between blocks that
+    stay glibc leaves holes that fit none."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, size)
 
 
 def usable_memory(device: torch.device) -> int:
-    """Free bytes of a GPU; of a CPU what the machine, and each control group that this process is in, allow."""
+    """Free bytes of a GPU; of a CPU what the machine, and each control group that this process is
+    in, allow."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min([psutil.virtual_memory().total, *(cap.limit for cap in caps())])
 
 
 def free_memory(device: torch.device, allowed: int) -> int:
-    """Bytes that this process can still take: of those `allowed` to it, of the device's, and of what control groups
-    leave."""
+    """Bytes that this process can still take: of those `allowed` to it, of the device's, and of
+    what control groups leave."""
     if device.type == "cuda":
         held, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
         return int(min(allowed - held, free + torch.cuda.memory_reserved(device) - held))
     left = [cap.limit - cap.used for cap in caps()]
-    return min([allowed - psutil.Process().memory_info().rss, psutil.virtual_memory().available, *left])
+    return min(
+        [allowed - psutil.Process().memory_info().rss, psutil.virtual_memory().available, *left]
+    )
 
 
 def release(device: torch.device) -> None:
-    """Give what is free of this process's memory back, to who measures next and to the limits that it is under."""
+    """Give what is free of this process's memory back, to who measures next and to the limits that
+    it is under."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -203,7 +250,11 @@ def _cpu_name() -> str:
 
 def _cpu_dtypes() -> tuple[DType, ...]:
     """fp32, and bf16 where the CPU multiplies it in hardware (AVX-512 BF16 or AMX)."""
-    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
+    bf16 = (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if torch.backends.mkldnn.is_available()
+        else False
+    )
     return ("fp32", "bf16") if bf16 else ("fp32",)
 
 

@@ -24,7 +24,8 @@ from farspan.runtime.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class Trained:
-    """A model in evaluation mode, fp32, with the step that its weights are from and their checksum."""
+    """A model in evaluation mode, fp32, with the step that its weights are from and their
+    checksum."""
 
     model: Decoder
     tokenizer: Tokenizer
@@ -33,8 +34,9 @@ class Trained:
 
 
 def load(run: RunFolder) -> Trained:
-    """The weights of the best validation loss, or the newest whole checkpoint's where there was no validation. Raises
-    Refusal (checkpoint-corrupt), also where the best are damaged and a checkpoint, which others may be in, is whole."""
+    """The weights of the best validation loss, or the newest whole checkpoint's where there was no
+    validation. Raises Refusal (checkpoint-corrupt), also where the best are damaged and a
+    checkpoint, which others may be in, is whole."""
     plan, faults = run.load_plan(), list[str]()
     best = [run.best] if os.path.lexists(run.best) else []
     for path in (*best, *checkpoint.newest_first(run.checkpoints)):
@@ -45,9 +47,12 @@ def load(run: RunFolder) -> Trained:
             continue
         if best and path != run.best:
             raise Refusal(
-                "checkpoint-corrupt", what="the best weights of this run are damaged", where=run.best,
-                fact=faults[0], remedy=f"use those of step {trained.step}: rm -r {shlex.quote(str(run.best))}",
-            )  # fmt: skip
+                "checkpoint-corrupt",
+                what="the best weights of this run are damaged",
+                where=run.best,
+                fact=faults[0],
+                remedy=f"use those of step {trained.step}: rm -r {shlex.quote(str(run.best))}",
+            )
         return trained
     raise Refusal(
         "checkpoint-corrupt",
@@ -59,16 +64,19 @@ def load(run: RunFolder) -> Trained:
 
 
 def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -> Trained:
-    """The model on a device of this machine, `auto` being the fastest kind that there is. Raises Refusal
-    (device-missing) for one that is not there."""
+    """The model on a device of this machine, `auto` being the fastest kind that there is. Raises
+    Refusal (device-missing) for one that is not there."""
     gpus, apple = usable_gpus(), torch.backends.mps.is_available()
     here = {"cuda": bool(gpus), "mps": apple, "cpu": True}
     chosen = next(kind for kind, there in here.items() if there) if device == "auto" else device
     if not here[chosen]:
         raise Refusal(
-            "device-missing", what=f"this machine has no {chosen} device that PyTorch can use",
-            where=f"--device {chosen}", fact=str(installed()), remedy="leave --device out, or look: farspan doctor",
-        )  # fmt: skip
+            "device-missing",
+            what=f"this machine has no {chosen} device that PyTorch can use",
+            where=f"--device {chosen}",
+            fact=str(installed()),
+            remedy="leave --device out, or look: farspan doctor",
+        )
     place = torch.device(chosen, gpus[0]) if chosen == "cuda" else torch.device(chosen)
     return replace(trained, model=trained.model.to(place))
 
@@ -77,16 +85,23 @@ def _tokenizer(run: RunFolder) -> Tokenizer:
     if not run.tokenizer.exists():
         corpus = Path(load_struct(run.record, RunRecord).corpus)
         raise Refusal(
-            "path-missing", what="the run has lost its tokenizer", where=run.tokenizer,
+            "path-missing",
+            what="the run has lost its tokenizer",
+            where=run.tokenizer,
             fact="without it no text becomes tokens",
-            remedy=f"{shlex.join(['cp', str(corpus / run.tokenizer.name), str(run.path)])}   (from its corpus)",
-        )  # fmt: skip
+            remedy=(
+                f"{shlex.join(['cp', str(corpus / run.tokenizer.name), str(run.path)])}   (from "
+                "its corpus)"
+            ),
+        )
     return tokenizers.load(run.tokenizer)
 
 
 def _read(path: Path, plan: Plan, run: RunFolder) -> Trained:
     """Raises Corrupt."""
-    weights, progress, digest = checkpoint.read_weights(path, checkpoint.shapes_of(plan, [checkpoint.MODEL]))
+    weights, progress, digest = checkpoint.read_weights(
+        path, checkpoint.shapes_of(plan, [checkpoint.MODEL])
+    )
     model = Decoder(plan.model, attention=plan.train.attention)
     model.load_state_dict(weights)
     return Trained(model.eval(), _tokenizer(run), progress.step, digest)

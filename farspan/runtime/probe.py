@@ -1,7 +1,8 @@
-"""A process that answers questions about this machine, one JSON line each: `python -m farspan.runtime.probe`.
+"""A process that answers questions about this machine, one JSON line each: `python -m
+farspan.runtime.probe`.
 
-The command line keeps torch out of itself; it asks this process what devices there are, how fast they multiply, and
-what one real training step takes in time and memory.
+The command line keeps torch out of itself; it asks this process what devices there are, how fast
+they multiply, and what one real training step takes in time and memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
-from farspan.runtime.device import detect, installed, memory_is_full, open_device, peak_memory, release, settle
+from farspan.runtime.device import (
+    detect,
+    installed,
+    memory_is_full,
+    open_device,
+    peak_memory,
+    release,
+    settle,
+)
 from farspan.runtime.model.decoder import Decoder, drawn
 from farspan.runtime.probing.rates import allreduce_seconds, device_rates
 from farspan.runtime.probing.unit_timing import unit_times
@@ -32,7 +41,8 @@ from farspan.semantics.lr_schedule import learning_rate
 
 #: Steps before the timed ones: allocators and kernels settle.
 WARMUP_STEPS = 2
-#: Steps so slow that these many times the asked seconds are gone are not waited for; two are always made.
+#: Steps so slow that these many times the asked seconds are gone are not waited for; two are always
+#: made.
 SLOW = 4
 
 
@@ -55,7 +65,8 @@ class MatmulQuery(msgspec.Struct, frozen=True, tag="matmul"):
 
 
 class MeasureQuery(msgspec.Struct, frozen=True, tag="measure"):
-    """Time real steps of `train.batch` sequences, `seconds` in each precision. Answered by ProbeResult."""
+    """Time real steps of `train.batch` sequences, `seconds` in each precision. Answered by
+    ProbeResult."""
 
     device: PlannedDevice
     model: ModelSpec
@@ -75,7 +86,8 @@ class RatesQuery(msgspec.Struct, frozen=True, tag="rates"):
 
 
 class UnitsQuery(msgspec.Struct, frozen=True, tag="units"):
-    """How long do a model's units take over so many sequences of `seq_len` tokens? Answered by UnitTimes."""
+    """How long do a model's units take over so many sequences of `seq_len` tokens? Answered by
+    UnitTimes."""
 
     device: PlannedDevice
     model: ModelSpec
@@ -87,7 +99,8 @@ class UnitsQuery(msgspec.Struct, frozen=True, tag="units"):
 
 
 class AllReduceQuery(msgspec.Struct, frozen=True, tag="allreduce"):
-    """Time all-reduces with the other probes of a group that meet at the same place. Answered by seconds by bytes."""
+    """Time all-reduces with the other probes of a group that meet at the same place. Answered by
+    seconds by bytes."""
 
     device: PlannedDevice
     rank: int
@@ -99,7 +112,15 @@ class AllReduceQuery(msgspec.Struct, frozen=True, tag="allreduce"):
     sizes: tuple[int, ...]
 
 
-Request = DescribeQuery | InstalledQuery | MatmulQuery | MeasureQuery | RatesQuery | UnitsQuery | AllReduceQuery
+Request = (
+    DescribeQuery
+    | InstalledQuery
+    | MatmulQuery
+    | MeasureQuery
+    | RatesQuery
+    | UnitsQuery
+    | AllReduceQuery
+)
 
 
 def matmul_rate(request: MatmulQuery) -> dict[str, float]:
@@ -108,7 +129,10 @@ def matmul_rate(request: MatmulQuery) -> dict[str, float]:
         device = open_device(request.device, precision)
         dtype = WORKING_DTYPES[precision]
         m, k, n = (2048, 384, 1536) if device.type == "cpu" else (8192, 2048, 8192)
-        a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+        a, b = (
+            torch.ones(m, k, dtype=dtype, device=device),
+            torch.ones(k, n, dtype=dtype, device=device),
+        )
         times = [_timed(lambda a=a, b=b: a @ b, device) for _ in range(12)]
         rates[precision] = 2 * m * k * n / statistics.median(times[2:])
     return rates
@@ -125,24 +149,29 @@ def measure(request: MeasureQuery) -> ProbeResult:
     """Real steps of the real model on random tokens: forward, backward, update."""
     speeds: dict[Precision, Speed] = {}
     tokens = request.train.batch * request.train.seq_len
-    # fp32 last: a process's peak memory only grows, and the leaner precisions must not be given fp32's.
+    # fp32 last: a process's peak memory only grows, and the leaner precisions must not be given
+    # fp32's.
     for precision in sorted(request.precisions, key=lambda name: BYTES[name]):
         device = open_device(request.device, precision)
         step_s = quick(_step_times(request, precision, device))
-        speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device))
+        speeds[precision] = Speed(
+            step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device)
+        )
         release(device)
     return ProbeResult(rows=request.train.batch, seq_len=request.train.seq_len, speeds=speeds)
 
 
 def quick(times: Sequence[float]) -> float:
-    """The lower quartile: what others do on the machine during so few steps only ever adds time. Of fewer than four,
-    whose quartile would lie beyond them, the least."""
+    """The lower quartile: what others do on the machine during so few steps only ever adds time. Of
+    fewer than four, whose quartile would lie beyond them, the least."""
     return min(times) if len(times) < 4 else statistics.quantiles(times, n=4)[0]
 
 
 def _step_times(request: MeasureQuery, precision: Precision, device: torch.device) -> list[float]:
     train = request.train
-    with torch.device("meta"):  # As a worker does: a second copy of its values would be counted as its memory.
+    with torch.device(
+        "meta"
+    ):  # As a worker does: a second copy of its values would be counted as its memory.
         model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
     state = TrainState(model, precision, device)
     state.load(drawn(request.model, train.seed))
@@ -151,7 +180,9 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
     tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
 
     def step() -> None:
-        model.loss(tokens[:, :-1], tokens[:, 1:]).div(request.train.batch * train.seq_len).backward()
+        model.loss(tokens[:, :-1], tokens[:, 1:]).div(
+            request.train.batch * train.seq_len
+        ).backward()
         lr = learning_rate(train.schedule, train.optimizer.lr, 0, train.steps)
         state.update(train.optimizer, lr, 1, max(1.0, math.sqrt(state.square_sum())))
 
@@ -174,12 +205,19 @@ def answer(request: Request) -> object:
         return device_rates(request.device, request.shapes, request.dtypes, request.memory)
     if isinstance(request, UnitsQuery):
         device = open_device(request.device)
-        return unit_times(device, request.model, request.seq_len, request.rows, request.dtypes, request.memory)
+        return unit_times(
+            device, request.model, request.seq_len, request.rows, request.dtypes, request.memory
+        )
     if isinstance(request, AllReduceQuery):
         os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
         if request.interface:
-            os.environ |= {"GLOO_SOCKET_IFNAME": request.interface, "NCCL_SOCKET_IFNAME": request.interface}
-        return allreduce_seconds(request.rank, request.world, request.device, request.sizes, request.secret.encode())
+            os.environ |= {
+                "GLOO_SOCKET_IFNAME": request.interface,
+                "NCCL_SOCKET_IFNAME": request.interface,
+            }
+        return allreduce_seconds(
+            request.rank, request.world, request.device, request.sizes, request.secret.encode()
+        )
     return matmul_rate(request) if isinstance(request, MatmulQuery) else measure(request)
 
 
@@ -192,11 +230,15 @@ def main() -> None:
         except Refusal as refusal:
             reply = {"problem": refusal.problem}
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-            reply = {"problem": Problem(
-                code="out-of-memory" if memory_is_full(error) else "worker-lost", what="a trial step failed",
-                where="probe", fact=" ".join(str(error).split())[:300],
-                remedy="set a smaller train.batch.global or model in run.yaml",
-            )}  # fmt: skip
+            reply = {
+                "problem": Problem(
+                    code="out-of-memory" if memory_is_full(error) else "worker-lost",
+                    what="a trial step failed",
+                    where="probe",
+                    fact=" ".join(str(error).split())[:300],
+                    remedy="set a smaller train.batch.global or model in run.yaml",
+                )
+            }
         # As long as it lives: of a process that was killed nobody else could say it.
         reply["peak"] = peak_memory(torch.device("cpu"))
         sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")

@@ -12,7 +12,9 @@ from farspan.domain.results import Span
 class Spans:
     """Records spans of the steps that are to be seen; costs next to nothing in the others."""
 
-    def __init__(self, settled: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, settled: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.time
+    ) -> None:
         """`settled` waits until a device has done what it was told, where it does so later."""
         self._settled, self._clock, self._found = settled, clock, list[Span]()
         self.on = False

@@ -1,7 +1,8 @@
-"""A warm spare: `python -m farspan.runtime.spare` imports all that a worker needs, and waits for a place to take.
+"""A warm spare: `python -m farspan.runtime.spare` imports all that a worker needs, and waits for a
+place to take.
 
-The place is a line of standard input, a `SpareTask` as JSON; what follows is a worker's own input. The end of the input
-ends a spare that waits.
+The place is a line of standard input, a `SpareTask` as JSON; what follows is a worker's own input.
+The end of the input ends a spare that waits.
 """
 
 from __future__ import annotations

@@ -1,36 +1,40 @@
 """How many steps a run makes when its time is short, and how much of its time is used.
 
-The plan's number of steps comes from a trial of a few seconds. A run that follows it alone would stop at its deadline
-with the learning rate still high. So rank 0 looks at its clock between steps: it says how many steps fit, and what
-share of the time for steps is gone, which the learning rate follows. The deadline is of the whole run: time is kept
-back for the last checkpoint, the last validation and the sample text.
+The plan's number of steps comes from a trial of a few seconds. A run that follows it alone would
+stop at its deadline with the learning rate still high. So rank 0 looks at its clock between steps:
+it says how many steps fit, and what share of the time for steps is gone, which the learning rate
+follows. The deadline is of the whole run: time is kept back for the last checkpoint, the last
+validation and the sample text.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-#: A step's weight in the pace, and how often the pace it counts for at most: one slow step is no trend. Choices, not
-#: fits.
+#: A step's weight in the pace, and how often the pace it counts for at most: one slow step is no
+#: trend. Choices, not fits.
 WEIGHT, OUTLIER = 0.1, 3.0
-#: A new number of steps stands until the run would end by this share of the deadline earlier or later. In the last LATE
-#: of the deadline the number follows each step.
+#: A new number of steps stands until the run would end by this share of the deadline earlier or
+#: later. In the last LATE of the deadline the number follows each step.
 CALM, LATE = 0.02, 0.1
-#: Another number of steps is reported once a pace was kept for the first share of the deadline, and differs by the
-#: second.
+#: Another number of steps is reported once a pace was kept for the first share of the deadline, and
+#: differs by the second.
 RELIABLE, TOLD = 0.1, 0.05
 #: Shares of the deadline that the last validation and the sample text may take.
 VALIDATION, SAMPLES = 0.1, 0.02
-#: Kept back is what takes more than this share of the deadline; and so much of a step may be beyond it.
+#: Kept back is what takes more than this share of the deadline; and so much of a step may be beyond
+#: it.
 NOTHING = 1e-3
-#: Until it is measured: bytes a second to a disk, and a token's forward pass as a share of its part of a step, of whose
-#: arithmetic it is a third.
+#: Until it is measured: bytes a second to a disk, and a token's forward pass as a share of its part
+#: of a step, of whose arithmetic it is a third.
 DISK_BYTES_PER_S, FORWARD = 2e8, 0.5
 #: The best weights are a third of a checkpoint.
 BEST = 1 / 3
-#: Tokens that sample text takes the time of: two texts of 80 tokens, each a pass over about 50 in a batch of one.
+#: Tokens that sample text takes the time of: two texts of 80 tokens, each a pass over about 50 in a
+#: batch of one.
 SAMPLED_TOKENS = 8_000
-#: Of the time that is left the last validation takes this share at a time, so that a slower pace is noticed in time.
+#: Of the time that is left the last validation takes this share at a time, so that a slower pace is
+#: noticed in time.
 CHUNK = 0.4
 
 
@@ -58,17 +62,23 @@ class RunWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeBudget:
-    """Looks at the clock after each step; all times are seconds since the run began, over all its starts."""
+    """Looks at the clock after each step; all times are seconds since the run began, over all its
+    starts."""
 
     def __init__(
-        self, deadline_s: float, planned: int, work: RunWork | None = None, paces: RunPaces | None = None
+        self,
+        deadline_s: float,
+        planned: int,
+        work: RunWork | None = None,
+        paces: RunPaces | None = None,
     ) -> None:
         self.deadline_s, self.planned = deadline_s, planned
         self.work, self.paces = work or RunWork(step_tokens=1), paces or RunPaces()
         #: The step that ended last in this start, and since when the next one goes on.
         self._since: tuple[int, float] | None = None
 
-    # -- what is learned -----------------------------------------------------------------------------------------------
+    # -- what is learned
+    #   --------------------------------------------------------------------------------------------
 
     def stepped(self, step: int, elapsed_s: float) -> None:
         """`step` steps are made. The first of a start does not count: it compiles."""
@@ -92,13 +102,16 @@ class TimeBudget:
     def validated(self, tokens: int, seconds: float) -> None:
         """A validation has read so many tokens."""
         if tokens:
-            self.paces = msgspec.structs.replace(self.paces, token_s=_mean(self.paces.token_s, seconds / tokens))
+            self.paces = msgspec.structs.replace(
+                self.paces, token_s=_mean(self.paces.token_s, seconds / tokens)
+            )
 
     def saved(self, seconds: float) -> None:
         """A checkpoint was written."""
         self.paces = msgspec.structs.replace(self.paces, save_s=_mean(self.paces.save_s, seconds))
 
-    # -- what follows --------------------------------------------------------------------------------------------------
+    # -- what follows
+    #   --------------------------------------------------------------------------------------------
 
     @property
     def token_s(self) -> float:
@@ -110,11 +123,16 @@ class TimeBudget:
     @property
     def save_s(self) -> float:
         """Seconds of a checkpoint."""
-        return self.work.checkpoint_bytes / DISK_BYTES_PER_S if self.paces.save_s is None else self.paces.save_s
+        return (
+            self.work.checkpoint_bytes / DISK_BYTES_PER_S
+            if self.paces.save_s is None
+            else self.paces.save_s
+        )
 
     @property
     def steps_end_s(self) -> float:
-        """When the steps must have ended, so that all that comes after them ends with the deadline."""
+        """When the steps must have ended, so that all that comes after them ends with the
+        deadline."""
         smallest_s = self.work.validation_tokens * self.token_s
         validation_s = min(self.work.last_tokens * self.token_s, VALIDATION * self.deadline_s)
         after_s = self.save_s + max(smallest_s, validation_s) + self._closing_s
@@ -132,7 +150,8 @@ class TimeBudget:
         return min(1.0, max(0.0, (elapsed_s - began_s) / whole_s)) if whole_s > 0 else 1.0
 
     def steps(self, step: int, elapsed_s: float, steps: int) -> int:
-        """Steps of the whole run, `steps` so far, now that `step` are made; never above the plan's."""
+        """Steps of the whole run, `steps` so far, now that `step` are made; never above the
+        plan's."""
         left_s = self.steps_end_s - elapsed_s
         if left_s <= 0:
             return step
@@ -153,11 +172,13 @@ class TimeBudget:
         return sure and abs(steps - self.planned) > TOLD * self.planned
 
     def spares_a_save(self, elapsed_s: float) -> bool:
-        """Whether a checkpoint now is worth its time: the last one is not about to be written anyway."""
+        """Whether a checkpoint now is worth its time: the last one is not about to be written
+        anyway."""
         return self.steps_end_s - elapsed_s > 2 * self.save_s
 
     def more_windows(self, window_tokens: int, least: int, left: int, elapsed_s: float) -> int:
-        """How many of the `left` windows the last validation reads next: `least` at once, or 0 to end it."""
+        """How many of the `left` windows the last validation reads next: `least` at once, or 0 to
+        end it."""
         left_s, each_s = self.deadline_s - self._closing_s - elapsed_s, self.token_s * window_tokens
         if left_s < least * each_s or left_s <= 0:
             return 0

@@ -1,8 +1,9 @@
-"""One worker process: `python -m farspan.runtime.worker PLAN RUN_DIR`, with RANK and WORLD_SIZE in the environment, and
-for several workers where they meet (MASTER_ADDR, MASTER_PORT) and the secret of the run (FARSPAN_SECRET).
+"""One worker process: `python -m farspan.runtime.worker PLAN RUN_DIR`, with RANK and WORLD_SIZE in
+the environment, and for several workers where they meet (MASTER_ADDR, MASTER_PORT) and the secret
+of the run (FARSPAN_SECRET).
 
-It reads the plan, builds its part, trains, and appends events to the run directory. A refusal is written to
-`logs/rank-N.problem.json` for the launcher and becomes the exit code.
+It reads the plan, builds its part, trains, and appends events to the run directory. A refusal is
+written to `logs/rank-N.problem.json` for the launcher and becomes the exit code.
 """
 
 from __future__ import annotations
@@ -68,9 +69,12 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     manifest = load(run.corpus, CorpusManifest)
     if manifest.hash != plan.inputs.corpus:
         raise Refusal(
-            "plan-mismatch", what="the corpus is not the one that was planned for", where=run.corpus,
-            fact=f"planned for {plan.inputs.corpus}, found {manifest.hash}", remedy="farspan train run.yaml",
-        )  # fmt: skip
+            "plan-mismatch",
+            what="the corpus is not the one that was planned for",
+            where=run.corpus,
+            fact=f"planned for {plan.inputs.corpus}, found {manifest.hash}",
+            remedy="farspan train run.yaml",
+        )
     record = load(run.record, RunRecord)
     folder = record.corpus_folder
     read, held_out = (TokenFile.open(folder, split, manifest) for split in ("train", "val"))
@@ -78,13 +82,22 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
     worker = Worker(
-        plan=plan, run=run, group=group, executor=executor, manifest=manifest, train=train, val=val, emit=emit,
+        plan=plan,
+        run=run,
+        group=group,
+        executor=executor,
+        manifest=manifest,
+        train=train,
+        val=val,
+        emit=emit,
         clock=time.time,
-    )  # fmt: skip
+    )
     if record.initial is None:
         executor.load(drawn(plan.model, plan.train.seed))
     else:
-        weights = huggingface.read(Path(record.initial).expanduser())[1] if group.rank == 0 else None
+        weights = (
+            huggingface.read(Path(record.initial).expanduser())[1] if group.rank == 0 else None
+        )
         Checkpointer(executor, run.checkpoints, plan.train.keep).adopt(weights)
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
@@ -105,28 +118,41 @@ def check_tokens(group: Group, *files: Windows) -> None:
     fingerprints = group.gather(sum(fingerprint(windows.tokens) for windows in files))
     if others := [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]:
         raise Refusal(
-            "plan-mismatch", what="the workers have unlike tokens", where=f"rank {others[0]}",
+            "plan-mismatch",
+            what="the workers have unlike tokens",
+            where=f"rank {others[0]}",
             fact="its corpus has the same manifest as rank 0's, and other bytes",
             remedy="remove that host's copy of the corpus; it is sent again",
-        )  # fmt: skip
+        )
 
 
 def compile_blocks(model: Decoder, device: torch.device) -> None:
-    """torch.compile each block's arithmetic, not the hooks that gather its weights; on a CPU that needs a C++
-    compiler."""
-    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+    """torch.compile each block's arithmetic, not the hooks that gather its weights; on a CPU that
+    needs a C++ compiler."""
+    if device.type == "cpu" and not any(
+        shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")
+    ):
         raise Refusal(
-            "extra-missing", what="train.compile needs a C++ compiler on a CPU", where="run.yaml, key train.compile",
-            fact="neither g++ nor clang++ is on the path", remedy="apt-get install g++, or set train.compile: false",
+            "extra-missing",
+            what="train.compile needs a C++ compiler on a CPU",
+            where="run.yaml, key train.compile",
+            fact="neither g++ nor clang++ is on the path",
+            remedy="apt-get install g++, or set train.compile: false",
             key="train.compile",
-        )  # fmt: skip
+        )
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
 
 
 def train(
-    plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | None, abandoned: Gone, epoch: Epoch
-) -> None:  # fmt: skip
+    plan: Plan,
+    run: RunFolder,
+    rank: int,
+    world: int,
+    notices: Notices | None,
+    abandoned: Gone,
+    epoch: Epoch,
+) -> None:
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
     try:
@@ -138,12 +164,22 @@ def train(
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
     with ExitStack() as stack:
-        log = stack.enter_context(EventLog(events, lambda: epochs.require(run.epochs, epoch.number)))
+        log = stack.enter_context(
+            EventLog(events, lambda: epochs.require(run.epochs, epoch.number))
+        )
 
         def finish(reason: str, problem: Problem | None = None) -> None:
             if trainer is not None:  # What has not started has no end.
                 seconds = time.monotonic() - began
-                log.write(Finished(at=time.time(), step=trainer.step, reason=reason, seconds=seconds, problem=problem))
+                log.write(
+                    Finished(
+                        at=time.time(),
+                        step=trainer.step,
+                        reason=reason,
+                        seconds=seconds,
+                        problem=problem,
+                    )
+                )
 
         def lost(peer: int, how: How) -> None:
             problem = gone(peer, how, plan, run)
@@ -175,14 +211,21 @@ def train(
 
 
 def start(
-    plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], abandoned: Gone, began: float,
+    plan: Plan,
+    run: RunFolder,
+    group: Group,
+    emit: Callable[[Event], None],
+    abandoned: Gone,
+    began: float,
     epoch: Epoch,
-) -> Trainer:  # fmt: skip
-    """A trainer with the state of the newest checkpoint. That it has started is the first event. A time budget counts
-    from `began`, of the monotonic clock."""
+) -> Trainer:
+    """A trainer with the state of the newest checkpoint. That it has started is the first event. A
+    time budget counts from `began`, of the monotonic clock."""
     if group.rank == 0:  # The others write none.
         held = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
-        checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held)
+        checkpoint.check_disk(
+            run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held
+        )
     worker = build(plan, run, group, emit)
     worker.stop, worker.epoch = stop_requests(abandoned), epoch
     trainer = Trainer(worker, began=began)
@@ -190,17 +233,24 @@ def start(
     group.introduce()
     emit(started(trainer, group.world))
     if (fault := epoch.fault) is not None:
-        emit(Recovered(
-            at=time.time(), step=trainer.step, epoch=epoch.number, fault=fault.problem, replanned=fault.replanned,
-            lost=max(0, fault.step - trainer.step), down_s=max(0.0, time.time() - fault.at),
-        ))  # fmt: skip
+        emit(
+            Recovered(
+                at=time.time(),
+                step=trainer.step,
+                epoch=epoch.number,
+                fault=fault.problem,
+                replanned=fault.replanned,
+                lost=max(0, fault.step - trainer.step),
+                down_s=max(0.0, time.time() - fault.at),
+            )
+        )
     hold()
     return trainer
 
 
 def stop_requests(abandoned: Gone) -> Callable[[], bool]:
-    """Whether this worker was asked to save and end: by a signal, or by the end of the process that started it, without
-    which nobody would stop it."""
+    """Whether this worker was asked to save and end: by a signal, or by the end of the process that
+    started it, without which nobody would stop it."""
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signals.append(received))
@@ -208,27 +258,35 @@ def stop_requests(abandoned: Gone) -> Callable[[], bool]:
 
 
 def launcher_gone() -> Gone:
-    """Whether the process that started this one has ended: it is the parent no more, or the standard input by which it
-    gave the secret has ended, as it has also where that process was gone before this one knew its parent."""
+    """Whether the process that started this one has ended: it is the parent no more, or the
+    standard input by which it gave the secret has ended, as it has also where that process was gone
+    before this one knew its parent."""
     parent, led, poll = os.getppid(), os.environ.get(SECRET) == ON_STDIN, select.poll()
     if led:
         poll.register(0, select.POLLHUP)
-    return lambda: os.getppid() != parent or any(flags & select.POLLHUP for _, flags in poll.poll(0))
+    return lambda: (
+        os.getppid() != parent or any(flags & select.POLLHUP for _, flags in poll.poll(0))
+    )
 
 
 def started(trainer: Trainer, world: int) -> Started:
     plan, run = trainer.worker.plan, trainer.worker.run
     machine = environment(trainer.worker.group.device)
     return Started(
-        at=time.time(), step=trainer.step, plan=plan.hash, world=world, environment=machine, used_s=trainer.elapsed_s,
+        at=time.time(),
+        step=trainer.step,
+        plan=plan.hash,
+        world=world,
+        environment=machine,
+        used_s=trainer.elapsed_s,
         estimate=load_estimate(run.estimate) if run.estimate.exists() else None,
         peak_flops=catalog.peak_flops(machine.device, plan.train.precision, world),
-    )  # fmt: skip
+    )
 
 
 def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
-    """Let the trained model go on after the first words of two validation documents, for the report; as far as the time
-    budget goes."""
+    """Let the trained model go on after the first words of two validation documents, for the
+    report; as far as the time budget goes."""
     worker = trainer.worker
     if trainer.pacing.late:
         return
@@ -237,7 +295,9 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     try:
         model.to(worker.group.device)
     except torch.OutOfMemoryError:
-        model.to("cpu")  # A model that only many devices hold: a few words more must not end its run as failed.
+        model.to(
+            "cpu"
+        )  # A model that only many devices hold: a few words more must not end its run as failed.
     tokenizer = tokenizers.load(worker.run.tokenizer)
     folder = load(worker.run.record, RunRecord).corpus_folder
     val = TokenFile.open(folder, "val", worker.manifest)
@@ -257,7 +317,9 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
             known = None
             if not trainer.pacing.late:
                 known = verbatim_share(np.array(tokenizer.encode(text)), worker.train.tokens)
-            worker.emit(Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text, verbatim=known))
+            worker.emit(
+                Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text, verbatim=known)
+            )
 
 
 def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: int) -> Problem:
@@ -271,64 +333,102 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             code="out-of-memory",
             what="a worker ran out of memory",
             where=f"rank {rank} ({plan.devices[rank].backend} on {plan.devices[rank].host})",
-            fact=f"predicted {format_bytes(predicted) if predicted else 'nothing'}; {message[:200]}",
-            remedy=f"lower train.batch.global (now {plan.train.batch} sequences of {plan.train.seq_len}) or set "
+            fact=(
+                f"predicted {format_bytes(predicted) if predicted else 'nothing'}; {message[:200]}"
+            ),
+            remedy=f"lower train.batch.global (now {plan.train.batch} sequences of "
+            f"{plan.train.seq_len}) or set "
             "train.recompute: true in run.yaml",
         )
     if isinstance(error, Corrupt):
         return Problem(
-            code="checkpoint-corrupt", what="a checkpoint changed while it was read", where=str(run.checkpoints),
-            fact=message[:300], remedy=run.resume(),
-        )  # fmt: skip
+            code="checkpoint-corrupt",
+            what="a checkpoint changed while it was read",
+            where=str(run.checkpoints),
+            fact=message[:300],
+            remedy=run.resume(),
+        )
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     full = full or "No space left" in message or "Disk quota exceeded" in message
     if full and "/dev/shm" not in message:  # Which is memory that NCCL's processes share.
         return Problem(
-            code="disk-full", what="the disk became full while training", where=str(run.path), fact=message[:300],
+            code="disk-full",
+            what="the disk became full while training",
+            where=str(run.path),
+            fact=message[:300],
             remedy=f"free some space there, then: {run.resume()}",
-        )  # fmt: skip
+        )
     host = plan.devices[rank].host if plan else platform.node()
-    # gloo raises RuntimeError, whose message alone says so; a store and NCCL have errors of their own.
-    exchange = isinstance(error, (torch.distributed.DistError, ConnectionError, TimeoutError)) or "gloo" in message
+    # gloo raises RuntimeError, whose message alone says so; a store and NCCL have errors of their
+    # own.
+    exchange = (
+        isinstance(error, (torch.distributed.DistError, ConnectionError, TimeoutError))
+        or "gloo" in message
+    )
     return Problem(
-        code="worker-lost", what=f"rank {rank} on {host} failed",
-        where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log", fact=message[:300] or "no message",
-        remedy=run.resume(), cause="exchange" if exchange else "own", rank=rank, host=host,
-    )  # fmt: skip
+        code="worker-lost",
+        what=f"rank {rank} on {host} failed",
+        where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log",
+        fact=message[:300] or "no message",
+        remedy=run.resume(),
+        cause="exchange" if exchange else "own",
+        rank=rank,
+        host=host,
+    )
 
 
 def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
     """What the estimate says that this rank takes."""
-    used = sorted(r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
-    return load_estimate(run.estimate).memory[used.index(rank)].total if run.estimate.exists() else None
+    used = sorted(
+        r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks
+    )
+    return (
+        load_estimate(run.estimate).memory[used.index(rank)].total
+        if run.estimate.exists()
+        else None
+    )
 
 
 def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
     """What it means to the user that another worker is lost."""
     facts: dict[How, str] = {
-        "silence": f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still",
+        "silence": (
+            f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process "
+            "stands still"
+        ),
         "connection": "a connection to it broke: it has ended, or the network between is cut",
         "stall": "its step does not end: an exchange with others hangs, though all of them live",
     }
     return Problem(
-        code="worker-lost", what=f"rank {peer} on {plan.devices[peer].host} was lost",
-        where=f"{run.logs}/rank-{peer}.log", remedy=run.resume(), rank=peer, host=plan.devices[peer].host,
+        code="worker-lost",
+        what=f"rank {peer} on {plan.devices[peer].host} was lost",
+        where=f"{run.logs}/rank-{peer}.log",
+        remedy=run.resume(),
+        rank=peer,
+        host=plan.devices[peer].host,
         fact=facts[how],
-    )  # fmt: skip
+    )
 
 
 def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
-    """Refuse a plan that is of another number of workers, or that cannot be: its file may have been edited."""
+    """Refuse a plan that is of another number of workers, or that cannot be: its file may have been
+    edited."""
     if world != len(plan.devices):
         raise Refusal(
-            "plan-mismatch", what=f"the plan is for {counted(len(plan.devices), 'worker')}, not {world}",
-            where=f"rank {rank}", fact=f"{world} were started", remedy=run.resume(),
-        )  # fmt: skip
+            "plan-mismatch",
+            what=f"the plan is for {counted(len(plan.devices), 'worker')}, not {world}",
+            where=f"rank {rank}",
+            fact=f"{world} were started",
+            remedy=run.resume(),
+        )
     if wrong := unsound(plan):
         raise Refusal(
-            "plan-mismatch", what="the plan does not hold together", where=run.plan, fact=wrong,
+            "plan-mismatch",
+            what="the plan does not hold together",
+            where=run.plan,
+            fact=wrong,
             remedy="train anew: farspan train run.yaml",
-        )  # fmt: skip
+        )
 
 
 def check_version(notices: Notices, rank: int) -> None:
@@ -338,23 +438,29 @@ def check_version(notices: Notices, rank: int) -> None:
         notices.say("farspan/version", ours)
     elif (theirs := notices.wait(["farspan/version"], START_S)[0].decode()) != ours:
         raise Refusal(
-            "version-mismatch", what="the workers are of unlike versions", where=f"rank {rank} on {platform.node()}",
-            fact=f"here {ours}; rank 0 has {theirs}", remedy="farspan doctor --cluster, with the same cluster",
-        )  # fmt: skip
+            "version-mismatch",
+            what="the workers are of unlike versions",
+            where=f"rank {rank} on {platform.node()}",
+            fact=f"here {ours}; rank 0 has {theirs}",
+            remedy="farspan doctor --cluster, with the same cluster",
+        )
 
 
 def leave_word(problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None = None) -> None:
-    """Say to the launcher what ends this worker; where the disk is full the exit code alone has to. One that was
-    replaced has nothing to say."""
+    """Say to the launcher what ends this worker; where the disk is full the exit code alone has to.
+    One that was replaced has nothing to say."""
     if epoch is not None and epochs.read_ledger(run.epochs).epoch > epoch.number:
         return
     with suppress(OSError):
-        run.logs.mkdir(parents=True, exist_ok=True)  # A host with a disk of its own may not have it yet.
+        run.logs.mkdir(
+            parents=True, exist_ok=True
+        )  # A host with a disk of its own may not have it yet.
         save(problem, run.logs / f"rank-{rank}.problem.json")
 
 
 def main() -> int:
-    # PyTorch 2.13 gives collectives names that 2.11 lacks; the last words of a log are for what went wrong.
+    # PyTorch 2.13 gives collectives names that 2.11 lacks; the last words of a log are for what
+    # went wrong.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
     rank, world, abandoned = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
@@ -376,8 +482,9 @@ def main() -> int:
             traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
-        # Not by returning: the interpreter would first wait for threads that may wait for a lost worker, and it aborts
-        # where one of gloo's still holds the tensors of an exchange that failed.
+        # Not by returning: the interpreter would first wait for threads that may wait for a lost
+        # worker, and it aborts where one of gloo's still holds the tensors of an exchange that
+        # failed.
         os._exit(problem.exit_code)
 
 

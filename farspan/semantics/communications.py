@@ -1,7 +1,8 @@
-"""What a plan's workers tell one another in a step, as one list: purpose, kind, groups, bytes, count.
+"""What a plan's workers tell one another in a step, as one list: purpose, kind, groups, bytes,
+count.
 
-Seconds, bytes by site or host, and processors' time are folds over it (`farspan.estimate`). Tests compare its bytes
-with those that a lab's line carries.
+Seconds, bytes by site or host, and processors' time are folds over it (`farspan.estimate`). Tests
+compare its bytes with those that a lab's line carries.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from farspan.semantics.tensor_sharding import (
     strategy,
 )
 
-Purpose = Literal["gradients", "weights", "operators", "activations", "tied table", "replicas", "matrices"]
+Purpose = Literal[
+    "gradients", "weights", "operators", "activations", "tied table", "replicas", "matrices"
+]
 #: A collective's name, or everyone's own part to everyone.
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange"]
-#: Around a ring; straight to everyone; or inside each site first, then straight between one rank of each.
+#: Around a ring; straight to everyone; or inside each site first, then straight between one rank of
+#: each.
 Way = Literal["ring", "straight", "sites"]
 Place = Callable[[int], Hashable]
 Group = tuple[int, ...]
@@ -41,11 +45,13 @@ class Communication(NamedTuple):
     kind: Kind
     way: Way
     groups: tuple[Group, ...]
-    #: Bytes of a group's whole tensor; of an exchange, those that each rank sends to each other one.
+    #: Bytes of a group's whole tensor; of an exchange, those that each rank sends to each other
+    #: one.
     size: float
     #: Times a step.
     times: float = 1
-    #: Messages that its bytes travel in, each time; and how many of them may be under way, where that is limited.
+    #: Messages that its bytes travel in, each time; and how many of them may be under way, where
+    #: that is limited.
     messages: float = 1
     at_once: int | None = None
     #: Communications of other groups that share its lines.
@@ -67,7 +73,8 @@ class Flow(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A collective between two operators of a unit, over the tensor axis: of so many bytes, in one of its passes."""
+    """A collective between two operators of a unit, over the tensor axis: of so many bytes, in one
+    of its passes."""
 
     kind: Collective
     size: float
@@ -79,11 +86,13 @@ def ring_steps(kind: Kind, ranks: int) -> int:
     return (ranks - 1) * (2 if kind == "all_reduce" else 1)
 
 
-# -- the batch axes ----------------------------------------------------------------------------------------------------
+# -- the batch axes
+#   ------------------------------------------------------------------------------------------------
 
 
 class Buckets(NamedTuple):
-    """What a stage's buckets hold: bytes, in so many messages; and tensors, which are one message each without them."""
+    """What a stage's buckets hold: bytes, in so many messages; and tensors, which are one message
+    each without them."""
 
     filled: float
     messages: int
@@ -91,61 +100,105 @@ class Buckets(NamedTuple):
 
 
 def buckets(graph: OpGraph, stage: Stage, engine: Engine, parameters: float) -> Buckets:
-    """An engine that sends straight fills them with whole gradients, in however many bits these travel."""
+    """An engine that sends straight fills them with whole gradients, in however many bits these
+    travel."""
     by = stage.grad_sync
     filled = parameters * (4.0 if engine.direct else by.bits / 8)
-    tensors = sum(count * len(op.weights) for unit, count in graph.kinds(*stage.units) for op in unit)
-    return Buckets(filled, tensors if by.bucket_bytes is None else math.ceil(filled / by.bucket_bytes), tensors)
+    tensors = sum(
+        count * len(op.weights) for unit, count in graph.kinds(*stage.units) for op in unit
+    )
+    return Buckets(
+        filled, tensors if by.bucket_bytes is None else math.ceil(filled / by.bucket_bytes), tensors
+    )
 
 
 def batch_axes(
-    graph: OpGraph, stage: Stage, engine: Engine, precision: Precision, parameters: float, microbatches: int, at: Place
+    graph: OpGraph,
+    stage: Stage,
+    engine: Engine,
+    precision: Precision,
+    parameters: float,
+    microbatches: int,
+    at: Place,
 ) -> tuple[Communication, ...]:
-    """Sums of gradients and gathers of weights, as often as ZeRO's level asks for them (arXiv 1910.02054), of a stage
-    whose devices hold so many parameters each; `at(rank)` is a rank's site."""
+    """Sums of gradients and gathers of weights, as often as ZeRO's level asks for them (arXiv
+    1910.02054), of a stage whose devices hold so many parameters each; `at(rank)` is a rank's
+    site."""
     if stage.zero == 0:
         found = _summed(graph, stage, engine, parameters, at)
     else:
         found = (
             *_divided(graph, stage, engine, precision, parameters, microbatches),
-            _between_sites(stage, engine, parameters, buckets(graph, stage, engine, parameters).messages),
+            _between_sites(
+                stage, engine, parameters, buckets(graph, stage, engine, parameters).messages
+            ),
         )
     partial = _partial_weights(graph, stage)
     return (*found, partial) if partial else found
 
 
-def _summed(graph: OpGraph, stage: Stage, engine: Engine, parameters: float, at: Place) -> tuple[Communication, ...]:
+def _summed(
+    graph: OpGraph, stage: Stage, engine: Engine, parameters: float, at: Place
+) -> tuple[Communication, ...]:
     """Whole sums of gradients: by a ring, straight in few bits, or by site."""
     by, groups = stage.grad_sync, stage.mesh.transposed
     size = parameters * by.bits / 8
     way: Way = "straight" if by.bits < 32 and engine.direct else "ring"
-    if by.topology == "hierarchical" and any(len({at(rank) for rank in group}) > 1 for group in groups):
+    if by.topology == "hierarchical" and any(
+        len({at(rank) for rank in group}) > 1 for group in groups
+    ):
         way = "sites"
-    return (Communication(
-        "gradients", "exchange" if way == "straight" else "all_reduce", way, groups, size,
-        messages=buckets(graph, stage, engine, parameters).messages, concurrent=stage.mesh.size("tensor"),
-        beside="backward", ahead=True, inside=size * 32 / by.bits if engine.direct else size,
-    ),)  # fmt: skip
+    return (
+        Communication(
+            "gradients",
+            "exchange" if way == "straight" else "all_reduce",
+            way,
+            groups,
+            size,
+            messages=buckets(graph, stage, engine, parameters).messages,
+            concurrent=stage.mesh.size("tensor"),
+            beside="backward",
+            ahead=True,
+            inside=size * 32 / by.bits if engine.direct else size,
+        ),
+    )
 
 
 def _divided(
-    graph: OpGraph, stage: Stage, engine: Engine, precision: Precision, parameters: float, microbatches: int
+    graph: OpGraph,
+    stage: Stage,
+    engine: Engine,
+    precision: Precision,
+    parameters: float,
+    microbatches: int,
 ) -> tuple[Communication, ...]:
     """Sums that are scattered over the data axis, and gathers of weights over it."""
     groups, ways = stage.mesh.groups("data"), stage.mesh.size("tensor")
     filled, messages, tensors = buckets(graph, stage, engine, parameters)
     sums = Communication(
-        "gradients", "reduce_scatter", "ring", groups, filled, times=microbatches if stage.zero >= 2 else 1,
-        messages=messages, concurrent=ways, beside="backward",
-    )  # fmt: skip
+        "gradients",
+        "reduce_scatter",
+        "ring",
+        groups,
+        filled,
+        times=microbatches if stage.zero >= 2 else 1,
+        messages=messages,
+        concurrent=ways,
+        beside="backward",
+    )
     if not engine.scatters:
         sums = sums._replace(kind="all_reduce")
     elif engine.scatters_straight:
         sums = sums._replace(way="straight")
     gathers = Communication(
-        "weights", "all_gather", "ring", groups, parameters * engine.weight_bytes[precision],
-        messages=messages if engine.gathers_combined else tensors, concurrent=ways,
-    )  # fmt: skip
+        "weights",
+        "all_gather",
+        "ring",
+        groups,
+        parameters * engine.weight_bytes[precision],
+        messages=messages if engine.gathers_combined else tensors,
+        concurrent=ways,
+    )
     if stage.zero < 3:
         return sums, gathers
     if engine.gathers_combined:
@@ -155,23 +208,41 @@ def _divided(
     return sums, gathers._replace(beside="forward"), gathers._replace(beside="backward")
 
 
-def _between_sites(stage: Stage, engine: Engine, parameters: float, messages: float) -> Communication:
+def _between_sites(
+    stage: Stage, engine: Engine, parameters: float, messages: float
+) -> Communication:
     """Sums over the sites of what each rank of the data axis has summed inside its own."""
     groups = stage.mesh.groups("site")
     part = parameters * stage.grad_sync.bits / 8 / stage.mesh.size("data")
     return Communication(
-        "gradients", "exchange" if engine.direct else "all_reduce", "straight" if engine.direct else "ring", groups,
-        part, messages=messages, concurrent=len(groups), beside="backward", ahead=True,
-    )  # fmt: skip
+        "gradients",
+        "exchange" if engine.direct else "all_reduce",
+        "straight" if engine.direct else "ring",
+        groups,
+        part,
+        messages=messages,
+        concurrent=len(groups),
+        beside="backward",
+        ahead=True,
+    )
 
 
 def matrix_parts(stage: Stage, shared: float) -> tuple[Communication, ...]:
-    """The parts of so many elements of matrices that the ranks of a tensor axis gather for an update, and what they
-    then give each other of it, in fp32."""
+    """The parts of so many elements of matrices that the ranks of a tensor axis gather for an
+    update, and what they then give each other of it, in fp32."""
     if not shared:
         return ()
-    return (Communication("matrices", "all_gather", "ring", stage.mesh.batch, 4 * shared, times=2,
-                          concurrent=len(stage.mesh.batch)),)  # fmt: skip
+    return (
+        Communication(
+            "matrices",
+            "all_gather",
+            "ring",
+            stage.mesh.batch,
+            4 * shared,
+            times=2,
+            concurrent=len(stage.mesh.batch),
+        ),
+    )
 
 
 def _partial_weights(graph: OpGraph, stage: Stage) -> Communication | None:
@@ -186,16 +257,25 @@ def _partial_weights(graph: OpGraph, stage: Stage) -> Communication | None:
     groups = stage.mesh.batch
     if not size or len(groups[0]) == 1:
         return None
-    return Communication("gradients", "all_reduce", "ring", groups, size, concurrent=len(groups), beside="backward")
+    return Communication(
+        "gradients", "all_reduce", "ring", groups, size, concurrent=len(groups), beside="backward"
+    )
 
 
-# -- the tensor axis ---------------------------------------------------------------------------------------------------
+# -- the tensor axis
+#   ------------------------------------------------------------------------------------------------
 
 
 def layout_changes(
-    graph: OpGraph, unit: Sequence[Operator], splits: Mapping[str, str], rows: int, seq_len: int, width: int
+    graph: OpGraph,
+    unit: Sequence[Operator],
+    splits: Mapping[str, str],
+    rows: int,
+    seq_len: int,
+    width: int,
 ) -> Iterator[Change]:
-    """What a tensor axis exchanges in the passes of one unit over so many sequences, of numbers of `width` bytes."""
+    """What a tensor axis exchanges in the passes of one unit over so many sequences, of numbers of
+    `width` bytes."""
     residual = splits.get(RESIDUAL, "")
     writes = residual
 
@@ -214,16 +294,21 @@ def layout_changes(
             yield from change(residual, residual, "bsd")
             writes = residual
         elif op.kind == "loss" and plan.writes == PARTIAL:
-            # Each device has a part of the vocabulary: greatest logit, sum, and the target's (Megatron-LM).
-            yield from (Change("all_reduce", 4.0 * graph.size(op.output, b=rows, s=seq_len), False) for _ in range(3))
+            # Each device has a part of the vocabulary: greatest logit, sum, and the target's
+            # (Megatron-LM).
+            yield from (
+                Change("all_reduce", 4.0 * graph.size(op.output, b=rows, s=seq_len), False)
+                for _ in range(3)
+            )
 
 
-# -- between stages ----------------------------------------------------------------------------------------------------
+# -- between stages
+#   ------------------------------------------------------------------------------------------------
 
 
 def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
-    """The rows of a microbatch that each worker of a stage has: those of its batch coordinate, or the tensor axis'
-    share of them where the residual stream is divided over it by rows."""
+    """The rows of a microbatch that each worker of a stage has: those of its batch coordinate, or
+    the tensor axis' share of them where the residual stream is divided over it by rows."""
     held: list[HeldRange] = []
     mesh, start = replica.stages[stage].mesh, 0
     for c, ranks in enumerate(mesh.batch):
@@ -237,21 +322,26 @@ def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
 
 
 class Sends(NamedTuple):
-    """What goes from one stage to another: each byte once over a long line, then inside the sites that it came to."""
+    """What goes from one stage to another: each byte once over a long line, then inside the sites
+    that it came to."""
 
     across: tuple[Flow, ...]
     inside: tuple[Flow, ...]
 
 
-def stage_sends(replica: Replica, edge: int, backward: bool, row: float, plain: float, at: Place) -> Sends:
-    """A microbatch on its way over an edge: `row` bytes a sequence between the stages, `plain` ones inside a site."""
+def stage_sends(
+    replica: Replica, edge: int, backward: bool, row: float, plain: float, at: Place
+) -> Sends:
+    """A microbatch on its way over an edge: `row` bytes a sequence between the stages, `plain` ones
+    inside a site."""
     ends = (edge + 1, edge) if backward else (edge, edge + 1)
     held, wanted = (rows_held(replica, stage) for stage in ends)
     return _sends(held, wanted, row, plain, at)
 
 
 def table_sends(graph: OpGraph, source: Stage, target: Stage, row: float, at: Place) -> Sends:
-    """A table that two stages hold on its way from one to the other: `row` bytes each of its rows."""
+    """A table that two stages hold on its way from one to the other: `row` bytes each of its
+    rows."""
     held, wanted = (_table_held(graph, stage) for stage in (source, target))
     return _sends(held, wanted, row, row, at)
 
@@ -267,7 +357,9 @@ def _table_held(graph: OpGraph, stage: Stage) -> list[HeldRange]:
     ]
 
 
-def _sends(held: list[HeldRange], wanted: list[HeldRange], each: float, plain: float, at: Place) -> Sends:
+def _sends(
+    held: list[HeldRange], wanted: list[HeldRange], each: float, plain: float, at: Place
+) -> Sends:
     across, inside = transfer(held, wanted, at)
     return Sends(_sized(across, each), _sized(inside, plain))
 
@@ -281,11 +373,13 @@ def _sized(sends: Iterable[Send], each: float) -> tuple[Flow, ...]:
     return tuple(Flow(*pair, size) for pair, size in sizes.items())
 
 
-# -- replicas ----------------------------------------------------------------------------------------------------------
+# -- replicas
+#   ------------------------------------------------------------------------------------------------
 
 
 def meeting(plan: Plan, parameters: float, engine: Engine) -> Communication | None:
-    """What replicas tell one another when they meet, which is once in `sync.every` steps; None where they never do."""
+    """What replicas tell one another when they meet, which is once in `sync.every` steps; None
+    where they never do."""
     if plan.sync is None or len(plan.replicas) < 2:
         return None
     leaders = tuple(replica.stages[0].mesh.ranks[0] for replica in plan.replicas)
@@ -294,7 +388,8 @@ def meeting(plan: Plan, parameters: float, engine: Engine) -> Communication | No
     return Communication("replicas", *kind, (leaders,), size, times=1 / plan.sync.every)
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- bytes
+#   ------------------------------------------------------------------------------------------------
 
 
 def flows(one: Communication, at: Place) -> Iterator[Flow]:
@@ -305,7 +400,9 @@ def flows(one: Communication, at: Place) -> Iterator[Flow]:
             yield from _straight(group, one.times * part)
         elif one.way == "sites" and len(sites := by_site(group, at)) > 1:
             for ranks in sites.values():
-                yield from _ring(ranks, one.times * one.inside * ring_share("all_reduce", len(ranks)))
+                yield from _ring(
+                    ranks, one.times * one.inside * ring_share("all_reduce", len(ranks))
+                )
             yield from _straight([ranks[0] for ranks in sites.values()], one.times * one.size)
         else:
             yield from _ring(group, one.times * one.size * ring_share(one.kind, len(group)))

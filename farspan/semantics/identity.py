@@ -1,4 +1,5 @@
-"""By what a plan and a cluster are known again: hashes without what differs from one day to the next."""
+"""By what a plan and a cluster are known again: hashes without what differs from one day to the
+next."""
 
 from __future__ import annotations
 
@@ -13,18 +14,32 @@ from farspan.domain.plan import Plan
 
 
 def plan_key(plan: Plan) -> str:
-    """What decides a plan's seconds a step on a cluster: its hash without the run's length, schedule, inputs, and what
-    the cluster calls its devices."""
-    train, devices = plan.train, tuple(msgspec.structs.replace(at, kind=msgspec.UNSET) for at in plan.devices)
+    """What decides a plan's seconds a step on a cluster: its hash without the run's length,
+    schedule, inputs, and what the cluster calls its devices."""
+    train, devices = (
+        plan.train,
+        tuple(msgspec.structs.replace(at, kind=msgspec.UNSET) for at in plan.devices),
+    )
     return content_hash(
-        plan.model, plan.replicas, plan.sync, devices, plan.engine, train.batch, train.seq_len, train.precision,
-        train.attention, train.recompute, train.compile, train.wan_bits,
-    )  # fmt: skip
+        plan.model,
+        plan.replicas,
+        plan.sync,
+        devices,
+        plan.engine,
+        train.batch,
+        train.seq_len,
+        train.precision,
+        train.attention,
+        train.recompute,
+        train.compile,
+        train.wan_bits,
+    )
 
 
 def training_key(plan: Plan) -> str:
-    """What two plans must share so that one goes on from the other's checkpoint: model, text, and all that decides the
-    loss of synchronous steps. How the work is divided, and how often is saved and validated, may differ."""
+    """What two plans must share so that one goes on from the other's checkpoint: model, text, and
+    all that decides the loss of synchronous steps. How the work is divided, and how often is saved
+    and validated, may differ."""
     return content_hash(*_training(plan).values())
 
 
@@ -37,29 +52,43 @@ def unlike_training(one: Plan, other: Plan) -> list[str]:
 def _training(plan: Plan) -> dict[str, Any]:
     train = plan.train
     # An earlier version's checkpoints know no regularization.
-    more = {"train.dropout, train.mask or train.reshuffle": train.regularization} if train.regularization else {}
+    more = (
+        {"train.dropout, train.mask or train.reshuffle": train.regularization}
+        if train.regularization
+        else {}
+    )
     return {
-        "model": plan.model, "data": plan.inputs.corpus, "train.steps": train.steps, "train.batch": train.batch,
-        "model.context": train.seq_len, "train.precision": train.precision, "train.optimizer": train.optimizer,
-        "train.schedule": train.schedule, "train.seed": train.seed, **more,
-    }  # fmt: skip
+        "model": plan.model,
+        "data": plan.inputs.corpus,
+        "train.steps": train.steps,
+        "train.batch": train.batch,
+        "model.context": train.seq_len,
+        "train.precision": train.precision,
+        "train.optimizer": train.optimizer,
+        "train.schedule": train.schedule,
+        "train.seed": train.seed,
+        **more,
+    }
 
 
 def cluster_hash(cluster: Cluster) -> str:
-    """What measurements of a cluster are known by: without what a trial measured on one day, without the processes of
-    a lab, and without what only the catalogue says of a kind (`as_known`)."""
+    """What measurements of a cluster are known by: without what a trial measured on one day,
+    without the processes of a lab, and without what only the catalogue says of a kind
+    (`as_known`)."""
 
     def lasting_host(host: Host) -> Host:
         devices = tuple(own.but(pace=1.0, framework=None, enter=None) for own in host.devices)
         return msgspec.structs.replace(host, devices=devices, enter=None)
 
     links = tuple(msgspec.structs.replace(link, pace=1.0) for link in cluster.links)
-    return content_hash(as_known(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links)))
+    return content_hash(
+        as_known(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links))
+    )
 
 
 def identity(cluster: Cluster) -> str:
-    """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the links between them,
-    is measured and learned again, and the plan priced by it."""
+    """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the
+    links between them, is measured and learned again, and the plan priced by it."""
     devices = [
         (site.name, host.name, device.kind, device.backend, device.slot.threads)
         for site in cluster.sites

@@ -1,4 +1,5 @@
-"""Which kernels a step runs: attention by score matrices or by the flash kernel, and the loss in chunks of logits."""
+"""Which kernels a step runs: attention by score matrices or by the flash kernel, and the loss in
+chunks of logits."""
 
 from __future__ import annotations
 
@@ -12,23 +13,27 @@ from farspan.semantics.tensor_sharding import returns_to_residual
 
 #: Bytes of a number.
 BYTES: dict[DType, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
-#: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies stay small.
+#: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies
+#: stay small.
 LOGITS_CHUNK_BYTES = 64 * 2**20
-#: From so many positions to so many, by the bytes of a number, attention on CPUs goes through score matrices and keeps
-#: the probabilities, which beats the flash kernel there; its memory grows with the square. Up to 64 positions in fp32
-#: the flash kernel is as fast or faster (AMD EPYC). It takes so many queries at a time: the fastest of 64, 128 and 256
-#: at 256 to 1,024 positions on one core of an Intel with AMX (docs/log.md).
+#: From so many positions to so many, by the bytes of a number, attention on CPUs goes through score
+#: matrices and keeps the probabilities, which beats the flash kernel there; its memory grows with
+#: the square. Up to 64 positions in fp32 the flash kernel is as fast or faster (AMD EPYC). It takes
+#: so many queries at a time: the fastest of 64, 128 and 256 at 256 to 1,024 positions on one core
+#: of an Intel with AMX (docs/log.md).
 CPU_SCORES, CPU_QUERIES = {2: (1, 1024), 4: (65, 1024), 8: (65, 1024)}, {2: 128, 4: 64, 8: 64}
 
 
 def matrix_precision(precision: Precision, kinds: Iterable[object]) -> Precision:
-    """Of the products that make an update of matrices, on devices of these kinds that all make the same one: the
-    training's, but where rounding of unlike devices would take their copies of the weights apart."""
+    """Of the products that make an update of matrices, on devices of these kinds that all make the
+    same one: the training's, but where rounding of unlike devices would take their copies of the
+    weights apart."""
     return precision if len(set(kinds)) == 1 else "fp32"
 
 
 def keeps_scores(length: int, width: int, backend: str) -> bool:
-    """Whether attention other than by the textbook keeps probabilities, of numbers of so many bytes."""
+    """Whether attention other than by the textbook keeps probabilities, of numbers of so many
+    bytes."""
     least, most = CPU_SCORES[width]
     return backend == "cpu" and least <= length <= most
 
@@ -39,9 +44,12 @@ def query_blocks(length: int, width: int) -> list[slice]:
     return [slice(start, min(start + most, length)) for start in range(0, length, most)]
 
 
-def activities(graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None) -> dict[Activity, float]:
-    """What an operator does beside matrix products, with the number of elements of each activity over so many
-    sequences; `keys`: `scored_keys`, of which whole blocks are left out on CPUs only."""
+def activities(
+    graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None
+) -> dict[Activity, float]:
+    """What an operator does beside matrix products, with the number of elements of each activity
+    over so many sequences; `keys`: `scored_keys`, of which whole blocks are left out on CPUs
+    only."""
 
     def size(dims: str) -> float:
         return graph.size(dims, b=rows, s=seq_len)
@@ -76,13 +84,16 @@ def _attended(
         done["rotary"] = size("bsnr") + size("bsne")
     if keys is not None:
         done["heads"] = size("bsnr")
-        done["scores" if whole else "score_blocks"] = keys * size("bsn") * graph.sizes["r"] / graph.sizes["e"]
+        done["scores" if whole else "score_blocks"] = (
+            keys * size("bsn") * graph.sizes["r"] / graph.sizes["e"]
+        )
     return done
 
 
 def scored_keys(train: TrainSpec, backend: str) -> float | None:
-    """Keys for which attention computes, and keeps, a query's scores, in the mean: all by the textbook, on CPUs those
-    up to the last query of its block; None where flash attention keeps none."""
+    """Keys for which attention computes, and keeps, a query's scores, in the mean: all by the
+    textbook, on CPUs those up to the last query of its block; None where flash attention keeps
+    none."""
     S, width = train.seq_len, BYTES[train.precision]
     if train.attention == "vanilla":
         return S

@@ -1,7 +1,8 @@
-"""Layouts: which rank holds which part of a one-dimensional range, and the sends that turn one layout into another.
+"""Layouts: which rank holds which part of a one-dimensional range, and the sends that turn one
+layout into another.
 
-A range is the rows of a microbatch or of a table, or the elements of a flat tensor. Links between sites are slow: each
-element crosses into a site that lacks it once, and spreads from there.
+A range is the rows of a microbatch or of a table, or the elements of a flat tensor. Links between
+sites are slow: each element crosses into a site that lacks it once, and spreads from there.
 """
 
 from __future__ import annotations
@@ -35,19 +36,23 @@ class Send(NamedTuple):
 def transfer(
     held: Sequence[HeldRange], wanted: Sequence[HeldRange], place: Callable[[int], Hashable]
 ) -> tuple[tuple[Send, ...], tuple[Send, ...]]:
-    """The sends, in two rounds, after which every rank has the parts that it wants; `place(rank)` is a rank's site.
+    """The sends, in two rounds, after which every rank has the parts that it wants; `place(rank)`
+    is a rank's site.
 
-    In the first round holders send: to all of their own site that lack an element, and to one rank, the gateway, of
-    each other site that wants it and lacks it. In the second the gateways spread it inside their site. Elements with
-    the same holders are dealt to these evenly, as those with the same possible gateways. The order of the parts does
-    not matter. Raises ValueError where nobody holds a wanted element.
+    In the first round holders send: to all of their own site that lack an element, and to one rank,
+    the gateway, of each other site that wants it and lacks it. In the second the gateways spread it
+    inside their site. Elements with the same holders are dealt to these evenly, as those with the
+    same possible gateways. The order of the parts does not matter. Raises ValueError where nobody
+    holds a wanted element.
     """
     site = {part.rank: place(part.rank) for part in (*held, *wanted)}
     asked: defaultdict[tuple[Hashable, Ranks], list[tuple[int, int, int]]] = defaultdict(list)
     entering: defaultdict[Ranks, list[tuple[Ranks, int, int]]] = defaultdict(list)
     for start, stop, holders, wanters in _pieces(held, wanted):
         near = by_site(holders, site.__getitem__)
-        for where, ranks in by_site(sorted({*wanters}.difference(holders)), site.__getitem__).items():
+        for where, ranks in by_site(
+            sorted({*wanters}.difference(holders)), site.__getitem__
+        ).items():
             if where in near:
                 asked[where, near[where]] += [(rank, start, stop) for rank in ranks]
             else:
@@ -65,8 +70,11 @@ def transfer(
     return _merged(first), _merged(spread)
 
 
-def _pieces(held: Sequence[HeldRange], wanted: Sequence[HeldRange]) -> Iterator[tuple[int, int, Ranks, Ranks]]:
-    """(start, stop, holders, wanters) of every wanted stretch between two neighbouring bounds of parts, ascending."""
+def _pieces(
+    held: Sequence[HeldRange], wanted: Sequence[HeldRange]
+) -> Iterator[tuple[int, int, Ranks, Ranks]]:
+    """(start, stop, holders, wanters) of every wanted stretch between two neighbouring bounds of
+    parts, ascending."""
     changes: defaultdict[int, list[tuple[Counter[int], int, int]]] = defaultdict(list)
     holders, wanters = Counter[int](), Counter[int]()
     for active, parts in ((holders, held), (wanters, wanted)):
@@ -79,7 +87,9 @@ def _pieces(held: Sequence[HeldRange], wanted: Sequence[HeldRange]) -> Iterator[
             active[rank] += change
         having, lacking = tuple(sorted(+holders)), tuple(sorted(+wanters))
         if lacking and not having:
-            raise ValueError(f"nobody holds [{start}, {stop}), which ranks {', '.join(map(str, lacking))} want")
+            raise ValueError(
+                f"nobody holds [{start}, {stop}), which ranks {', '.join(map(str, lacking))} want"
+            )
         if lacking:
             yield start, stop, having, lacking
 
@@ -95,8 +105,9 @@ def by_site(ranks: Iterable[int], place: Callable[[int], Hashable]) -> dict[Hash
 def _deal(
     parts: Iterable[tuple[Tag, int, int]], members: Ranks, load: Counter[int]
 ) -> Iterator[tuple[int, Tag, int, int]]:
-    """The parts cut into one consecutive share for each member, as (member, tag, start, stop). Shares differ by one
-    element at most; who has the least `load`, to which all shares are added, comes first and gets the odd ones."""
+    """The parts cut into one consecutive share for each member, as (member, tag, start, stop).
+    Shares differ by one element at most; who has the least `load`, to which all shares are added,
+    comes first and gets the odd ones."""
     parts = list(parts)
     even, odd = divmod(sum(stop - start for _, start, stop in parts), len(members))
     turns = enumerate(sorted(members, key=lambda rank: (load[rank], rank)))

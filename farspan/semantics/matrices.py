@@ -1,6 +1,8 @@
-"""The matrices of a model's blocks, which Muon updates whole: what they are, what that costs, and who does it.
+"""The matrices of a model's blocks, which Muon updates whole: what they are, what that costs, and
+who does it.
 
-A matrix is what a block multiplies by: of a parameter that holds several, such as q, k and v, each is one of its own.
+A matrix is what a block multiplies by: of a parameter that holds several, such as q, k and v, each
+is one of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ ANY_SIZE = 2**62
 
 
 class Matrix(NamedTuple):
-    """A parameter of a block that is multiplied by: whole, `rows` x `columns`, of several matrices one below another,
-    whose rows have these shares of all."""
+    """A parameter of a block that is multiplied by: whole, `rows` x `columns`, of several matrices
+    one below another, whose rows have these shares of all."""
 
     rows: int
     columns: int
@@ -33,7 +35,8 @@ class Matrix(NamedTuple):
 
 
 def matrices(graph: OpGraph) -> dict[str, Matrix]:
-    """The matrices of a block, by the parameter's name inside it: the weights that a product's einsum names."""
+    """The matrices of a block, by the parameter's name inside it: the weights that a product's
+    einsum names."""
     found = {}
     for op in graph.block:
         dims = op.inputs[-1]
@@ -56,19 +59,23 @@ def by_shape(updated: Iterable[tuple[Matrix, int]]) -> dict[tuple[int, int], int
 
 def block_matrices(graph: OpGraph) -> dict[str, Matrix]:
     """The matrices of all blocks, by the parameter's global name."""
-    return {f"blocks.{b}.{name}": matrix for b in range(graph.layers) for name, matrix in matrices(graph).items()}
+    return {
+        f"blocks.{b}.{name}": matrix
+        for b in range(graph.layers)
+        for name, matrix in matrices(graph).items()
+    }
 
 
 def update_flops(matrix: Matrix, iterations: int) -> float:
-    """FLOPs of Newton and Schulz's iterations on n x m matrices, n <= m: X X' (2 n n m), its square (2 n n n), and
-    that times X (2 n n m)."""
+    """FLOPs of Newton and Schulz's iterations on n x m matrices, n <= m: X X' (2 n n m), its square
+    (2 n n n), and that times X (2 n n m)."""
     sides = (sorted(part) for part in matrix.parts)
     return iterations * sum(4.0 * n * n * m + 2.0 * n**3 for n, m in sides)
 
 
 def owners(sizes: Sequence[int], ways: int) -> list[int]:
-    """Who of `ways` workers owns each matrix whole: the largest first, each to who has the least so far (Graham 1969:
-    the most that one has is at most 4/3 of the least possible)."""
+    """Who of `ways` workers owns each matrix whole: the largest first, each to who has the least so
+    far (Graham 1969: the most that one has is at most 4/3 of the least possible)."""
     held, owner = [0] * ways, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owner[i] = min(range(ways), key=lambda k: (held[k], k))
@@ -77,8 +84,8 @@ def owners(sizes: Sequence[int], ways: int) -> list[int]:
 
 
 def in_buckets(sizes: Sequence[int], bucket_bytes: int | None, least: int = 1) -> list[list[int]]:
-    """Parameters of so many elements, in their order, in buckets of about so many bytes of fp32 (None: each alone), of
-    at least so many parameters, where there are as many."""
+    """Parameters of so many elements, in their order, in buckets of about so many bytes of fp32
+    (None: each alone), of at least so many parameters, where there are as many."""
     groups, held = list[list[int]](), 0
     for i, size in enumerate(sizes):
         full = not groups or bucket_bytes is None or held + 4 * size > bucket_bytes
@@ -93,7 +100,8 @@ def in_buckets(sizes: Sequence[int], bucket_bytes: int | None, least: int = 1) -
 class OwnedMatrices(NamedTuple):
     """The matrices of a stage that its busiest worker updates."""
 
-    #: Elements of each worker's moments and gradients, with what fills parts up to the largest, and without.
+    #: Elements of each worker's moments and gradients, with what fills parts up to the largest, and
+    #: without.
     elements: float
     filled: float
     #: Parameters that the worker makes the update of, and how many of each there are.
@@ -110,11 +118,13 @@ NO_MATRICES = OwnedMatrices(0.0, 0.0, (), 0.0)
 
 
 def owned_matrices(graph: OpGraph, stage: Stage) -> OwnedMatrices:
-    """How `in_buckets` and `owners` divide a stage's matrices over its data axis, and its tensor axis those in parts
-    that it has."""
+    """How `in_buckets` and `owners` divide a stage's matrices over its data axis, and its tensor
+    axis those in parts that it has."""
     ways, tensor = stage.mesh.size("data") if stage.zero else 1, stage.mesh.size("tensor")
     blocks = max(0, min(stage.units[1], graph.layers + 1) - max(stage.units[0], 1))
-    splits = {weight.name: stage.splits.get(op.name, "") for op in graph.block for weight in op.weights}
+    splits = {
+        weight.name: stage.splits.get(op.name, "") for op in graph.block for weight in op.weights
+    }
     elements = filled = 0.0
     held: list[Counter[Matrix]] = [Counter() for _ in range(ways)]
     apart: list[Counter[Matrix]] = [Counter() for _ in range(ways)]
@@ -123,8 +133,14 @@ def owned_matrices(graph: OpGraph, stage: Stage) -> OwnedMatrices:
         size = partial(_size, ways=tensor if kind == "divided" else 1)
         # Where parameters are divided each block is by itself; where nothing is, one is as another.
         every, times = (mine, blocks) if stage.zero == 3 or ways == 1 else (mine * blocks, 1)
-        limit = stage.grad_sync.bucket_bytes if stage.zero != 3 or stage.grad_sync.bucket_bytes is None else ANY_SIZE
-        groups = [[every[i] for i in group] for group in in_buckets([size(m) for m in every], limit, ways)]
+        limit = (
+            stage.grad_sync.bucket_bytes
+            if stage.zero != 3 or stage.grad_sync.bucket_bytes is None
+            else ANY_SIZE
+        )
+        groups = [
+            [every[i] for i in group] for group in in_buckets([size(m) for m in every], limit, ways)
+        ]
         for group in groups:
             each = [size(m) for m in group]
             parts = [0] * ways
@@ -135,7 +151,9 @@ def owned_matrices(graph: OpGraph, stage: Stage) -> OwnedMatrices:
     busiest = max(range(ways), key=lambda k: _flops(held[k]) + _flops(apart[k]) / tensor)
     every = list(apart[busiest].elements())
     owner = owners([round(update_flops(matrix, 1)) for matrix in every], tensor)
-    taken = [Counter(m for m, t in zip(every, owner, strict=True) if t == rank) for rank in range(tensor)]
+    taken = [
+        Counter(m for m, t in zip(every, owner, strict=True) if t == rank) for rank in range(tensor)
+    ]
     updated = held[busiest] + max(taken, key=_flops)
     shared = float(sum(matrix.rows * matrix.columns for matrix in every))
     return OwnedMatrices(elements, filled, tuple(updated.items()), shared)
@@ -147,7 +165,8 @@ def _size(matrix: Matrix, ways: int) -> int:
 
 
 def _kind(split: str, tensor: int) -> str:
-    """What a tensor axis does to a parameter: nothing, or all have a summand of its gradient, or a part of it."""
+    """What a tensor axis does to a parameter: nothing, or all have a summand of its gradient, or a
+    part of it."""
     return "copied" if tensor == 1 or not split else "summed" if split == "b" else "divided"
 
 

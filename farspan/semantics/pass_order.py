@@ -1,5 +1,6 @@
-"""The order of a stage's passes over its microbatches: one forward, one backward (1F1B, arXiv 1806.03377), whose depth
-in flight may be less; with all microbatches in flight it is GPipe's (arXiv 1811.06965)."""
+"""The order of a stage's passes over its microbatches: one forward, one backward (1F1B, arXiv
+1806.03377), whose depth in flight may be less; with all microbatches in flight it is GPipe's (arXiv
+1811.06965)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ def pass_order(microbatches: int, depth: int) -> list[tuple[str, int]]:
 
 
 def depths_in_flight(replica: Replica) -> list[int]:
-    """Microbatches that each stage has begun and not finished at most: no stage can have more than the one before it
-    lets through, nor more than there are."""
+    """Microbatches that each stage has begun and not finished at most: no stage can have more than
+    the one before it lets through, nor more than there are."""
     depths, most = [], replica.microbatches
     for depth in replica.in_flight:
         most = min(most, depth)

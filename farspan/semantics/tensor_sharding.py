@@ -1,9 +1,11 @@
-"""What a tensor axis does to an operator: the layout it reads and writes, and the collectives between two layouts.
+"""What a tensor axis does to an operator: the layout it reads and writes, and the collectives
+between two layouts.
 
-Layouts of an activation over the axis: COPY (each rank has all of it), PARTIAL (each has a summand), or the letter of
-the dim that is split. The strategies are those of Megatron-LM (arXiv 1909.08053) and of Alpa's table 3 (arXiv
-2201.12023), read off the einsum: an output dim is a column split, a contracted dim leaves a partial sum, and the batch
-dim leaves the weights' gradients partial.
+Layouts of an activation over the axis: COPY (each rank has all of it), PARTIAL (each has a
+summand), or the letter of the dim that is split. The strategies are those of Megatron-LM (arXiv
+1909.08053) and of Alpa's table 3 (arXiv
+2201.12023), read off the einsum: an output dim is a column split, a contracted dim leaves a partial
+  sum, and the batch dim leaves the weights' gradients partial.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import msgspec
 from farspan.domain.graph import Operator, OpGraph
 
 COPY, PARTIAL = "", "+"
-#: The entry of `Stage.splits` that says how the residual stream lies over the tensor axis between units.
+#: The entry of `Stage.splits` that says how the residual stream lies over the tensor axis between
+#: units.
 RESIDUAL = "residual"
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 
 class Strategy(msgspec.Struct, frozen=True):
-    """How one operator uses the axis: what it reads, what it writes, and how the gradient of its input comes out."""
+    """How one operator uses the axis: what it reads, what it writes, and how the gradient of its
+    input comes out."""
 
     split: str
     reads: str
@@ -30,7 +34,8 @@ class Strategy(msgspec.Struct, frozen=True):
 
 
 def strategies(op: Operator, sizes: dict[str, int], ways: int, rows: int) -> tuple[Strategy, ...]:
-    """Every way to use an axis of `ways` devices: copies, batch rows, and each dim that divides evenly."""
+    """Every way to use an axis of `ways` devices: copies, batch rows, and each dim that divides
+    evenly."""
     possible = [strategy(op, "")]
     if rows % ways == 0:
         possible.append(strategy(op, "b"))
@@ -45,16 +50,23 @@ def strategy(op: Operator, split: str) -> Strategy:
         raise ValueError(f"{op.name} cannot be split over {split!r}: {op.einsum}")
     reads = split if split in op.inputs[0] else COPY
     writes = split if split in op.output else PARTIAL
-    # Devices that read the whole input and compute a part of the output each know a part of the input's gradient.
+    # Devices that read the whole input and compute a part of the output each know a part of the
+    # input's gradient.
     return Strategy(split, reads, writes, PARTIAL if reads == COPY else split)
 
 
-def between(writes: str, reads: str, gradient: str) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Collectives over the tensor between two operators: in the forward pass, and in the backward pass."""
+def between(
+    writes: str, reads: str, gradient: str
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Collectives over the tensor between two operators: in the forward pass, and in the backward
+    pass."""
     if writes == PARTIAL:
         forward: tuple[Collective, ...] = ("all_reduce",) if reads == COPY else ("reduce_scatter",)
         backward: tuple[Collective, ...] = () if reads == COPY else ("all_gather",)
-        return forward, (*(("all_reduce",) if reads == COPY and gradient == PARTIAL else ()), *backward)
+        return forward, (
+            *(("all_reduce",) if reads == COPY and gradient == PARTIAL else ()),
+            *backward,
+        )
     if writes == COPY:
         if reads == COPY:
             return (), ("all_reduce",) if gradient == PARTIAL else ()
@@ -82,7 +94,8 @@ def returns_to_residual(op: Operator) -> bool:
 
 
 def sections(graph: OpGraph, dims: str) -> tuple[int, ...]:
-    """What a tensor of these dims is made of along the dim that an operator divides: q, k and v; gate and value."""
+    """What a tensor of these dims is made of along the dim that an operator divides: q, k and v;
+    gate and value."""
     if "c" in dims:
         return graph.sizes["r"], graph.sizes["e"], graph.sizes["e"]
     return (1,) * graph.sizes["w"] if "w" in dims else (1,)

@@ -1,4 +1,5 @@
-"""Techniques, one file each: the file name is the registration. Listing them imports none of them."""
+"""Techniques, one file each: the file name is the registration. Listing them imports none of
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Technique(Protocol):
 
 def names() -> tuple[str, ...]:
     """Every technique, sorted."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
+    return tuple(
+        sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+    )
 
 
 def technique(name: str) -> Technique:
@@ -34,32 +37,44 @@ def technique(name: str) -> Technique:
     if name not in names():
         match = nearest(name, names())
         raise Refusal(
-            "out-of-range", what=f"there is no technique {name!r}", where="run.yaml, key parallel.technique",
-            fact=f"known: {', '.join(names())}", remedy=f"use {match or 'auto'!r}",
+            "out-of-range",
+            what=f"there is no technique {name!r}",
+            where="run.yaml, key parallel.technique",
+            fact=f"known: {', '.join(names())}",
+            remedy=f"use {match or 'auto'!r}",
             key="parallel.technique",
-        )  # fmt: skip
+        )
     return cast(Technique, importlib.import_module(f"{__name__}.{name}"))
 
 
 def exact(name: str) -> bool:
-    """Whether a technique's steps are those of one synchronous computation; its file says `EXACT = False` if not."""
+    """Whether a technique's steps are those of one synchronous computation; its file says `EXACT =
+    False` if not."""
     return getattr(technique(name), "EXACT", True)
 
 
 def plan(name: str, task: Task) -> Plan | Problem:
-    """The answer of the technique of that name, also where hosts that it would join cannot reach each other, or where
-    its search finds nothing in its time."""
+    """The answer of the technique of that name, also where hosts that it would join cannot reach
+    each other, or where its search finds nothing in its time."""
     try:
         return technique(name).plan(task)
     except TimeoutError as error:
         return Problem(
-            code="cannot-plan", what=f"{name} found no plan in its time", where=counted(len(task.devices), "device"),
-            fact=str(error), remedy="farspan plan with other techniques: --technique data --technique zero2",
+            code="cannot-plan",
+            what=f"{name} found no plan in its time",
+            where=counted(len(task.devices), "device"),
+            fact=str(error),
+            remedy="farspan plan with other techniques: --technique data --technique zero2",
             subject=name,
-        )  # fmt: skip
+        )
     except NoLink as error:
         return Problem(
-            code="cannot-plan", what="some hosts cannot reach each other",
-            where=", ".join(dict.fromkeys(device.site for device in task.devices)), fact=str(error),
-            remedy="give the link in the cluster file, or measure it: farspan probe --cluster FILE -o FILE",
-        )  # fmt: skip
+            code="cannot-plan",
+            what="some hosts cannot reach each other",
+            where=", ".join(dict.fromkeys(device.site for device in task.devices)),
+            fact=str(error),
+            remedy=(
+                "give the link in the cluster file, or measure it: farspan probe --cluster FILE "
+                "-o FILE"
+            ),
+        )

@@ -24,7 +24,8 @@ from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 from farspan.semantics.kernel_choice import BYTES
 
-#: Streams between two stages: beyond, one more adds little (`farspan probe` tries 1 to 16) and costs a socket a pair.
+#: Streams between two stages: beyond, one more adds little (`farspan probe` tries 1 to 16) and
+#: costs a socket a pair.
 MOST_STREAMS = 8
 
 
@@ -41,7 +42,8 @@ class Task:
     corpus: str = ""
     #: Which of the cluster's devices to use, by their place in it; None is all.
     only: tuple[int, ...] | None = None
-    #: What searches found out about parts of this question, shared between the tasks of one ranking.
+    #: What searches found out about parts of this question, shared between the tasks of one
+    #: ranking.
     memo: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
     #: Bytes a parameter that a plan must leave room for, as the replica that it is to become.
     outer: int = 0
@@ -61,7 +63,9 @@ class Task:
             for host in site.hosts
             for index, device in enumerate(host.devices)
         ]
-        return tuple(everything if self.only is None else (everything[place] for place in self.only))
+        return tuple(
+            everything if self.only is None else (everything[place] for place in self.only)
+        )
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[int, ...]]:
@@ -73,12 +77,15 @@ class Task:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """What plans for these devices cost: with all that is known of them from questions with another batch."""
+        """What plans for these devices cost: with all that is known of them from questions with
+        another batch."""
         alike = ("costs", self.only, msgspec.structs.replace(self.train, batch=1))
         known: Costs | None = self.memo.get(alike)
         if known is not None:
             return known.with_batch(self.train, self.outer)
-        costs = Costs(self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer)
+        costs = Costs(
+            self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer
+        )
         self.memo[alike] = costs
         return costs
 
@@ -102,18 +109,34 @@ class Task:
 
     def plan(self, technique: str, replicas: Sequence[Replica], sync: Sync | None = None) -> Plan:
         return Plan(
-            technique=technique, model=self.model, train=self.train, replicas=tuple(replicas), devices=self.devices,
-            inputs=self.inputs, engine=self.engine.name, sync=sync,
-        )  # fmt: skip
+            technique=technique,
+            model=self.model,
+            train=self.train,
+            replicas=tuple(replicas),
+            devices=self.devices,
+            inputs=self.inputs,
+            engine=self.engine.name,
+            sync=sync,
+        )
 
-    def replica(self, stages: Sequence[Stage], microbatches: int, in_flight: Sequence[int]) -> Replica:
-        edges = tuple(self._edge(a.mesh.ranks[-1], b.mesh.ranks[0]) for a, b in itertools.pairwise(stages))
-        return Replica(stages=tuple(stages), edges=edges, microbatches=microbatches, in_flight=tuple(in_flight))
+    def replica(
+        self, stages: Sequence[Stage], microbatches: int, in_flight: Sequence[int]
+    ) -> Replica:
+        edges = tuple(
+            self._edge(a.mesh.ranks[-1], b.mesh.ranks[0]) for a, b in itertools.pairwise(stages)
+        )
+        return Replica(
+            stages=tuple(stages), edges=edges, microbatches=microbatches, in_flight=tuple(in_flight)
+        )
 
     def _edge(self, a: int, b: int) -> Edge:
-        """What crosses between stages that meet at these ranks: rounded no further inside a site."""
+        """What crosses between stages that meet at these ranks: rounded no further inside a
+        site."""
         bits: Literal[8, 16, 32] = 32 if BYTES[self.train.precision] == 4 else 16
-        if self.costs.network.sites[a] != self.costs.network.sites[b] and self.train.wan_bits < bits:
+        if (
+            self.costs.network.sites[a] != self.costs.network.sites[b]
+            and self.train.wan_bits < bits
+        ):
             bits = self.train.wan_bits
         return Edge(bits=bits, streams=self.streams(a, b))
 
@@ -130,11 +153,14 @@ class Task:
         return {}
 
     def likeness(self, ranks: Sequence[int]) -> int:
-        """A number for what makes two runs of devices take the same: figures, division into hosts, and the links
-        between these; how the engine works on all of the question's kinds of devices; and what must be left free."""
+        """A number for what makes two runs of devices take the same: figures, division into hosts,
+        and the links between these; how the engine works on all of the question's kinds of devices;
+        and what must be left free."""
         key = tuple(ranks)
         if key not in self._known_likeness:
-            self._known_likeness[key] = self.memo.setdefault(("likeness", self._likeness(key)), len(self.memo))
+            self._known_likeness[key] = self.memo.setdefault(
+                ("likeness", self._likeness(key)), len(self.memo)
+            )
         return self._known_likeness[key]
 
     def _likeness(self, ranks: tuple[int, ...]) -> object:
@@ -143,12 +169,27 @@ class Task:
         places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)
         links = tuple(network.link(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :])
         figures = tuple(
-            (link.rtt_s, link.bandwidth, link.window, link.loss, link.busy_s, link.pace, *link.in_flight.items())
+            (
+                link.rtt_s,
+                link.bandwidth,
+                link.window,
+                link.loss,
+                link.busy_s,
+                link.pace,
+                *link.in_flight.items(),
+            )
             for link in links
         )
         rates = tuple(network.local_rate[host] for host in hosts)
         kinds = frozenset(device.backend for device in network.devices)
-        return tuple(self.costs.figures[rank] for rank in ranks), places, rates, figures, kinds, self.outer
+        return (
+            tuple(self.costs.figures[rank] for rank in ranks),
+            places,
+            rates,
+            figures,
+            kinds,
+            self.outer,
+        )
 
     def fits(self, replica: Replica) -> bool:
         """Whether every device of the replica holds what it must."""
@@ -156,7 +197,9 @@ class Task:
         for i, stage in enumerate(replica.stages):
             for c, ranks in enumerate(stage.mesh.batch):
                 key = (i, self.costs.alike[ranks[0]], stage.rows[c])
-                if key not in seen and self.costs.memory(replica, i, c).total > self.capacity(ranks[0]):
+                if key not in seen and self.costs.memory(replica, i, c).total > self.capacity(
+                    ranks[0]
+                ):
                     return False
                 seen.add(key)
         return True

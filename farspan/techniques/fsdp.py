@@ -1,4 +1,5 @@
-"""Data parallelism whose parameters, gradients and optimizer state are divided (ZeRO-3, FSDP, arXiv 2304.11277)."""
+"""Data parallelism whose parameters, gradients and optimizer state are divided (ZeRO-3, FSDP, arXiv
+2304.11277)."""
 
 from __future__ import annotations
 

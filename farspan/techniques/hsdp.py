@@ -1,4 +1,5 @@
-"""Hybrid sharding (FSDP's, arXiv 2304.11277, 3.2.2): state is divided inside each site and copied between sites."""
+"""Hybrid sharding (FSDP's, arXiv 2304.11277, 3.2.2): state is divided inside each site and copied
+between sites."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ def plan(task: Task) -> Plan | Problem:
     counts = [len(ranks) for ranks in task.sites.values()]
     if len(counts) < 2 or len(set(counts)) > 1 or counts[0] < 2:
         return cannot(
-            "hybrid sharding needs several sites with equally many devices, two or more", "the cluster",
-            f"devices by site: {', '.join(map(str, counts))}", "use fsdp, or leave devices out with --cluster NAME:N",
-        )  # fmt: skip
+            "hybrid sharding needs several sites with equally many devices, two or more",
+            "the cluster",
+            f"devices by site: {', '.join(map(str, counts))}",
+            "use fsdp, or leave devices out with --cluster NAME:N",
+        )
     if task.train.batch < len(task.ranks):
         return too_few_rows(task, len(task.ranks))
     mesh = Mesh(ranks=tuple(task.ranks), shape=(len(counts), counts[0]), axes=("site", "data"))
@@ -25,6 +28,10 @@ def plan(task: Task) -> Plan | Problem:
     if (problem := problems[1]) is not None:  # The level with the most matrices to divide.
         return problem
     levels = tuple(zero for zero in levels if problems[zero] is None)
-    return task.answer("hsdp", lambda asked: best(
-        asked, [candidate for zero in levels for candidate in plans(asked, "hsdp", mesh, zero=zero)]
-    ))  # fmt: skip
+    return task.answer(
+        "hsdp",
+        lambda asked: best(
+            asked,
+            [candidate for zero in levels for candidate in plans(asked, "hsdp", mesh, zero=zero)],
+        ),
+    )

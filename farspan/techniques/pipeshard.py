@@ -1,10 +1,11 @@
 """Pipeline stages over device orders, each stage with a mesh and an intra-operator plan of its own.
 
-The search states its orders: of up to three sites all; of more as given, by speed both ways, and along the shortest
-round trips both ways; hosts inside a site and devices inside a host as given; with a tied table each also with half of
-the first site's devices last. For each order and number of microbatches the stage search meets
-every optimum of its additive objective; the best few are priced by the full estimator, with the depth in flight that
-covers the round trips, and the best of those is moved cut by cut while that helps.
+The search states its orders: of up to three sites all; of more as given, by speed both ways, and
+along the shortest round trips both ways; hosts inside a site and devices inside a host as given;
+with a tied table each also with half of the first site's devices last. For each order and number of
+microbatches the stage search meets every optimum of its additive objective; the best few are priced
+by the full estimator, with the depth in flight that covers the round trips, and the best of those
+is moved cut by cut while that helps.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from farspan.techniques._search.slices import EVERY_RUN, Tables, stage_of
 from farspan.techniques._search.stages import Solution, StageSearch
 from farspan.techniques._task import Task, cannot
 
-#: Solutions of the stage search that are priced in full: on few devices, and on more than EVERY_RUN.
+#: Solutions of the stage search that are priced in full: on few devices, and on more than
+#: EVERY_RUN.
 PRICED = (32, 16)
 #: Up to so many devices the usual grid is tried too.
 MOST_EVEN = 64
 #: The best of these that moves start from; on many devices the best alone.
 STARTS = 3
-#: Microbatches a step at most: beyond, per-microbatch overheads outweigh what is left of the bubble.
+#: Microbatches a step at most: beyond, per-microbatch overheads outweigh what is left of the
+#: bubble.
 MOST_MICROBATCHES = 64
 #: Of more sites than this not every order is tried.
 EVERY_ORDER = 3
@@ -50,10 +53,16 @@ def plan(task: Task) -> Plan | Problem:
         candidates.append((step(single.replicas[0], task.costs).seconds, single.replicas[0]))
     if not candidates:
         assert isinstance(single, Problem)
-        return single if single.code == "out-of-memory" else cannot(
-            "no pipeline fits these devices", "the cluster", f"{len(task.ranks)} devices, batch {task.train.batch}",
-            "ask what fits: farspan plan --fit model, with the same cluster",
-        )  # fmt: skip
+        return (
+            single
+            if single.code == "out-of-memory"
+            else cannot(
+                "no pipeline fits these devices",
+                "the cluster",
+                f"{len(task.ranks)} devices, batch {task.train.batch}",
+                "ask what fits: farspan plan --fit model, with the same cluster",
+            )
+        )
     return task.plan("pipeshard", [min(candidates, key=lambda pair: pair[0])[1]])
 
 
@@ -69,9 +78,12 @@ def best_pipeline(task: Task) -> tuple[float, Replica] | None:
 
 
 def _timed(task: Task, wanted: int) -> list[tuple[float, Replica]]:
-    """The `wanted` fastest of the solutions of the stage search, fully priced, and some others. The order is that of
-    their objectives; what a bound shows to be beyond those wanted is not simulated."""
-    replicas = [stages_at(task, *found) for found in _solutions(task, PRICED[len(task.ranks) > EVERY_RUN])]
+    """The `wanted` fastest of the solutions of the stage search, fully priced, and some others. The
+    order is that of their objectives; what a bound shows to be beyond those wanted is not
+    simulated."""
+    replicas = [
+        stages_at(task, *found) for found in _solutions(task, PRICED[len(task.ranks) > EVERY_RUN])
+    ]
     least = [stages_s(replica, task.costs) for replica in replicas]
     timed: dict[int, tuple[float, Replica]] = {}
     for place in sorted(range(len(replicas)), key=least.__getitem__):
@@ -84,8 +96,9 @@ def _timed(task: Task, wanted: int) -> list[tuple[float, Replica]]:
 
 
 def _solutions(task: Task, most: int) -> list[tuple[Solution, int]]:
-    """The best few solutions of the stage search over all orders and numbers of microbatches, with the latter. Where
-    one is in sight is searched first: the sooner the rest is known to be worse."""
+    """The best few solutions of the stage search over all orders and numbers of microbatches, with
+    the latter. Where one is in sight is searched first: the sooner the rest is known to be
+    worse."""
     searches: list[tuple[float, int, float, int, StageSearch]] = []
     for parts in microbatch_counts(task):
         tables = Tables(task, parts)
@@ -103,7 +116,8 @@ def _solutions(task: Task, most: int) -> list[tuple[Solution, int]]:
 
 
 def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
-    """The even split that beats `best` seconds and fits, if any: what the search's runs of hosts do not contain."""
+    """The even split that beats `best` seconds and fits, if any: what the search's runs of hosts do
+    not contain."""
     even: list[tuple[float, Replica]] = []
     least: dict[tuple[int, int, int], float] = {}
     for replica in even_splits(task, microbatch_counts(task)):
@@ -112,13 +126,17 @@ def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
         least[shape] = least[shape] if shape in least else passes_s(replica, task.costs)
         if least[shape] >= best or not task.fits(replica):
             continue
-        if stages_s(replica, task.costs) < best and (seconds := step(replica, task.costs).seconds) < best:
+        if (
+            stages_s(replica, task.costs) < best
+            and (seconds := step(replica, task.costs).seconds) < best
+        ):
             best, even = seconds, [(seconds, replica)]
     return even
 
 
 def tied_s(task: Task, order: Sequence[int]) -> float:
-    """Seconds that a tied table's gradient takes from the last stage to the first, and its rows back."""
+    """Seconds that a tied table's gradient takes from the last stage to the first, and its rows
+    back."""
     if not task.graph.tied:
         return 0.0
     first, last = order[0], order[-1]
@@ -127,8 +145,8 @@ def tied_s(task: Task, order: Sequence[int]) -> float:
 
 
 def microbatch_counts(task: Task) -> list[int]:
-    """Numbers of microbatches that divide the batch, each at least 1.4 times the one before; on many devices not so few
-    that a pipeline over them would mostly wait."""
+    """Numbers of microbatches that divide the batch, each at least 1.4 times the one before; on
+    many devices not so few that a pipeline over them would mostly wait."""
     batch = task.train.batch
     fewest = 4 if len(task.ranks) > EVERY_RUN and batch % 4 == 0 else 1
     divisors = [m for m in range(fewest, min(batch, MOST_MICROBATCHES) + 1) if batch % m == 0]
@@ -140,7 +158,8 @@ def microbatch_counts(task: Task) -> list[int]:
 
 
 def orders(task: Task) -> list[tuple[int, ...]]:
-    """The device orders that are searched (module docstring); equal sequences of alike devices count once."""
+    """The device orders that are searched (module docstring); equal sequences of alike devices
+    count once."""
     network = task.costs.network
     by_site: dict[str, list[int]] = {}
     for rank in task.ranks:
@@ -148,11 +167,17 @@ def orders(task: Task) -> list[tuple[int, ...]]:
     names = list(by_site)
     orders, seen = [], set()
     sites = list(dict.fromkeys(_site_orders(task, names, by_site)))
-    # Of many orders only the first is turned: on fast links that saves little, on slow ones the shortest is first.
-    turned = [(order, 1) for order in (sites if len(names) <= EVERY_ORDER else sites[:1]) if task.graph.tied]
+    # Of many orders only the first is turned: on fast links that saves little, on slow ones the
+    # shortest is first.
+    turned = [
+        (order, 1)
+        for order in (sites if len(names) <= EVERY_ORDER else sites[:1])
+        if task.graph.tied
+    ]
     for order, half in [*((order, 0) for order in sites), *turned]:
         first = by_site[order[0]]
-        # A tied table is cheapest where both ends of the pipeline lie in one site: part of the first goes last.
+        # A tied table is cheapest where both ends of the pipeline lie in one site: part of the
+        # first goes last.
         turn = min(half * max(1, len(first) // 2), len(first) - 1)
         ranks = tuple(rank for name in order for rank in by_site[name])
         ranks = ranks[turn:] + ranks[:turn]
@@ -170,7 +195,9 @@ def _hop(task: Task, a: int, b: int) -> tuple[object, ...]:
     return wire.delay_s, wire.rate, wire.line, wire.timed, wire.sites[0] == wire.sites[1]
 
 
-def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) -> Iterator[tuple[str, ...]]:
+def _site_orders(
+    task: Task, names: list[str], by_site: dict[str, list[int]]
+) -> Iterator[tuple[str, ...]]:
     if len(names) <= EVERY_ORDER:
         yield from itertools.permutations(names)
         return
@@ -201,8 +228,9 @@ def stages_at(task: Task, solution: Solution, parts: int) -> Replica:
 
 
 def at_best_depth(task: Task, deepest: Replica) -> tuple[float, Replica] | None:
-    """The step of a pipeline, with the microbatches in flight of 1F1B, or more as far as it may: those cover round
-    trips, but put off the first backward pass. None where it does not fit after all."""
+    """The step of a pipeline, with the microbatches in flight of 1F1B, or more as far as it may:
+    those cover round trips, but put off the first backward pass. None where it does not fit after
+    all."""
     stages, timed = len(deepest.stages), dict[tuple[int, ...], tuple[float, Replica]]()
     for extra in (0, 2, 8, deepest.microbatches) if len(task.ranks) <= EVERY_RUN else (0, 8):
         depths = tuple(min(most, stages - i + extra) for i, most in enumerate(deepest.in_flight))

@@ -1,4 +1,5 @@
-"""Data parallelism whose optimizer state is divided between the devices (ZeRO-1, arXiv 1910.02054)."""
+"""Data parallelism whose optimizer state is divided between the devices (ZeRO-1, arXiv
+1910.02054)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The clusters of a bench: its labs up while it measures, the same figures by the same name on another day."""
+"""The clusters of a bench: its labs up while it measures, the same figures by the same name on
+another day."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from farspan_studies.bench.matrix import Matrix
 
 #: The cluster that is this machine.
 HERE = "here"
-#: A lab of a matrix, by its process: several are up at once, and one of the file's own name may be the user's.
+#: A lab of a matrix, by its process: several are up at once, and one of the file's own name may be
+#: the user's.
 LAB = "bench-{}-{}"
 #: Clusters by their names in the matrix, with the hashes of their figures.
 There = Mapping[str, tuple[Cluster, str]]
@@ -25,7 +27,8 @@ There = Mapping[str, tuple[Cluster, str]]
 
 @contextlib.contextmanager
 def clusters_of(matrix: Matrix, labels: Iterable[str]) -> Iterator[There]:
-    """Clusters of the matrix, all up for as long as the `with` lasts, with the hashes of their figures."""
+    """Clusters of the matrix, all up for as long as the `with` lasts, with the hashes of their
+    figures."""
     remove_orphans(matrix)
     with contextlib.ExitStack() as stack:
         up = {label: stack.enter_context(cluster_of(matrix, label)) for label in labels}
@@ -42,12 +45,16 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
         check_gpus("auto")
         with Probe() as probe:
             cluster = probe.describe("auto", None)
-            # A worker a core, with its share of all memory: what is free just now is another cluster each time.
+            # A worker a core, with its share of all memory: what is free just now is another
+            # cluster each time.
             if cluster.devices[0].backend == "cpu" and (cores := cluster.hosts[0].cpus):
                 cluster = probe.describe("cpu", cores)
-                cluster = cluster.with_devices(lambda host, index: msgspec.structs.replace(
-                    host.devices[index], memory=(host.memory or host.devices[index].memory) // cores
-                ))  # fmt: skip
+                cluster = cluster.with_devices(
+                    lambda host, index: msgspec.structs.replace(
+                        host.devices[index],
+                        memory=(host.memory or host.devices[index].memory) // cores,
+                    )
+                )
         yield priced(cluster, matrix)
         return
     if isinstance(entry, str):
@@ -90,12 +97,19 @@ def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
 
 
 def bare(cluster: Cluster) -> Cluster:
-    """A cluster's figures, without ways to enter it and prices, which change no step: what stays the same where it is
-    made anew each time, and all that is written down of it."""
-    return cluster.with_hosts(lambda host: msgspec.structs.replace(
-        host, folder=None, address=None, interface=None, python="python3", enter=None,
-        devices=tuple(device.but(enter=None, usd_per_hour=None) for device in host.devices),
-    ))  # fmt: skip
+    """A cluster's figures, without ways to enter it and prices, which change no step: what stays
+    the same where it is made anew each time, and all that is written down of it."""
+    return cluster.with_hosts(
+        lambda host: msgspec.structs.replace(
+            host,
+            folder=None,
+            address=None,
+            interface=None,
+            python="python3",
+            enter=None,
+            devices=tuple(device.but(enter=None, usd_per_hour=None) for device in host.devices),
+        )
+    )
 
 
 def figures_hash(cluster: Cluster) -> str:

@@ -1,4 +1,5 @@
-"""What `farspan bench` measures: a matrix of settings as a user writes it, its cells, and what came of each."""
+"""What `farspan bench` measures: a matrix of settings as a user writes it, its cells, and what came
+of each."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class LabOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A lab that is brought up for its cells: a file, or the name of one that ships with farspan; with bytes that a
-    connection may have under way, the rate of all links, and the memory of all devices, of its own."""
+    """A lab that is brought up for its cells: a file, or the name of one that ships with farspan;
+    with bytes that a connection may have under way, the rate of all links, and the memory of all
+    devices, of its own."""
 
     lab: str
     window: Quantity | None = None
@@ -38,9 +40,9 @@ Counts = Annotated[tuple[Positive, ...], msgspec.Meta(min_length=1)]
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every combination of the lists is a cell. Clusters are files, names, or `here`, this machine. Techniques are the
-    planner's, those of a paper's plans (`published:Data`), or plan files; devices are `all`, a site, or how many of
-    the first."""
+    """Every combination of the lists is a cell. Clusters are files, names, or `here`, this machine.
+    Techniques are the planner's, those of a paper's plans (`published:Data`), or plan files;
+    devices are `all`, a site, or how many of the first."""
 
     name: Name
     clusters: Annotated[dict[str, str | LabOf], msgspec.Meta(min_length=1)]
@@ -50,10 +52,15 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Sequences a device.
     batch: Counts = (8,)
     #: Tokens of a sequence; 0 is the model's context.
-    seq_len: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)] = (0,)
+    seq_len: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)
+    ] = (0,)
     precision: Annotated[tuple[Precision, ...], msgspec.Meta(min_length=1)] = ("fp32",)
-    attention: Annotated[tuple[Literal["sdpa", "vanilla"], ...], msgspec.Meta(min_length=1)] = ("sdpa",)
-    #: Steps that count, after those that warm up, fewer where they take long; and fresh runs of every cell.
+    attention: Annotated[tuple[Literal["sdpa", "vanilla"], ...], msgspec.Meta(min_length=1)] = (
+        "sdpa",
+    )
+    #: Steps that count, after those that warm up, fewer where they take long; and fresh runs of
+    #: every cell.
     steps: Positive = 5
     repeats: Positive = 1
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
@@ -80,21 +87,29 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     repeat: int
 
     def __str__(self) -> str:
-        more = [f"{self.batch} x {self.seq_len}" if self.seq_len else f"{self.batch} a device", self.precision]
+        more = [
+            f"{self.batch} x {self.seq_len}" if self.seq_len else f"{self.batch} a device",
+            self.precision,
+        ]
         more += [self.attention] if self.attention != "sdpa" else []
         more += [f"repeat {self.repeat + 1}"] if self.repeat else []
-        return f"{self.technique} of {self.model} on {self.devices} of {self.cluster}, {', '.join(more)}"
+        return (
+            f"{self.technique} of {self.model} on {self.devices} of {self.cluster}, "
+            f"{', '.join(more)}"
+        )
 
 
 Status = Literal["ok", "oom", "failed", "no-plan"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cell that was measured, with the prediction made before, and all that explains it. None is unknown."""
+    """A cell that was measured, with the prediction made before, and all that explains it. None is
+    unknown."""
 
     matrix: str
     cell: Cell
-    #: What the cell meant: matrix, hashes of cluster, model and plan. A row of another hash is of another question.
+    #: What the cell meant: matrix, hashes of cluster, model and plan. A row of another hash is of
+    #: another question.
     key: str
     cluster_hash: str
     model_hash: str
@@ -107,8 +122,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     used: int
     rows: int
     parameters: int
-    #: Tokens and FLOPs (Alpa's formula, which the FABRIC paper prints) of a step, and tokens of the run that minutes
-    #: are told of.
+    #: Tokens and FLOPs (Alpa's formula, which the FABRIC paper prints) of a step, and tokens of the
+    #: run that minutes are told of.
     step_tokens: int
     step_flops: float
     run_tokens: float
@@ -138,7 +153,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Of each cell the row that came last: what the cell meant before the matrix was changed is another question."""
+    """Of each cell the row that came last: what the cell meant before the matrix was changed is
+    another question."""
     return list({row.cell: row for row in rows}.values())
 
 
@@ -146,18 +162,31 @@ def cells(matrix: Matrix) -> list[Cell]:
     """Every combination, repeats last: the first look is whole before any cell runs again."""
     return [
         Cell(
-            cluster=cluster, model=model, technique=technique, devices=str(devices), batch=batch, seq_len=seq_len,
-            precision=precision, attention=attention, repeat=repeat,
+            cluster=cluster,
+            model=model,
+            technique=technique,
+            devices=str(devices),
+            batch=batch,
+            seq_len=seq_len,
+            precision=precision,
+            attention=attention,
+            repeat=repeat,
         )
-        for repeat in range(matrix.repeats) for cluster in matrix.clusters for model in matrix.models
-        for devices in dict.fromkeys(matrix.devices) for batch in dict.fromkeys(matrix.batch)
-        for seq_len in dict.fromkeys(matrix.seq_len) for precision in dict.fromkeys(matrix.precision)
-        for attention in dict.fromkeys(matrix.attention) for technique in dict.fromkeys(matrix.techniques)
-    ]  # fmt: skip
+        for repeat in range(matrix.repeats)
+        for cluster in matrix.clusters
+        for model in matrix.models
+        for devices in dict.fromkeys(matrix.devices)
+        for batch in dict.fromkeys(matrix.batch)
+        for seq_len in dict.fromkeys(matrix.seq_len)
+        for precision in dict.fromkeys(matrix.precision)
+        for attention in dict.fromkeys(matrix.attention)
+        for technique in dict.fromkeys(matrix.techniques)
+    ]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step of so many seconds means for the row's run; dollars are None where a price is unknown."""
+    """What a step of so many seconds means for the row's run; dollars are None where a price is
+    unknown."""
 
     tokens_per_s: float
     tflops_per_device: float
@@ -169,7 +198,8 @@ def figures(row: Row, step_s: float) -> Figures:
     """The figures of a row for a measured or a predicted step."""
     rate = row.step_tokens / step_s
     return Figures(
-        tokens_per_s=rate, tflops_per_device=row.step_flops / step_s / row.used / 1e12,
+        tokens_per_s=rate,
+        tflops_per_device=row.step_flops / step_s / row.used / 1e12,
         minutes=row.run_tokens / rate / 60,
         tokens_per_usd=rate * 3600 / row.usd_per_hour if row.usd_per_hour else None,
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""Measuring a matrix: labs up for their cells, one cell after another, each in a process of its own, nothing twice."""
+"""Measuring a matrix: labs up for their cells, one cell after another, each in a process of its
+own, nothing twice."""
 
 from __future__ import annotations
 
@@ -40,27 +41,33 @@ from farspan_studies.bench.matrix import Cell, Matrix, Row, Status, cells, figur
 from farspan_studies.bench.trials import TRIAL_S, TriedPaces
 from farspan_studies.papers.published import alpa_tflops
 
-#: A matrix of more cells, or of more seconds, asks first; so many of them, drawn by its seed, say what all would take.
+#: A matrix of more cells, or of more seconds, asks first; so many of them, drawn by its seed, say
+#: what all would take.
 MANY, LONG_S = 200, 3600.0
 #: Tokens of the made-up corpus that every cell trains on.
 TOKENS = 2_000_000
-#: Steps that are predicted to take longer than this together are made fewer times: one that warms up, and one that is
-#: timed, at least.
+#: Steps that are predicted to take longer than this together are made fewer times: one that warms
+#: up, and one that is timed, at least.
 LONGEST_S = 20.0
 #: Seconds of a cell beside its steps, for the time that is said before a matrix is begun.
 CELL_S = 15.0
 
 
 class Results:
-    """The folder of a matrix's results: `rows.jsonl` as it comes, every plan, and the rows as one Parquet table."""
+    """The folder of a matrix's results: `rows.jsonl` as it comes, every plan, and the rows as one
+    Parquet table."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path, self.table = folder, folder / "rows.jsonl", folder / "results.parquet"
+        self.folder, self.path, self.table = (
+            folder,
+            folder / "rows.jsonl",
+            folder / "results.parquet",
+        )
         self.trials = folder / "trials"
 
     def read(self) -> list[Row]:
-        """Each cell's last row; a last line that a killed process left unfinished is left out. Raises Refusal for rows
-        that another version wrote."""
+        """Each cell's last row; a last line that a killed process left unfinished is left out.
+        Raises Refusal for rows that another version wrote."""
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")[:-1]
@@ -68,9 +75,12 @@ class Results:
             return latest(msgspec.json.decode(line, type=Row) for line in lines)
         except msgspec.DecodeError as error:
             raise Refusal(
-                "version-mismatch", what="the results were written by another version of farspan", where=self.path,
-                fact=str(error), remedy=f"mv {shlex.quote(str(self.folder))} ELSEWHERE   (then measure again)",
-            ) from None  # fmt: skip
+                "version-mismatch",
+                what="the results were written by another version of farspan",
+                where=self.path,
+                fact=str(error),
+                remedy=f"mv {shlex.quote(str(self.folder))} ELSEWHERE   (then measure again)",
+            ) from None
 
     def plan(self, hash_: str) -> Plan:
         """A row's plan. Raises Refusal where its file is gone."""
@@ -94,7 +104,8 @@ class Results:
             os.fsync(file.fileno())
 
     def held(self) -> IO[bytes]:
-        """One measures into the folder at a time, until this is closed. Raises Refusal (run-busy)."""
+        """One measures into the folder at a time, until this is closed. Raises Refusal
+        (run-busy)."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return locked(self.folder / ".lock", "this matrix is being measured already", self.folder)
 
@@ -106,7 +117,9 @@ class Results:
         flat = []
         for row in self.read():
             fields = msgspec.to_builtins(row)
-            flat.append({**{f"cell_{name}": value for name, value in fields.pop("cell").items()}, **fields})
+            flat.append(
+                {**{f"cell_{name}": value for name, value in fields.pop("cell").items()}, **fields}
+            )
         if flat:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), self.table)
 
@@ -132,7 +145,12 @@ class Todo(NamedTuple):
 
 
 def measure(
-    matrix: Matrix, results: Results, say: Callable[[str], None], *, agreed: bool, retry: bool = False
+    matrix: Matrix,
+    results: Results,
+    say: Callable[[str], None],
+    *,
+    agreed: bool,
+    retry: bool = False,
 ) -> list[Row]:
     """Measure what is missing and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
@@ -153,17 +171,22 @@ def measure(
         if not many:
             refuse_impossible(every)
         untried = paces.missing((item.case for item in todo), retry=retry)
-        seconds = len(wanted) / len(some) * sum(item.seconds(matrix) for item in todo) + TRIAL_S * len(untried)
+        seconds = len(wanted) / len(some) * sum(
+            item.seconds(matrix) for item in todo
+        ) + TRIAL_S * len(untried)
         if many or (not agreed and (len(todo) > MANY or seconds > LONG_S)):
             raise too_long(matrix, len(wanted) / len(some) * len(todo), seconds)
         if untried:
             paces.make(untried, say)
             every, todo = meanings(matrix, some, clusters, paces, known)
             seconds = sum(item.seconds(matrix) for item in todo)
-            if not agreed and seconds > LONG_S:  # Longer than it seemed before the trials, which are kept.
+            if (
+                not agreed and seconds > LONG_S
+            ):  # Longer than it seemed before the trials, which are kept.
                 raise too_long(matrix, len(todo), seconds)
         say(
-            f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
+            f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} "
+            "to measure: about "
             f"{format_seconds(seconds)}"
         )
         stack.callback(results.write_table)
@@ -176,7 +199,11 @@ def measure(
 
 
 def meanings(
-    matrix: Matrix, wanted: Sequence[Cell], clusters: There, paces: TriedPaces, known: Collection[str]
+    matrix: Matrix,
+    wanted: Sequence[Cell],
+    clusters: There,
+    paces: TriedPaces,
+    known: Collection[str],
 ) -> tuple[list[Todo], list[Todo]]:
     """What cells mean, all and those that are not `known` by their keys."""
     every = [meant(matrix, cell, clusters[cell.cluster], paces) for cell in wanted]
@@ -184,25 +211,30 @@ def meanings(
 
 
 def may_pass(row: Row) -> bool:
-    """Whether a cell may run another time: it failed, or was killed, maybe for another program's memory."""
+    """Whether a cell may run another time: it failed, or was killed, maybe for another program's
+    memory."""
     return row.status == "failed" or (row.status == "oom" and row.signal == "SIGKILL")
 
 
 def refuse_other_versions(results: Results, rows: Sequence[Row]) -> None:
     if others := sorted({row.farspan for row in rows} - {__version__}):
         raise Refusal(
-            "version-mismatch", what="the results were measured with another version of farspan", where=results.path,
+            "version-mismatch",
+            what="the results were measured with another version of farspan",
+            where=results.path,
             fact=f"with {', '.join(others)}; this is {__version__}",
             remedy=f"measure into another folder: -o {shlex.quote(f'{results.folder}-2')}",
-        )  # fmt: skip
+        )
 
 
 def too_long(matrix: Matrix, count: float, seconds: float) -> Refusal:
     return Refusal(
-        "usage", what=f"the matrix has {count:,.0f} cells to measure", where=f"matrix {matrix.name}",
+        "usage",
+        what=f"the matrix has {count:,.0f} cells to measure",
+        where=f"matrix {matrix.name}",
         fact=f"they are predicted to take {format_seconds(seconds)}",
         remedy="add --yes, or make the lists shorter",
-    )  # fmt: skip
+    )
 
 
 def refuse_changed(clusters: There, rows: Sequence[Row]) -> None:
@@ -211,10 +243,14 @@ def refuse_changed(clusters: There, rows: Sequence[Row]) -> None:
         _, cluster_hash = clusters.get(row.cell.cluster, (None, row.cluster_hash))
         if row.cluster_hash != cluster_hash:
             raise Refusal(
-                "plan-mismatch", what=f"the cluster {row.cell.cluster!r} changed since it was measured",
-                where="key clusters", fact=f"rows are of cluster {row.cluster_hash}, this is {cluster_hash}",
-                remedy="give it another name in the matrix, or measure into another folder: -o FOLDER",
-            )  # fmt: skip
+                "plan-mismatch",
+                what=f"the cluster {row.cell.cluster!r} changed since it was measured",
+                where="key clusters",
+                fact=f"rows are of cluster {row.cluster_hash}, this is {cluster_hash}",
+                remedy=(
+                    "give it another name in the matrix, or measure into another folder: -o FOLDER"
+                ),
+            )
 
 
 def meant(matrix: Matrix, cell: Cell, described: tuple[Cluster, str], paces: TriedPaces) -> Todo:
@@ -223,14 +259,16 @@ def meant(matrix: Matrix, cell: Cell, described: tuple[Cluster, str], paces: Tri
     launcher = reached_by(entry) or "local" if isinstance(entry, str) else "local"
     folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
     priced = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
-    if isinstance(priced.made, Plan):  # Known again on another day: without the processes of a lab, and prices.
+    if isinstance(
+        priced.made, Plan
+    ):  # Known again on another day: without the processes of a lab, and prices.
         priced = priced._replace(made=lasting(priced.made, bare(cluster)))
     return Todo(key_of(matrix, priced, cluster_hash), priced, cluster, folder, launcher)
 
 
 def refuse_impossible(every: Sequence[Todo]) -> None:
-    """A number of devices that no cluster has, or a length that no model allows, is a mistake; what some lack is a row
-    without a plan."""
+    """A number of devices that no cluster has, or a length that no model allows, is a mistake; what
+    some lack is a row without a plan."""
     for code, of in (("device-missing", "devices"), ("out-of-range", "seq_len")):
         problems: dict[object, list[Problem | None]] = {}
         for item in every:
@@ -257,22 +295,42 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         assert isinstance(priced.made, Problem)
         short = priced.made.code == "out-of-memory"
         cause = f"{priced.made.what} ({priced.made.fact})"
-        return row_of(matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"), None
+        return row_of(
+            matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"
+        ), None
     deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
     warmup, steps = steps_of(matrix, priced.estimate.step_s)
     within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
-    result = apart(TrialQuery(
-        plan=priced.made, corpus=str(todo.corpus), cluster=priced.cluster, launcher=todo.launcher, within=within
-    ))  # fmt: skip
-    row = row_of(matrix, todo, at, status=result.status, cause="" if result.problem is None else told(result.problem))
-    environment, signal = result.environment, None if result.problem is None else result.problem.signal
+    result = apart(
+        TrialQuery(
+            plan=priced.made,
+            corpus=str(todo.corpus),
+            cluster=priced.cluster,
+            launcher=todo.launcher,
+            within=within,
+        )
+    )
+    row = row_of(
+        matrix,
+        todo,
+        at,
+        status=result.status,
+        cause="" if result.problem is None else told(result.problem),
+    )
+    environment, signal = (
+        result.environment,
+        None if result.problem is None else result.problem.signal,
+    )
     peak = max(result.memory_bytes.values(), default=None)
     row = msgspec.structs.replace(row, took_s=result.took_s, memory_bytes=peak, signal=signal)
     if environment is not None:
         row = msgspec.structs.replace(
-            row, commit=environment.commit, torch=environment.torch, python=environment.python,
+            row,
+            commit=environment.commit,
+            torch=environment.torch,
+            python=environment.python,
             machine=environment.device,
-        )  # fmt: skip
+        )
     if result.step_s is not None:
         derived = msgspec.structs.asdict(figures(row, result.step_s))
         row = msgspec.structs.replace(row, step_s=result.step_s, steps_s=result.steps, **derived)
@@ -307,18 +365,34 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
     used = dict.fromkeys(device.host for device in plan.devices) if plan else {}
     links = [priced.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
     return Row(
-        matrix=matrix.name, cell=priced.cell, key=todo.key, cluster_hash=figures_hash(todo.cluster),
-        model_hash=content_hash(priced.model), plan_hash=None if plan is None else plan.hash, status=status,
-        cause=cause, used=len(priced.places) or (int(priced.cell.devices) if priced.cell.devices.isdigit() else 0),
-        rows=priced.train.batch, parameters=parameters(priced.model),
-        step_tokens=priced.train.tokens_per_step, step_flops=flops, run_tokens=run_tokens,
-        predicted_s=step_s, predicted_low_s=None if step_s is None else low * step_s,
+        matrix=matrix.name,
+        cell=priced.cell,
+        key=todo.key,
+        cluster_hash=figures_hash(todo.cluster),
+        model_hash=content_hash(priced.model),
+        plan_hash=None if plan is None else plan.hash,
+        status=status,
+        cause=cause,
+        used=len(priced.places)
+        or (int(priced.cell.devices) if priced.cell.devices.isdigit() else 0),
+        rows=priced.train.batch,
+        parameters=parameters(priced.model),
+        step_tokens=priced.train.tokens_per_step,
+        step_flops=flops,
+        run_tokens=run_tokens,
+        predicted_s=step_s,
+        predicted_low_s=None if step_s is None else low * step_s,
         predicted_high_s=None if step_s is None else high * step_s,
         predicted_memory_bytes=None if estimate is None else estimate.memory_bytes,
         usd_per_hour=hourly_price(priced.cluster.only(priced.places)),
-        rtt_s=max((link.rtt_s for link in links if link is not None), default=None), at=at, seed=matrix.seed,
-        farspan=__version__, commit=commit(), torch=version("torch"), python=platform.python_version(),
-    )  # fmt: skip
+        rtt_s=max((link.rtt_s for link in links if link is not None), default=None),
+        at=at,
+        seed=matrix.seed,
+        farspan=__version__,
+        commit=commit(),
+        torch=version("torch"),
+        python=platform.python_version(),
+    )
 
 
 def told(problem: Problem) -> str:

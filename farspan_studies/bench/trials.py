@@ -1,4 +1,5 @@
-"""What a bench tries before it predicts: every model for a few steps on one device, as `farspan train` does."""
+"""What a bench tries before it predicts: every model for a few steps on one device, as `farspan
+train` does."""
 
 from __future__ import annotations
 
@@ -29,37 +30,44 @@ TRIAL_S = 12.0
 
 
 class DeviceTrial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A trial of a model on a cluster's first device, or why there is none: then nothing corrects its predictions."""
+    """A trial of a model on a cluster's first device, or why there is none: then nothing corrects
+    its predictions."""
 
     probe: ProbeResult | None = None
     why: str = ""
 
 
 class TriedPaces:
-    """The clusters of a matrix as trials found their first devices. A trial is made once and kept in `folder`, so that
-    a matrix that goes on is priced as it was begun."""
+    """The clusters of a matrix as trials found their first devices. A trial is made once and kept
+    in `folder`, so that a matrix that goes on is priced as it was begun."""
 
     def __init__(self, folder: Path, matrix: Matrix, clusters: There) -> None:
         self._folder, self._matrix, self._there = folder, matrix, clusters
         self._known: dict[Path, DeviceTrial] = {}
 
     def cluster(self, cell: Cell) -> Cluster:
-        """The cell's cluster, with the pace and the memory of its model's trial where there is one."""
+        """The cell's cluster, with the pace and the memory of its model's trial where there is
+        one."""
         plain, model = self._there[cell.cluster][0], spec_of(self._matrix.models[cell.model])
         train = TrainSpec(
-            steps=1, batch=cell.batch, seq_len=seq_len_of(cell, model), precision=cell.precision,
+            steps=1,
+            batch=cell.batch,
+            seq_len=seq_len_of(cell, model),
+            precision=cell.precision,
             attention=cell.attention,
-        )  # fmt: skip
+        )
         return _as_found(plain, self._tried(self._path(cell, model)), model, train)
 
     def missing(self, cases: Iterable[Case], *, retry: bool) -> dict[Path, Case]:
-        """The first case of every trial that is yet to be made, with `retry` also of those that failed, by the trial's
-        file."""
+        """The first case of every trial that is yet to be made, with `retry` also of those that
+        failed, by the trial's file."""
         untried: dict[Path, Case] = {}
         for case in cases:
             path = self._path(case.cell, case.model)
             known = self._tried(path)
-            if not isinstance(case.made, Problem) and (known is None or (retry and known.probe is None)):
+            if not isinstance(case.made, Problem) and (
+                known is None or (retry and known.probe is None)
+            ):
                 untried.setdefault(path, case)
         return untried
 
@@ -68,7 +76,10 @@ class TriedPaces:
         for path, case in cases.items():
             plain = self._there[case.cell.cluster][0]
             kind = plain.devices[0].kind
-            say(f"trying {case.cell.model} on one {kind} of {case.cell.cluster}: {case.cell.precision}")
+            say(
+                f"trying {case.cell.model} on one {kind} of {case.cell.cluster}: "
+                f"{case.cell.precision}"
+            )
             trial = self._known[path] = tried(case, plain)
             if trial.probe is None:
                 say(f"it cannot be tried there and is predicted alone: {trial.why}")
@@ -76,9 +87,12 @@ class TriedPaces:
             save(trial, path)
 
     def _path(self, cell: Cell, model: ModelSpec) -> Path:
-        """The file of the trial that a cell is priced by: batch, technique and devices are not its own."""
+        """The file of the trial that a cell is priced by: batch, technique and devices are not its
+        own."""
         hash_ = self._there[cell.cluster][1]
-        return trial_file(self._folder, hash_, model, cell.precision, seq_len_of(cell, model), cell.attention)
+        return trial_file(
+            self._folder, hash_, model, cell.precision, seq_len_of(cell, model), cell.attention
+        )
 
     def _tried(self, path: Path) -> DeviceTrial | None:
         if path not in self._known and path.exists():
@@ -91,7 +105,9 @@ def trial_file(folder: Path, cluster_hash: str, model: ModelSpec, *more: object)
     return folder / f"{content_hash(model, cluster_hash, *more)}.json"
 
 
-def _as_found(plain: Cluster, trial: DeviceTrial | None, model: ModelSpec, train: TrainSpec) -> Cluster:
+def _as_found(
+    plain: Cluster, trial: DeviceTrial | None, model: ModelSpec, train: TrainSpec
+) -> Cluster:
     """The cluster as the trial found its first device; as it is where there is none."""
     if trial is None or trial.probe is None:
         return plain
@@ -101,20 +117,28 @@ def _as_found(plain: Cluster, trial: DeviceTrial | None, model: ModelSpec, train
 def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Cluster:
     """The cluster as a plan of a bench was priced on it, whose trials lie in `folder`."""
     train = plan.train
-    path = trial_file(folder, cluster_hash, plan.model, train.precision, train.seq_len, train.attention)
+    path = trial_file(
+        folder, cluster_hash, plan.model, train.precision, train.seq_len, train.attention
+    )
     return _as_found(plain, load(path, DeviceTrial) if path.exists() else None, plan.model, train)
 
 
 def tried(case: Case, plain: Cluster) -> DeviceTrial:
-    """A few steps of a case's model on the first device, of as many of its sequences as fit there."""
+    """A few steps of a case's model on the first device, of as many of its sequences as fit
+    there."""
     wanted = msgspec.structs.replace(case.train, batch=case.cell.batch, steps=1)
-    train, at = model_speed.fitting(case.model, wanted, plain, engine("farspan")), first_device(plain)
+    train, at = (
+        model_speed.fitting(case.model, wanted, plain, engine("farspan")),
+        first_device(plain),
+    )
     if isinstance(train, Problem):
         return DeviceTrial(why=f"{train.what}: {train.fact}")
     try:
         with Probe(plain.machines[0], threads=at.threads, device=0) as probe:
             return DeviceTrial(
-                probe=probe.measure(at, case.model, train, precisions=(train.precision,), seconds=PROBE_S)
+                probe=probe.measure(
+                    at, case.model, train, precisions=(train.precision,), seconds=PROBE_S
+                )
             )
     except Refusal as refusal:
         return DeviceTrial(why=f"{refusal.problem.what}: {refusal.problem.fact}")

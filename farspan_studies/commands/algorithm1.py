@@ -1,4 +1,5 @@
-"""`farspan select --algorithm paper`: Algorithm 1 of arXiv 2602.02632 as printed, for two machines."""
+"""`farspan select --algorithm paper`: Algorithm 1 of arXiv 2602.02632 as printed, for two
+machines."""
 
 from __future__ import annotations
 
@@ -29,11 +30,14 @@ MOST_STEPS = 1_000_000
 
 
 def epsilon(text: str) -> Callable[[Resolved], int]:
-    """How many steps `20 steps` or `2 epochs` are of a run's text. Raises Refusal (out-of-range)."""
+    """How many steps `20 steps` or `2 epochs` are of a run's text. Raises Refusal
+    (out-of-range)."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*(steps?|epochs?)\s*", text)
     number = float(match[1]) if match and match[1].count(".") <= 1 and match[1] != "." else 0.0
     if match is None or not 0 < number <= MOST_STEPS:
-        raise _refused("--epsilon", text, "it is a number of steps or epochs above 0", f"--epsilon {EPSILON!r}")
+        raise _refused(
+            "--epsilon", text, "it is a number of steps or epochs above 0", f"--epsilon {EPSILON!r}"
+        )
 
     def steps(resolved: Resolved) -> int:
         of_one = 1.0
@@ -41,7 +45,9 @@ def epsilon(text: str) -> Callable[[Resolved], int]:
             of_one = resolved.corpus.train.tokens / resolved.train.tokens_per_step
         count = max(1, round(number * of_one))
         if count > MOST_STEPS:
-            raise _refused("--epsilon", text, f"that is {count:,} steps of each plan", f"--epsilon {EPSILON!r}")
+            raise _refused(
+                "--epsilon", text, f"that is {count:,} steps of each plan", f"--epsilon {EPSILON!r}"
+            )
         return count
 
     return steps
@@ -50,7 +56,9 @@ def epsilon(text: str) -> Callable[[Resolved], int]:
 def check(given: argparse.Namespace) -> None:
     """Refuse arguments that the algorithm cannot use."""
     if not 0 < _delta(given) <= 1:
-        raise _refused("--delta", given.delta, "it lies above 0 and is at most 1", f"--delta {DELTA}")
+        raise _refused(
+            "--delta", given.delta, "it lies above 0 and is at most 1", f"--delta {DELTA}"
+        )
     epsilon(given.epsilon or EPSILON)
 
 
@@ -61,7 +69,8 @@ def _delta(given: argparse.Namespace) -> float:
 def select(
     given: argparse.Namespace, resolved: Resolved, asked: ParallelConfig, console: Console
 ) -> tuple[Plan, dict[str, Any]]:
-    """The plan that the algorithm chooses, and all that it measured. Raises Refusal where it chooses nothing."""
+    """The plan that the algorithm chooses, and all that it measured. Raises Refusal where it
+    chooses nothing."""
     delta, steps = _delta(given), epsilon(given.epsilon or EPSILON)(resolved)
     from farspan.app import choosing, clusters
     from farspan.app.trial_cache import TrialCache
@@ -73,26 +82,37 @@ def select(
     def measure(plan: Plan, step_s: float) -> Trial:
         return trials.run(plan, limits(plan, resolved.cluster, step_s, steps))
 
-    console.say(f"epsilon: {steps} steps of each; delta: {delta:g}; T in TFLOP/s a device, 0 for what fails")
+    console.say(
+        f"epsilon: {steps} steps of each; delta: {delta:g}; T in TFLOP/s a device, 0 for what fails"
+    )
     result = choose(
-        resolved.cluster, choosing.question_of(resolved, asked), measure, delta,
+        resolved.cluster,
+        choosing.question_of(resolved, asked),
+        measure,
+        delta,
         say=lambda candidate: console.say(f"  {said(candidate)}"),
-    )  # fmt: skip
+    )
     console.say(f"  {'Tz':5} {result.speeds.tz:.4g}")
     console.say(paragraph(sentence(result, delta)))
     answer = {"algorithm": "paper", **msgspec.to_builtins(result)}
     if result.plan is None:
         what, failed = "Algorithm 1 chooses nothing", failures(result)
         # A worker that the kernel killed is lost, as problems go, and out of memory as a trial.
-        killed = any(candidate.trial is not None and candidate.trial.status == "oom" for candidate in result.candidates)
+        killed = any(
+            candidate.trial is not None and candidate.trial.status == "oom"
+            for candidate in result.candidates
+        )
         short = killed or any(problem.code == "out-of-memory" for problem in failed)
         detail = f" The first: {failed[0].what} ({failed[0].fact})." if failed else ""
         raise Refusal(
             "out-of-memory" if short else "cannot-plan",
-            what=f"{what}: more GPU memory is needed" if short else f"{what}: all of its plans failed",
-            where="--algorithm paper", fact=f"{sentence(result, delta)}{detail}",
+            what=f"{what}: more GPU memory is needed"
+            if short
+            else f"{what}: all of its plans failed",
+            where="--algorithm paper",
+            fact=f"{sentence(result, delta)}{detail}",
             remedy=command("select", *words_again(given), "--algorithm", "farspan"),
-        )  # fmt: skip
+        )
     return result.plan, answer
 
 
@@ -111,8 +131,15 @@ def said(candidate: Candidate) -> str:
     if candidate.trial is not None and candidate.trial.step_s is not None:
         outcome = f"{short_time(candidate.trial.step_s)} a step"
     else:
-        outcome = "no plan" if candidate.problem is None else f"{candidate.problem.what} ({candidate.problem.fact})"
-    return f"{candidate.name.capitalize():5} {candidate.tflops:<8.4g} {candidate.technique} on {where}: {outcome}"
+        outcome = (
+            "no plan"
+            if candidate.problem is None
+            else f"{candidate.problem.what} ({candidate.problem.fact})"
+        )
+    return (
+        f"{candidate.name.capitalize():5} {candidate.tflops:<8.4g} {candidate.technique} on "
+        f"{where}: {outcome}"
+    )
 
 
 def sentence(result: Found, delta: float) -> str:
@@ -124,11 +151,19 @@ def sentence(result: Found, delta: float) -> str:
         name, share = str(chosen.technique).capitalize(), (tz - tp) / tp
         return f"{name} on machine {chosen.machine}: (Tz - Tp) / Tp = {share:.2f} > {delta:g}."
     if tp > 0 and tz > 0:
-        reason = f"Neither of Tp = {tp:.4g} and Tz = {tz:.4g} exceeds the other by more than {delta:g}"
+        reason = (
+            f"Neither of Tp = {tp:.4g} and Tz = {tz:.4g} exceeds the other by more than {delta:g}"
+        )
     else:
         reason = f"{'Tz' if tz == 0 else 'Tp'} is 0, so that neither is compared with it"
     return f"{reason}: ZeRO2 on both{'' if chosen.technique else ', which does not run'}."
 
 
 def _refused(flag: str, value: object, fact: str, remedy: str) -> Refusal:
-    return Refusal("out-of-range", what=f"{flag} = {value} cannot be used", where=flag, fact=fact, remedy=remedy)
+    return Refusal(
+        "out-of-range",
+        what=f"{flag} = {value} cannot be used",
+        where=flag,
+        fact=fact,
+        remedy=remedy,
+    )

@@ -1,7 +1,8 @@
-"""Measure a matrix of models, clusters, techniques and settings, one cell after another; predictions come first.
+"""Measure a matrix of models, clusters, techniques and settings, one cell after another;
+predictions come first.
 
-A matrix is a file, or one that ships with farspan: fabric, fabric-memory, slm-cost. What was measured already
-is not measured again, so the same command goes on where it was stopped.
+A matrix is a file, or one that ships with farspan: fabric, fabric-memory, slm-cost. What was
+measured already is not measured again, so the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ HELP = "measure a matrix of settings"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("matrix", metavar="MATRIX.YAML", help="a file, or fabric, fabric-memory or slm-cost")
-    parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, help="for the results (default: bench/NAME)")
+    parser.add_argument(
+        "matrix", metavar="MATRIX.YAML", help="a file, or fabric, fabric-memory or slm-cost"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="FOLDER", type=Path, help="for the results (default: bench/NAME)"
+    )
     parser.add_argument("--yes", action="store_true", help="measure also where that takes long")
     parser.add_argument("--retry", action="store_true", help="run cells that failed again")
 
@@ -38,8 +43,13 @@ def run(given: argparse.Namespace, console: Console) -> None:
     rows = measure(matrix, results, console.say, agreed=given.yes, retry=given.retry)
     counts: dict[str, Any] = dict(Counter(row.status for row in rows))
     by_status = ", ".join(f"{count} {status}" for status, count in counts.items())
-    console.say(f"{len(rows)} cells: {by_status}; {results.table}; look at them: {command('report', results.folder)}")
-    console.answer({"folder": str(results.folder), "table": str(results.table), "counts": counts, "rows": rows})
+    console.say(
+        f"{len(rows)} cells: {by_status}; {results.table}; look at them: "
+        f"{command('report', results.folder)}"
+    )
+    console.answer(
+        {"folder": str(results.folder), "table": str(results.table), "counts": counts, "rows": rows}
+    )
 
 
 def path_of(name: str) -> Path:
@@ -50,6 +60,9 @@ def path_of(name: str) -> Path:
         return Path(name) if Path(name).is_file() else ours[name]
     match = nearest(name, ours)
     raise Refusal(
-        "path-missing", what=f"there is no matrix {name!r}", where="farspan bench",
-        fact=f"neither a file nor one of {', '.join(ours)}", remedy=command("bench", match or "fabric"),
-    )  # fmt: skip
+        "path-missing",
+        what=f"there is no matrix {name!r}",
+        where="farspan bench",
+        fact=f"neither a file nor one of {', '.join(ours)}",
+        remedy=command("bench", match or "fabric"),
+    )

@@ -1,4 +1,5 @@
-"""Reports of a bench, or of a paper: tables and figures as they were measured, printed or predicted."""
+"""Reports of a bench, or of a paper: tables and figures as they were measured, printed or
+predicted."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ SHOWN = 8
 
 
 def report(name: str, console: Console, *, predicted: bool) -> bool:
-    """The report of a bench's folder, or of a paper where no such folder is; whether it is either."""
+    """The report of a bench's folder, or of a paper where no such folder is; whether it is
+    either."""
     if (Path(name) / "rows.jsonl").exists():
         bench(Path(name), console, predicted=predicted)
         return True
@@ -31,11 +33,19 @@ def bench(folder: Path, console: Console, *, predicted: bool) -> None:
     rows = Results(folder).read()
     if not rows:
         raise Refusal(
-            "not-a-run", what="the bench has nothing to report yet", where=folder, fact="no cell was measured",
+            "not-a-run",
+            what="the bench has nothing to report yet",
+            where=folder,
+            fact="no cell was measured",
             remedy="farspan bench, with the same matrix",
-        )  # fmt: skip
+        )
     show(
-        rows, folder, rows[0].matrix, console, predicted=predicted, drawn=drawn_bench(rows, folder, predicted=predicted)
+        rows,
+        folder,
+        rows[0].matrix,
+        console,
+        predicted=predicted,
+        drawn=drawn_bench(rows, folder, predicted=predicted),
     )
 
 
@@ -50,23 +60,37 @@ def paper(name: str, console: Console, *, predicted: bool) -> bool:
         title, fabric = f"{name}, {SOURCES[name]}", name == "fabric"
         shown_rows = rows(name) if fabric or predicted else as_plotted(rows(name))
         show(
-            shown_rows, Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper",
+            shown_rows,
+            Path(f"{name}-report"),
+            title,
+            console,
+            predicted=predicted,
+            kind="Paper",
             drawn=drawn_slices(predicted=predicted) if fabric else (),
             more=() if fabric else results.sizes(sizes(), fitted_shape),
-        )  # fmt: skip
+        )
     return name in SOURCES
 
 
 def show(
-    rows: list[Row], folder: Path, title: str, console: Console, *, predicted: bool, kind: str = "Bench",
-    drawn: Sequence[Drawn] = (), more: Sequence[Chart] = (),
-) -> None:  # fmt: skip
+    rows: list[Row],
+    folder: Path,
+    title: str,
+    console: Console,
+    *,
+    predicted: bool,
+    kind: str = "Bench",
+    drawn: Sequence[Drawn] = (),
+    more: Sequence[Chart] = (),
+) -> None:
     """Tables as text, the page and the tables for a paper as files."""
     from farspan.report.text import table
     from farspan_studies.pages import results
     from farspan_studies.pages.results_page import counts, write_results
 
-    page, tables = write_results(rows, folder, title, predicted=predicted, kind=kind, drawn=drawn, more=more)
+    page, tables = write_results(
+        rows, folder, title, predicted=predicted, kind=kind, drawn=drawn, more=more
+    )
     text_tables = results.tables(results.points(rows, predicted=predicted))
     for text_table in text_tables if len(text_tables) <= SHOWN else ():
         marked = [

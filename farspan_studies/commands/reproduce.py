@@ -1,4 +1,5 @@
-"""Compare predictions with what papers printed: their plans, priced under the engine that ran them."""
+"""Compare predictions with what papers printed: their plans, priced under the engine that ran
+them."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ HELP = "compare predictions with what others measured and published"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "paper", choices=("fabric", "slm-cost", "published"),
+        "paper",
+        choices=("fabric", "slm-cost", "published"),
         help="arXiv 2602.02632, arXiv 2410.19456, or runs and block times of many sources",
-    )  # fmt: skip
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -42,16 +44,30 @@ def _fabric(console: Console) -> None:
     known_median = statistics.median(abs(error) for by in known.values() for error in by.values())
     errors = [abs(cell.error) for cell in cells if cell.counted and cell.error is not None]
     open_cells = fabric_study.open_cells(cells)
-    rest = [(c.tflops, c.published_tflops) for c in cells if c.published_tflops is not None and not c.counted]
+    rest = [
+        (c.tflops, c.published_tflops)
+        for c in cells
+        if c.published_tflops is not None and not c.counted
+    ]
     answer = {
         "cells": [{**msgspec.to_builtins(cell), "inside": cell.inside} for cell in cells],
-        "mape": fabric_study.mape(cells), "median": statistics.median(errors), "largest": max(errors),
-        "parameters": parameters(used), "settings": published.settings, "software": published.software,
-        "plans": published.plans, "verdicts": scored, "leave_one_out": left_out,
-        "open_inside": sum(bool(cell.inside) for cell in open_cells), "open": len(open_cells),
-        "one_cell_known": known, "one_cell_known_median": known_median, "tflops_error": mean_error(rest),
-        "sensitivity": moved, "findings": findings.findings(cells),
-    }  # fmt: skip
+        "mape": fabric_study.mape(cells),
+        "median": statistics.median(errors),
+        "largest": max(errors),
+        "parameters": parameters(used),
+        "settings": published.settings,
+        "software": published.software,
+        "plans": published.plans,
+        "verdicts": scored,
+        "leave_one_out": left_out,
+        "open_inside": sum(bool(cell.inside) for cell in open_cells),
+        "open": len(open_cells),
+        "one_cell_known": known,
+        "one_cell_known_median": known_median,
+        "tflops_error": mean_error(rest),
+        "sensitivity": moved,
+        "findings": findings.findings(cells),
+    }
     _say_fabric(console, answer, cells)
     console.answer(answer)
 
@@ -59,20 +75,53 @@ def _fabric(console: Console) -> None:
 def _say_fabric(console: Console, answer: dict[str, Any], cells: Sequence[Any]) -> None:
     settings = answer["settings"]
     console.say(
-        f"arXiv 2602.02632 under engine alpa2022. Assumed: sequences of {settings.sequence} tokens, "
-        f"{settings.rows_per_device} a device, {settings.microbatches} microbatches, {settings.precision}, "
+        f"arXiv 2602.02632 under engine alpa2022. Assumed: sequences of {settings.sequence} "
+        "tokens, "
+        f"{settings.rows_per_device} a device, {settings.microbatches} microbatches, "
+        f"{settings.precision}, "
         f"{settings.epochs} epochs of {settings.tokens_per_epoch:,} tokens ({settings.source})."
     )
-    table = Table("slice", "GPUs", "model", "technique", ">published", ">predicted", ">error", "ran / fits", ">ours")
+    table = Table(
+        "slice",
+        "GPUs",
+        "model",
+        "technique",
+        ">published",
+        ">predicted",
+        ">error",
+        "ran / fits",
+        ">ours",
+    )
     for cell in cells:
         minutes = cell.published_minutes is not None
-        printed = f"{cell.published_minutes:.0f} min" if minutes else _number(cell.published_tflops, "TF/s")
-        own = f"{cell.minutes:.0f} min" if minutes or cell.published_tflops is None else f"{cell.tflops:.2f} TF/s"
-        error = cell.error if minutes else cell.tflops / cell.published_tflops - 1 if cell.published_tflops else None
+        printed = (
+            f"{cell.published_minutes:.0f} min"
+            if minutes
+            else _number(cell.published_tflops, "TF/s")
+        )
+        own = (
+            f"{cell.minutes:.0f} min"
+            if minutes or cell.published_tflops is None
+            else f"{cell.tflops:.2f} TF/s"
+        )
+        error = (
+            cell.error
+            if minutes
+            else cell.tflops / cell.published_tflops - 1
+            if cell.published_tflops
+            else None
+        )
         table.add(
-            cell.slice, cell.gpus, cell.model, cell.technique, printed, own, "" if error is None else f"{error:+.0%}",
-            f"{cell.published_status} / {cell.short or 'ok'}", _number(cell.best_minutes, "min"),
-        )  # fmt: skip
+            cell.slice,
+            cell.gpus,
+            cell.model,
+            cell.technique,
+            printed,
+            own,
+            "" if error is None else f"{error:+.0%}",
+            f"{cell.published_status} / {cell.short or 'ok'}",
+            _number(cell.best_minutes, "min"),
+        )
     table.say(console)
     for line in _fabric_summary(answer):
         console.say(line)
@@ -83,16 +132,21 @@ def _fabric_summary(answer: dict[str, Any]) -> list[str]:
     score, known = answer["verdicts"], answer["one_cell_known"]
     out = ", ".join(f"{name} {error:.1%}" for name, error in answer["leave_one_out"].items())
     links = "; ".join(
-        f"{name} " + ", ".join(f"{kind} {error:+.0%}" for kind, error in by.items()) for name, by in known.items()
+        f"{name} " + ", ".join(f"{kind} {error:+.0%}" for kind, error in by.items())
+        for name, by in known.items()
     )
     return [
-        f"Twelve cells of the first three slices: mean error {answer['mape']:.1%}, median {answer['median']:.1%}, "
+        f"Twelve cells of the first three slices: mean error {answer['mape']:.1%}, median "
+        f"{answer['median']:.1%}, "
         f"largest {answer['largest']:.1%}; left out of the fit: {out}.",
-        f"Out of memory: {score.right} of {score.of} verdicts right, balanced accuracy {score.balanced:.0%}; "
+        f"Out of memory: {score.right} of {score.of} verdicts right, balanced accuracy "
+        f"{score.balanced:.0%}; "
         f"'gpt2L fails' has {score.baseline}, the paper's contradictions leave {score.ceiling}.",
-        f"Last two slices: {answer['open_inside']} of {answer['open']} cells inside their interval.",
+        f"Last two slices: {answer['open_inside']} of {answer['open']} cells inside their "
+        "interval.",
         f"TFLOP/s of the other rows: mean error {answer['tflops_error']:.0%}.",
-        f"One Data cell a link known: median error of the others {answer['one_cell_known_median']:.1%} ({links}).",
+        "One Data cell a link known: median error of the others "
+        f"{answer['one_cell_known_median']:.1%} ({links}).",
     ]
 
 
@@ -104,21 +158,40 @@ def _slm_cost(console: Console) -> None:
     cells, surface = cost_study.study_cells(used), cost_study.surface(used)
     errors = [abs(cell.error) for cell in cells if cell.held_out]
     answer = {
-        "cells": cells, "mape": statistics.fmean(errors), "median": statistics.median(errors),
-        "fitted_mape": cost_study.study_error(cells, study.fitted_on), "parameters": parameters(used),
-        "unit": study.unit, "price_ratios": study.price_ratios, "sensitivity": cost_study.study_sensitivity(used),
-        "findings": cost_study.study_findings(surface), "surface": surface,
-    }  # fmt: skip
-    console.say(f"arXiv 2410.19456 under engine torch2024, A100-80GB. Unit: {study.unit}. {study.note}.")
-    table = Table("model", "scheme", ">GPUs", ">published", ">predicted", ">error", ">batch", "attention", "")
+        "cells": cells,
+        "mape": statistics.fmean(errors),
+        "median": statistics.median(errors),
+        "fitted_mape": cost_study.study_error(cells, study.fitted_on),
+        "parameters": parameters(used),
+        "unit": study.unit,
+        "price_ratios": study.price_ratios,
+        "sensitivity": cost_study.study_sensitivity(used),
+        "findings": cost_study.study_findings(surface),
+        "surface": surface,
+    }
+    console.say(
+        f"arXiv 2410.19456 under engine torch2024, A100-80GB. Unit: {study.unit}. {study.note}."
+    )
+    table = Table(
+        "model", "scheme", ">GPUs", ">published", ">predicted", ">error", ">batch", "attention", ""
+    )
     for cell in cells:
         table.add(
-            cell.model[4:], cell.scheme, str(cell.devices), f"{cell.published:,.0f}", f"{cell.predicted:,.0f}",
-            f"{cell.error:+.0%}", str(cell.batch), cell.attention, "held out" if cell.held_out else "fitted",
-        )  # fmt: skip
+            cell.model[4:],
+            cell.scheme,
+            str(cell.devices),
+            f"{cell.published:,.0f}",
+            f"{cell.predicted:,.0f}",
+            f"{cell.error:+.0%}",
+            str(cell.batch),
+            cell.attention,
+            "held out" if cell.held_out else "fitted",
+        )
     table.say(console)
-    console.say(f"Mean error: {answer['mape']:.1%} on {', '.join(study.held_out)}, which were held out; "
-                f"{answer['fitted_mape']:.1%} on {', '.join(study.fitted_on)}.")  # fmt: skip
+    console.say(
+        f"Mean error: {answer['mape']:.1%} on {', '.join(study.held_out)}, which were held out; "
+        f"{answer['fitted_mape']:.1%} on {', '.join(study.fitted_on)}."
+    )
     _say_surface(console, surface)
     _say_rest(console, answer, ("fitted", "held_out"))
     console.answer(answer)
@@ -132,17 +205,31 @@ def _published(console: Console) -> None:
     table = Table("run", "GPUs", "plan", "", "engine", ">measured", ">predicted", ">error", "")
     for row in rows:
         table.add(
-            row.id, f"{row.gpus} {row.gpu.removeprefix('NVIDIA ')}", row.parallel, row.precision, row.engine,
-            f"{row.measured_s:.3g} s", f"{row.predicted_s:.3g} s", f"{row.error:+.0%}",
+            row.id,
+            f"{row.gpus} {row.gpu.removeprefix('NVIDIA ')}",
+            row.parallel,
+            row.precision,
+            row.engine,
+            f"{row.measured_s:.3g} s",
+            f"{row.predicted_s:.3g} s",
+            f"{row.error:+.0%}",
             "" if row.inside else "outside its interval",
-        )  # fmt: skip
+        )
     table.say(console)
-    by_engine = {name: [row for row in rows if row.engine == name] for name in sorted({row.engine for row in rows})}
-    scores = {"all": unseen_runs.score(rows), **{name: unseen_runs.score(own) for name, own in by_engine.items()}}
+    by_engine = {
+        name: [row for row in rows if row.engine == name]
+        for name in sorted({row.engine for row in rows})
+    }
+    scores = {
+        "all": unseen_runs.score(rows),
+        **{name: unseen_runs.score(own) for name, own in by_engine.items()},
+    }
     for name, one in scores.items():
         console.say(
-            f"{name}: {one.runs} runs, median error {one.median:.1%} ({one.usual_median:.1%} if all had "
-            f"{unseen_runs.USUAL_MFU:.0%} MFU), {one.inside:.0%} inside intervals that are {one.width:.2f} to 1 wide; "
+            f"{name}: {one.runs} runs, median error {one.median:.1%} ({one.usual_median:.1%} if "
+            "all had "
+            f"{unseen_runs.USUAL_MFU:.0%} MFU), {one.inside:.0%} inside intervals that are "
+            f"{one.width:.2f} to 1 wide; "
             f"interval score {one.interval_score:.2f}."
         )
     kinds = unseen_runs.block_scores(blocks)
@@ -152,8 +239,15 @@ def _published(console: Console) -> None:
         known = "" if kind.known_median is None else f"{kind.known_median:.0%}"
         table.add(kind.gpu, kind.precision, str(kind.times), f"{kind.median:.0%}", known)
     table.say(console)
-    console.answer({"cells": rows, "median": scores["all"].median, "scores": scores, "blocks": blocks,
-                    "block_scores": kinds})  # fmt: skip
+    console.answer(
+        {
+            "cells": rows,
+            "median": scores["all"].median,
+            "scores": scores,
+            "blocks": blocks,
+            "block_scores": kinds,
+        }
+    )
 
 
 def _say_surface(console: Console, surface: Sequence[Any]) -> None:
@@ -161,17 +255,24 @@ def _say_surface(console: Console, surface: Sequence[Any]) -> None:
     from farspan_studies.papers.cost_study import best
 
     shown = {
-        "by GPUs": "devices", "by sequences a device on 8 GPUs": "batch", "by scheme on 8 GPUs": "scheme",
+        "by GPUs": "devices",
+        "by sequences a device on 8 GPUs": "batch",
+        "by scheme on 8 GPUs": "scheme",
         "by attention on 8 GPUs": "attention",
-    }  # fmt: skip
+    }
     for title, axis in shown.items():
         values = list(dict.fromkeys(getattr(setting, axis) for setting in surface))
         table = Table("GPU", "model", *(f">{value}" for value in values))
         for gpu, model in dict.fromkeys((setting.gpu, setting.model) for setting in surface):
             own = [setting for setting in surface if (setting.gpu, setting.model) == (gpu, model)]
             own = own if axis == "devices" else [setting for setting in own if setting.devices == 8]
-            tops = [best([setting for setting in own if getattr(setting, axis) == value]) for value in values]
-            table.add(gpu, model[4:], *("-" if top is None else f"{top.plotted:,.0f}" for top in tops))
+            tops = [
+                best([setting for setting in own if getattr(setting, axis) == value])
+                for value in values
+            ]
+            table.add(
+                gpu, model[4:], *("-" if top is None else f"{top.plotted:,.0f}" for top in tops)
+            )
         console.say(f"Predicted, {title}:")
         table.say(console)
 
@@ -184,7 +285,10 @@ def _say_rest(console: Console, answer: dict[str, Any], columns: Sequence[str]) 
         console.say(f"  {parameter['name']} = {parameter['value']:.4g}: {parameter['fitted_on']}")
     table = Table("constant", "moved to", *(f">{column}" for column in columns))
     for row in answer["sensitivity"]:
-        cells = [f"{row[column]}" if isinstance(row[column], int) else f"{row[column]:.1%}" for column in columns]
+        cells = [
+            f"{row[column]}" if isinstance(row[column], int) else f"{row[column]:.1%}"
+            for column in columns
+        ]
         table.add(str(row["constant"]), f"{row['factor']:.0%}", *cells)
     table.say(console)
 
@@ -193,7 +297,10 @@ def parameters(used: Engine) -> list[dict[str, Any]]:
     """The engine's fitted constants: name, value, and what they were fitted on."""
     from farspan_studies.papers.calibrate import constant
 
-    return [{"name": name, "value": constant(used, name), "fitted_on": on} for name, on in used.fitted.items()]
+    return [
+        {"name": name, "value": constant(used, name), "fitted_on": on}
+        for name, on in used.fitted.items()
+    ]
 
 
 def _number(value: float | None, unit: str) -> str:

@@ -1,4 +1,5 @@
-"""Bars in groups, and dots over two axes: their values and scales. `template/bars.svg` and `dots.svg` draw them."""
+"""Bars in groups, and dots over two axes: their values and scales. `template/bars.svg` and
+`dots.svg` draw them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,19 @@ from typing import Literal
 
 import msgspec
 
-from farspan.report.charts import BOTTOM, HEIGHT, LEFT, LETTER, RIGHT, TINTS, TOP, WIDTH, Scale, cell, label
+from farspan.report.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    LETTER,
+    RIGHT,
+    TINTS,
+    TOP,
+    WIDTH,
+    Scale,
+    cell,
+    label,
+)
 
 #: Share of a group's width that its bars leave free.
 GAP = 0.22
@@ -25,7 +38,8 @@ def tinted(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """One value; None where there is none, and then `note` says why behind the `mark` in the bar's place."""
+    """One value; None where there is none, and then `note` says why behind the `mark` in the bar's
+    place."""
 
     value: float | None
     note: str = ""
@@ -53,7 +67,9 @@ class Bars(msgspec.Struct, frozen=True):
             values = [(value, name) for value, name in known if value is not None]
             if values:
                 low, high = min(values), max(values)
-                parts.append(f"{group}: least {low[0]:.4g} ({low[1]}), most {high[0]:.4g} ({high[1]})")
+                parts.append(
+                    f"{group}: least {low[0]:.4g} ({low[1]}), most {high[0]:.4g} ({high[1]})"
+                )
         return f"{self.unit}. {'; '.join(parts)}."
 
 
@@ -65,7 +81,8 @@ class Dot(msgspec.Struct, frozen=True):
 
 
 class Dots(msgspec.Struct, frozen=True):
-    """Points over two logarithmic axes; with `equal` both are alike and a line says where y is x."""
+    """Points over two logarithmic axes; with `equal` both are alike and a line says where y is
+    x."""
 
     name: str
     title: str
@@ -77,7 +94,10 @@ class Dots(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return f"{len(self.dots)} points of {', '.join(self.series)}: {self.y_name} over {self.x_name}."
+        return (
+            f"{len(self.dots)} points of {', '.join(self.series)}: {self.y_name} over "
+            f"{self.x_name}."
+        )
 
 
 def bar_scale(chart: Bars) -> Scale:
@@ -95,16 +115,22 @@ def places(chart: Bars) -> list[list[tuple[float, float]]]:
     width = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
     each = width * (1 - GAP) / max(1, len(chart.series))
     return [
-        [(round(LEFT + width * (g + GAP / 2) + each * s, 1), round(each * 0.92, 1)) for s in range(len(chart.series))]
+        [
+            (round(LEFT + width * (g + GAP / 2) + each * s, 1), round(each * 0.92, 1))
+            for s in range(len(chart.series))
+        ]
         for g in range(len(chart.groups))
     ]
 
 
 def lines(group: str, chart: Bars) -> list[str]:
-    """A group's name below its bars: a line a part, and a word where a part is wider than the group."""
+    """A group's name below its bars: a line a part, and a word where a part is wider than the
+    group."""
     room = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
     parts = group.split(", ")
-    return [word for part in parts for word in ([part] if LETTER * len(part) <= room else part.split())]
+    return [
+        word for part in parts for word in ([part] if LETTER * len(part) <= room else part.split())
+    ]
 
 
 def dot_scales(chart: Dots) -> tuple[Scale, Scale]:
@@ -124,19 +150,26 @@ def short(value: float) -> str:
 
 
 def bars_csv(chart: Bars) -> str:
-    """A line a group and series, with where repeats or a prediction lie; the note where there is no value."""
+    """A line a group and series, with where repeats or a prediction lie; the note where there is no
+    value."""
     rows = [",".join(map(cell, ("group", "series", chart.unit, "low", "high", "note")))]
     for place, group in enumerate(chart.groups):
         for name, bars in chart.series:
             bar = bars[place]
-            figures = ("" if value is None else f"{value:.6g}" for value in (bar.value, *(bar.span or (None, None))))
+            figures = (
+                "" if value is None else f"{value:.6g}"
+                for value in (bar.value, *(bar.span or (None, None)))
+            )
             rows.append(",".join((cell(group), cell(name), *figures, cell(bar.note))))
     return "\n".join(rows) + "\n"
 
 
 def dots_csv(chart: Dots) -> str:
     rows = [",".join(map(cell, ("series", chart.x_name, chart.y_name, "what")))]
-    rows += [f"{cell(chart.series[dot.series])},{dot.x:.6g},{dot.y:.6g},{cell(dot.what)}" for dot in chart.dots]
+    rows += [
+        f"{cell(chart.series[dot.series])},{dot.x:.6g},{dot.y:.6g},{cell(dot.what)}"
+        for dot in chart.dots
+    ]
     return "\n".join(rows) + "\n"
 
 

@@ -19,8 +19,10 @@ def drawn_slices(*, predicted: bool) -> list[Drawn]:
     """The FABRIC study's slices with their fastest published plans."""
     from farspan_studies.pages.paper_rows import slices
 
-    return [_drawn(case.row.slice, case.plan, case.cluster, f"{case.row.technique} of {case.row.model}")
-            for case in slices(predicted)]  # fmt: skip
+    return [
+        _drawn(case.row.slice, case.plan, case.cluster, f"{case.row.technique} of {case.row.model}")
+        for case in slices(predicted)
+    ]
 
 
 def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[Drawn]:
@@ -33,14 +35,21 @@ def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[D
     for name in dict.fromkeys(row.cell.cluster for row in rows):
         own_rows = [row for row in rows if row.cell.cluster == name]
         cluster = results.cluster(own_rows[0].cluster_hash)
-        done = [(step_s / row.step_tokens, row) for row in own_rows
-                if (step_s := row.predicted_s if predicted else row.step_s) is not None]  # fmt: skip
+        done = [
+            (step_s / row.step_tokens, row)
+            for row in own_rows
+            if (step_s := row.predicted_s if predicted else row.step_s) is not None
+        ]
         top = min(done, key=lambda pair: pair[0])[1] if done else None
         if top is None or top.plan_hash is None:
             drawings.append(Drawn(name, cluster))
         else:
             caption, plan = f"{top.cell.technique} of {top.cell.model}", results.plan(top.plan_hash)
-            drawings.append(_drawn(name, plan, as_tried(results.trials, cluster, top.cluster_hash, plan), caption))
+            drawings.append(
+                _drawn(
+                    name, plan, as_tried(results.trials, cluster, top.cluster_hash, plan), caption
+                )
+            )
     return drawings
 
 

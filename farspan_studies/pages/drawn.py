@@ -1,4 +1,5 @@
-"""Clusters and a plan on each, as a page of results draws them: what runs where, and what crosses between sites."""
+"""Clusters and a plan on each, as a page of results draws them: what runs where, and what crosses
+between sites."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from farspan_studies.pages.results import Table
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """A cluster by its name in the results; `told` says which plan the picture is of, where there is one."""
+    """A cluster by its name in the results; `told` says which plan the picture is of, where there
+    is one."""
 
     cluster: str
     sites: Cluster
@@ -49,27 +51,45 @@ class Drawn(msgspec.Struct, frozen=True):
             writer.writerow((box.name, box.host, does, round(box.memory.total), "", ""))
         for flow in self.picture.flows:
             writer.writerow(
-                ("link", f"{flow.a} - {flow.b}", flow.what, round(flow.total), flow.rtt_s, f"{flow.rate:.6g}")
+                (
+                    "link",
+                    f"{flow.a} - {flow.b}",
+                    flow.what,
+                    round(flow.total),
+                    flow.rtt_s,
+                    f"{flow.rate:.6g}",
+                )
             )
         return file.getvalue()
 
 
 def clusters(drawings: Sequence[Drawn]) -> Table | None:
-    """What each cluster is: devices by site, and the links between them; the FABRIC paper's table I."""
+    """What each cluster is: devices by site, and the links between them; the FABRIC paper's table
+    I."""
     lines = []
     for drawing in drawings:
         sites = [f"{site.name}: {_devices(site.hosts)}" for site in drawing.sites.sites]
         trips = dict.fromkeys(short_time(link.rtt_s) for link in drawing.sites.links)
-        rates = dict.fromkeys(format_rate(link.bandwidth) for link in drawing.sites.links if link.bandwidth)
+        rates = dict.fromkeys(
+            format_rate(link.bandwidth) for link in drawing.sites.links if link.bandwidth
+        )
         lines.append((drawing.cluster, "; ".join(sites), ", ".join(trips), ", ".join(rates)))
     heads = ("", "devices", "round trip", "line rate")
     # What is known of none is not told.
     kept = [place for place in range(len(heads)) if any(line[place] for line in lines)]
     rows = tuple(tuple(line[place] for place in kept) for line in lines)
-    return Table("Clusters", tuple(heads[place] for place in kept), rows, (None,) * len(rows)) if rows else None
+    return (
+        Table("Clusters", tuple(heads[place] for place in kept), rows, (None,) * len(rows))
+        if rows
+        else None
+    )
 
 
 def _devices(hosts: Sequence[Host]) -> str:
     """`2 a30 of 24 GB`."""
-    kinds = [f"{device.kind} of {format_bytes(device.memory)}" for host in hosts for device in host.devices]
+    kinds = [
+        f"{device.kind} of {format_bytes(device.memory)}"
+        for host in hosts
+        for device in host.devices
+    ]
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))

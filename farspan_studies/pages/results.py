@@ -1,6 +1,8 @@
-"""Rows of a bench to figures and tables: what is drawn follows from what varies, not from whose study it is.
+"""Rows of a bench to figures and tables: what is drawn follows from what varies, not from whose
+study it is.
 
-A value is the median of a cell's repeats. Where a figure leaves a setting out, it shows the best over it.
+A value is the median of a cell's repeats. Where a figure leaves a setting out, it shows the best
+over it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from farspan_studies.pages.bars import Bar, Bars, Dot, Dots, spread, tint
 
 #: Groups of bars that a figure stays readable with.
 MOST_GROUPS = 12
-#: Budgets on a figure's axis, and tokens a parameter that its ends buy: a choice, an order of magnitude about the 20
-#: that are compute-optimal.
+#: Budgets on a figure's axis, and tokens a parameter that its ends buy: a choice, an order of
+#: magnitude about the 20 that are compute-optimal.
 BUDGETS, SPENT = 60, (2.0, 200.0)
 #: What a bench may vary beside cluster, model, devices and technique, as tables head it.
 SETTINGS: dict[str, Callable[[Row], object]] = {
@@ -29,7 +31,12 @@ SETTINGS: dict[str, Callable[[Row], object]] = {
     "precision": lambda row: row.cell.precision,
     "attention": lambda row: row.cell.attention,
 }
-MARKS = {"oom": "out of memory", "failed": "failed", "no-plan": "no plan", "ok": "it ran, without a figure"}
+MARKS = {
+    "oom": "out of memory",
+    "failed": "failed",
+    "no-plan": "no plan",
+    "ok": "it ran, without a figure",
+}
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -57,17 +64,20 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def points(rows: Iterable[Row], *, predicted: bool = False) -> list[Point]:
-    """The cells of a bench whose cluster has the devices for them, in the order in which they first came; with
-    `predicted` as they were foretold."""
+    """The cells of a bench whose cluster has the devices for them, in the order in which they first
+    came; with `predicted` as they were foretold."""
     groups: dict[str, list[Row]] = {}
     for row in (cell_row for cell_row in rows if cell_row.used):
-        groups.setdefault(msgspec.json.encode(msgspec.structs.replace(row.cell, repeat=0)).decode(), []).append(row)
+        groups.setdefault(
+            msgspec.json.encode(msgspec.structs.replace(row.cell, repeat=0)).decode(), []
+        ).append(row)
     newest = map(_newest, groups.values())
     return [(_foretold(group[-1]) if predicted else _measured(group)) for group in newest]
 
 
 def _newest(group: Sequence[Row]) -> list[Row]:
-    """Those repeats that mean what the newest one does: a matrix that changed may ask for fewer of them."""
+    """Those repeats that mean what the newest one does: a matrix that changed may ask for fewer of
+    them."""
 
     def meaning(row: Row) -> tuple[object, ...]:
         return row.cluster_hash, row.model_hash, row.plan_hash, row.run_tokens
@@ -88,9 +98,14 @@ def _measured(group: Sequence[Row]) -> Point:
     minutes = [row.minutes for row in done if row.minutes is not None]
     span = (min(minutes), max(minutes)) if len(minutes) > 1 else None
     return Point(
-        done[-1], middle(lambda row: row.minutes), middle(lambda row: row.step_s),
-        middle(lambda row: row.tflops_per_device), middle(lambda row: row.tokens_per_usd), span, True,
-    )  # fmt: skip
+        done[-1],
+        middle(lambda row: row.minutes),
+        middle(lambda row: row.step_s),
+        middle(lambda row: row.tflops_per_device),
+        middle(lambda row: row.tokens_per_usd),
+        span,
+        True,
+    )
 
 
 def _foretold(row: Row) -> Point:
@@ -101,8 +116,19 @@ def _foretold(row: Row) -> Point:
     derived = figures(row, row.predicted_s)
     span = None
     if row.predicted_low_s is not None and row.predicted_high_s is not None:
-        span = (figures(row, row.predicted_low_s).minutes, figures(row, row.predicted_high_s).minutes)
-    return Point(row, derived.minutes, row.predicted_s, derived.tflops_per_device, derived.tokens_per_usd, span, False)
+        span = (
+            figures(row, row.predicted_low_s).minutes,
+            figures(row, row.predicted_high_s).minutes,
+        )
+    return Point(
+        row,
+        derived.minutes,
+        row.predicted_s,
+        derived.tflops_per_device,
+        derived.tokens_per_usd,
+        span,
+        False,
+    )
 
 
 def distinct(points: Iterable[Point], key: Callable[[Row], object]) -> list[str]:
@@ -110,7 +136,9 @@ def distinct(points: Iterable[Point], key: Callable[[Row], object]) -> list[str]
     return list(dict.fromkeys(str(key(point.row)) for point in points))
 
 
-def best(points: Sequence[Point], value: Callable[[Point], float | None], *, most: bool) -> Point | None:
+def best(
+    points: Sequence[Point], value: Callable[[Point], float | None], *, most: bool
+) -> Point | None:
     """Of the points that have the value the one with the least, or the most."""
     known = [point for point in points if value(point) is not None]
     if not known:
@@ -118,14 +146,23 @@ def best(points: Sequence[Point], value: Callable[[Point], float | None], *, mos
     return (max if most else min)(known, key=lambda point: value(point) or 0.0)
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures
+#   ------------------------------------------------------------------------------------------------
 
 
 def bars(
-    points: Sequence[Point], *, name: str, title: str, unit: str, group: Callable[[Row], object],
-    series: Callable[[Row], object], value: Callable[[Point], float | None], most: bool,
-) -> Bars | None:  # fmt: skip
-    """A bar for every pair of settings: the best of its points, or a cross that says why there is none."""
+    points: Sequence[Point],
+    *,
+    name: str,
+    title: str,
+    unit: str,
+    group: Callable[[Row], object],
+    series: Callable[[Row], object],
+    value: Callable[[Point], float | None],
+    most: bool,
+) -> Bars | None:
+    """A bar for every pair of settings: the best of its points, or a cross that says why there is
+    none."""
     groups, names = distinct(points, group), distinct(points, series)
     series_bars = []
     for label in names:
@@ -152,27 +189,37 @@ def _settings(row: Row) -> str:
 
 def _varied(points: Sequence[Point]) -> dict[str, Callable[[Row], object]]:
     """The settings that points differ in."""
-    return {name: setting for name, setting in SETTINGS.items() if len(distinct(points, setting)) > 1}
+    return {
+        name: setting for name, setting in SETTINGS.items() if len(distinct(points, setting)) > 1
+    }
 
 
 def crowded(points: Sequence[Point]) -> list[str]:
     """Clusters with more groups of bars than a figure stays readable with."""
     return [
-        cluster for cluster in distinct(points, lambda row: row.cell.cluster)
-        if len(_groups([point for point in points if point.row.cell.cluster == cluster])) > MOST_GROUPS
-    ]  # fmt: skip
+        cluster
+        for cluster in distinct(points, lambda row: row.cell.cluster)
+        if len(_groups([point for point in points if point.row.cell.cluster == cluster]))
+        > MOST_GROUPS
+    ]
 
 
 def studies(points: Sequence[Point]) -> list[Bars]:
-    """Minutes and TFLOP/s of every technique, a figure a cluster: what runs on which devices, as the FABRIC paper's
-    figures 3 to 7 show it."""
+    """Minutes and TFLOP/s of every technique, a figure a cluster: what runs on which devices, as
+    the FABRIC paper's figures 3 to 7 show it."""
     charts: list[Bars] = []
-    for cluster in (name for name in distinct(points, lambda row: row.cell.cluster) if name not in crowded(points)):
+    for cluster in (
+        name
+        for name in distinct(points, lambda row: row.cell.cluster)
+        if name not in crowded(points)
+    ):
         own = [point for point in points if point.row.cell.cluster == cluster]
         models, devices = (distinct(own, key) for key in (_model, _devices))
 
         def group(row: Row, both: bool = len(models) > 1, several: bool = len(devices) > 1) -> str:
-            parts = ([_model(row)] if both or not several else []) + ([_devices(row)] if several else [])
+            parts = ([_model(row)] if both or not several else []) + (
+                [_devices(row)] if several else []
+            )
             return ", ".join(parts)
 
         slug = "".join(mark if mark.isalnum() else "-" for mark in cluster.lower())
@@ -181,15 +228,22 @@ def studies(points: Sequence[Point]) -> list[Bars]:
             ("tflops", "TFLOP/s a device", lambda point: point.tflops, True),
         ):
             figure = bars(
-                own, name=f"{key}-{slug}", title=f"{cluster}: {unit}", unit=unit, group=group,
-                series=lambda row: row.cell.technique, value=value, most=most,
-            )  # fmt: skip
+                own,
+                name=f"{key}-{slug}",
+                title=f"{cluster}: {unit}",
+                unit=unit,
+                group=group,
+                series=lambda row: row.cell.technique,
+                value=value,
+                most=most,
+            )
             charts += [figure] if figure is not None else []
     return charts
 
 
 def prices(points: Sequence[Point]) -> list[Bars]:
-    """Tokens for a dollar by what varies, the best over all else, as the SLM cost paper's figures 1 to 4 show it."""
+    """Tokens for a dollar by what varies, the best over all else, as the SLM cost paper's figures 1
+    to 4 show it."""
     axes: tuple[tuple[str, str, Callable[[Row], object]], ...] = (
         ("batch", "sequences a device", lambda row: row.cell.batch),
         ("devices", "devices", _devices),
@@ -207,22 +261,33 @@ def prices(points: Sequence[Point]) -> list[Bars]:
             if len(distinct(own, setting)) < 2:
                 continue
             figure = bars(
-                own, name=f"usd-{key}{cluster and '-'}{cluster}",
-                title=f"{cluster}{cluster and ': '}{'t' if cluster else 'T'}okens for a dollar by {words}",
-                unit="tokens for a dollar", group=_place if shared else _model, series=setting,
-                value=lambda point: point.tokens_per_usd, most=True,
-            )  # fmt: skip
+                own,
+                name=f"usd-{key}{cluster and '-'}{cluster}",
+                title=(
+                    f"{cluster}{cluster and ': '}{'t' if cluster else 'T'}okens for a dollar by "
+                    f"{words}"
+                ),
+                unit="tokens for a dollar",
+                group=_place if shared else _model,
+                series=setting,
+                value=lambda point: point.tokens_per_usd,
+                most=True,
+            )
             charts += [figure] if figure is not None else []
     return charts
 
 
 def latency(points: Sequence[Point]) -> list[Chart]:
-    """Seconds a step over the round trip, a line a technique, a figure for steps of so many tokens of a model; of
-    plans over several sites."""
+    """Seconds a step over the round trip, a line a technique, a figure for steps of so many tokens
+    of a model; of plans over several sites."""
     charts: list[Chart] = []
     sizes = list(dict.fromkeys((_model(point.row), point.row.step_tokens) for point in points))
     for model, tokens in sizes:
-        own = [point for point in points if (_model(point.row), point.row.step_tokens) == (model, tokens)]
+        own = [
+            point
+            for point in points
+            if (_model(point.row), point.row.step_tokens) == (model, tokens)
+        ]
         own = [point for point in own if point.row.rtt_s is not None]
         trips = sorted({point.row.rtt_s for point in own if point.row.rtt_s is not None})
         if len(trips) < 2:
@@ -230,10 +295,13 @@ def latency(points: Sequence[Point]) -> list[Chart]:
         series = []
         for number, technique in enumerate(distinct(own, lambda row: row.cell.technique)):
             tops = [
-                best([p for p in own if p.row.cell.technique == technique and p.row.rtt_s == rtt_s],
-                     lambda point: point.step_s, most=False)
+                best(
+                    [p for p in own if p.row.cell.technique == technique and p.row.rtt_s == rtt_s],
+                    lambda point: point.step_s,
+                    most=False,
+                )
                 for rtt_s in trips
-            ]  # fmt: skip
+            ]
             steps = [None if top is None else top.step_s for top in tops]
             if any(step is not None for step in steps):
                 series.append(Series(technique, steps, "line", tint(number)))
@@ -242,14 +310,21 @@ def latency(points: Sequence[Point]) -> list[Chart]:
         name = f"latency-{len(charts)}"
         if series:
             scale = spread(values)
-            of = f"{model}, steps of {format_count(tokens)} tokens" if len(sizes) > len(dict(sizes)) else model
-            charts.append(Chart(name, f"{of}: seconds a step by round trip", axis, tuple(series), scale))
+            of = (
+                f"{model}, steps of {format_count(tokens)} tokens"
+                if len(sizes) > len(dict(sizes))
+                else model
+            )
+            charts.append(
+                Chart(name, f"{of}: seconds a step by round trip", axis, tuple(series), scale)
+            )
     return charts
 
 
 def budgets(points: Sequence[Point]) -> Chart | None:
-    """What a scaling law expects of each model's loss for a budget, spent in its cheapest setting: loss a dollar of
-    arXiv 2410.19456, whose loss a token is here the law's (`estimate.loss`), not a constant."""
+    """What a scaling law expects of each model's loss for a budget, spent in its cheapest setting:
+    loss a dollar of arXiv 2410.19456, whose loss a token is here the law's (`estimate.loss`), not a
+    constant."""
     tops = {}
     for model in distinct(points, _model):
         own = [point for point in points if _model(point.row) == model]
@@ -269,19 +344,35 @@ def budgets(points: Sequence[Point]) -> Chart | None:
     return Chart("loss-usd", "Loss that a budget buys", Axis("dollars", usd, log=True), series)
 
 
-def sizes(specs: Sequence[tuple[str, float, float, float]], fit: Callable[[float], tuple[float, float]]) -> list[Chart]:
-    """Width and layers over parameters, as points by family, and the fit through them: the cost study's figure 5.
-    `specs` has (family, parameters, width, layers); `fit` gives (width, layers)."""
+def sizes(
+    specs: Sequence[tuple[str, float, float, float]], fit: Callable[[float], tuple[float, float]]
+) -> list[Chart]:
+    """Width and layers over parameters, as points by family, and the fit through them: the cost
+    study's figure 5. `specs` has (family, parameters, width, layers); `fit` gives (width,
+    layers)."""
     over = sorted({size for _, size, _, _ in specs})
-    smooth = sorted({*over, *(over[0] * (over[-1] / over[0]) ** (step / BUDGETS) for step in range(BUDGETS + 1))})
+    smooth = sorted(
+        {
+            *over,
+            *(over[0] * (over[-1] / over[0]) ** (step / BUDGETS) for step in range(BUDGETS + 1)),
+        }
+    )
     charts = []
     for place, what in enumerate(("width", "layers")):
         series = [Series("fit", [fit(size)[place] for size in smooth], "line", TINTS[0])]
         for number, family in enumerate(dict.fromkeys(spec[0] for spec in specs), start=1):
-            known = {size: (width, layers)[place] for name, size, width, layers in specs if name == family}
-            series.append(Series(family, [known.get(size) for size in smooth], "points", TINTS[number]))
+            known = {
+                size: (width, layers)[place]
+                for name, size, width, layers in specs
+                if name == family
+            }
+            series.append(
+                Series(family, [known.get(size) for size in smooth], "points", TINTS[number])
+            )
         axis = Axis("parameters", smooth, log=True)
-        charts.append(Chart(f"size-{what}", f"{what.capitalize()} by parameters", axis, tuple(series), "log"))
+        charts.append(
+            Chart(f"size-{what}", f"{what.capitalize()} by parameters", axis, tuple(series), "log")
+        )
     return charts
 
 
@@ -290,28 +381,58 @@ def truth(rows: Iterable[Row]) -> Dots | None:
     known = [row for row in rows if row.step_s is not None and row.predicted_s is not None]
     names = tuple(dict.fromkeys(row.cell.technique for row in known))
     dots = tuple(
-        Dot(row.step_s, row.predicted_s, f"{row.cell}: {short_time(row.step_s)} measured, "
-            f"{short_time(row.predicted_s)} predicted", names.index(row.cell.technique))
-        for row in known if row.step_s is not None and row.predicted_s is not None
-    )  # fmt: skip
+        Dot(
+            row.step_s,
+            row.predicted_s,
+            f"{row.cell}: {short_time(row.step_s)} measured, "
+            f"{short_time(row.predicted_s)} predicted",
+            names.index(row.cell.technique),
+        )
+        for row in known
+        if row.step_s is not None and row.predicted_s is not None
+    )
     if not dots:
         return None
-    return Dots("truth", "Predicted against measured", "measured seconds a step", "predicted", names, dots, equal=True)
+    return Dots(
+        "truth",
+        "Predicted against measured",
+        "measured seconds a step",
+        "predicted",
+        names,
+        dots,
+        equal=True,
+    )
 
 
 def frontier(points: Sequence[Point]) -> Dots | None:
-    """Minutes and dollars of each model's run, of the cells that no other of that model is both faster and cheaper
-    than."""
-    known = [(point, point.minutes, point.minutes / 60 * point.row.usd_per_hour) for point in points
-             if point.minutes is not None and point.row.usd_per_hour]  # fmt: skip
+    """Minutes and dollars of each model's run, of the cells that no other of that model is both
+    faster and cheaper than."""
+    known = [
+        (point, point.minutes, point.minutes / 60 * point.row.usd_per_hour)
+        for point in points
+        if point.minutes is not None and point.row.usd_per_hour
+    ]
     names, dots = tuple(distinct((point for point, _, _ in known), _model)), []
     for number, model in enumerate(names):
         cheapest = math.inf
-        for point, minutes, usd in sorted((k for k in known if _model(k[0].row) == model), key=lambda k: k[1:]):
+        for point, minutes, usd in sorted(
+            (k for k in known if _model(k[0].row) == model), key=lambda k: k[1:]
+        ):
             if usd < cheapest:
                 cheapest = usd
-                dots.append(Dot(minutes, usd, f"{point.row.cell}: {minutes:.3g} minutes, {format_usd(usd)}", number))
-    return Dots("frontier", "Time against money", "minutes", "dollars", names, tuple(dots)) if len(known) > 1 else None
+                dots.append(
+                    Dot(
+                        minutes,
+                        usd,
+                        f"{point.row.cell}: {minutes:.3g} minutes, {format_usd(usd)}",
+                        number,
+                    )
+                )
+    return (
+        Dots("frontier", "Time against money", "minutes", "dollars", names, tuple(dots))
+        if len(known) > 1
+        else None
+    )
 
 
 def _model(row: Row) -> str:
@@ -328,7 +449,8 @@ def _place(row: Row) -> str:
     return f"{row.cell.cluster}, {row.cell.model}"
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables
+#   ------------------------------------------------------------------------------------------------
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -346,12 +468,16 @@ def tables(points: Sequence[Point]) -> list[Table]:
 
 
 def lasting(points: Sequence[Point]) -> list[Table]:
-    """Minutes of every technique, a line a cluster and setting, a table for every model on so many devices: the FABRIC
-    paper's tables I and II. `x` is out of memory."""
+    """Minutes of every technique, a line a cluster and setting, a table for every model on so many
+    devices: the FABRIC paper's tables I and II. `x` is out of memory."""
     printed = []
     techniques = distinct(points, lambda row: row.cell.technique)
     for model, devices in _groups(points):
-        own = [point for point in points if (_model(point.row), _devices(point.row)) == (model, devices)]
+        own = [
+            point
+            for point in points
+            if (_model(point.row), _devices(point.row)) == (model, devices)
+        ]
         lines, marks, varied = [], [], _varied(own)
         for line in dict.fromkeys(_line(point.row, varied) for point in own):
             row = [point for point in own if _line(point.row, varied) == line]
@@ -371,18 +497,24 @@ def lasting(points: Sequence[Point]) -> list[Table]:
 
 
 def bought(points: Sequence[Point]) -> list[Table]:
-    """Tokens for a dollar of every technique, a line a setting, a table for every model on so many devices: the cost
-    study's figures 1 to 4 as numbers."""
+    """Tokens for a dollar of every technique, a line a setting, a table for every model on so many
+    devices: the cost study's figures 1 to 4 as numbers."""
     printed = []
     techniques = distinct(points, lambda row: row.cell.technique)
     for model, devices in _groups(points):
-        own = [point for point in points if (_model(point.row), _devices(point.row)) == (model, devices)]
+        own = [
+            point
+            for point in points
+            if (_model(point.row), _devices(point.row)) == (model, devices)
+        ]
         lines, marks, varied = [], [], _varied(own)
         for line in dict.fromkeys(_line(point.row, varied) for point in own):
             cells, values = [], []
             for technique in techniques:
                 mine = [
-                    point for point in own if (_line(point.row, varied), point.row.cell.technique) == (line, technique)
+                    point
+                    for point in own
+                    if (_line(point.row, varied), point.row.cell.technique) == (line, technique)
                 ]
                 top = best(mine, lambda point: point.tokens_per_usd, most=True)
                 values.append(0.0 if top is None else top.tokens_per_usd or 0.0)
@@ -415,7 +547,12 @@ def _cell(top: Point | None, mine: Sequence[Point]) -> str:
 
 def markdown(table: Table) -> str:
     """A table for a paper, the best of each line in bold."""
-    lines = [f"**{table.title}**", "", f"| {' | '.join(table.heads)} |", "|" + "---|" * len(table.heads)]
+    lines = [
+        f"**{table.title}**",
+        "",
+        f"| {' | '.join(table.heads)} |",
+        "|" + "---|" * len(table.heads),
+    ]
     for row, mark in zip(table.rows, table.best, strict=True):
         cells = (f"**{cell}**" if place == mark else cell for place, cell in enumerate(row))
         lines.append(f"| {' | '.join(cells)} |")

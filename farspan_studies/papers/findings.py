@@ -10,14 +10,18 @@ from farspan_studies.papers.published import COUNTED
 
 
 def ratios(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
-    """Predicted minutes of each technique over Pipeshard's, gpt2m on all GPUs, by slice across sites."""
+    """Predicted minutes of each technique over Pipeshard's, gpt2m on all GPUs, by slice across
+    sites."""
     took = {
-        (cell.slice, cell.technique): cell.minutes for cell in cells
+        (cell.slice, cell.technique): cell.minutes
+        for cell in cells
         if cell.model == "gpt2m" and cell.devices == 4 and cell.slice != COUNTED[0]
-    }  # fmt: skip
+    }
     names = dict.fromkeys(name for name, _ in took)
     return {
-        name: {kind: took[name, kind] / took[name, "Pipeshard"] for kind in ("Data", "ZeRO2", "Shard")}
+        name: {
+            kind: took[name, kind] / took[name, "Pipeshard"] for kind in ("Data", "ZeRO2", "Shard")
+        }
         for name in names
     }
 
@@ -41,42 +45,72 @@ def _across(cells: Sequence[Cell]) -> str:
         f"{name} {', '.join(f'{kind} {factor:.1f}' for kind, factor in by.items())}"
         for name, by in ratios(cells).items()
     )
-    return f"Across sites Pipeshard is fastest at every latency; minutes of the others over its own: {factors}."
+    return (
+        "Across sites Pipeshard is fastest at every latency; minutes of the others over its own: "
+        f"{factors}."
+    )
 
 
 def _inside(cells: Sequence[Cell]) -> str:
-    won = Counter(max(by, key=lambda kind: by[kind]) for by in one_vm(cells).values() if len(by) > 1)
+    won = Counter(
+        max(by, key=lambda kind: by[kind]) for by in one_vm(cells).values() if len(by) > 1
+    )
     winners = ", ".join(f"{kind} {count}" for kind, count in won.most_common())
-    return f"Inside one VM, where more than one technique fits, the fastest is {winners} (the paper: Data 6, Shard 2)."
+    return (
+        f"Inside one VM, where more than one technique fits, the fastest is {winners} (the paper: "
+        "Data 6, Shard 2)."
+    )
 
 
 def _fewer(cells: Sequence[Cell]) -> str:
     pair = next(
-        cell for cell in cells
-        if cell.slice == "UTAH-GPN" and cell.devices == 2 and cell.model == "gpt2m" and cell.technique == "Data"
-    )  # fmt: skip
+        cell
+        for cell in cells
+        if cell.slice == "UTAH-GPN"
+        and cell.devices == 2
+        and cell.model == "gpt2m"
+        and cell.technique == "Data"
+    )
     four = {
-        cell.slice: cell.minutes for cell in cells
+        cell.slice: cell.minutes
+        for cell in cells
         if cell.devices == 4 and cell.model == "gpt2m" and cell.technique == "Pipeshard"
-    }  # fmt: skip
+    }
     slower = sum(took > pair.minutes for took in four.values())
     return (
-        f"One VM with 2 RTX6000 takes {pair.minutes:.0f} minutes for gpt2m with Data, faster than the best of "
-        f"{slower} of {len(four)} slices with 4 GPUs ({min(four.values()):.0f} to {max(four.values()):.0f} minutes)."
+        f"One VM with 2 RTX6000 takes {pair.minutes:.0f} minutes for gpt2m with Data, faster than "
+        "the best of "
+        f"{slower} of {len(four)} slices with 4 GPUs ({min(four.values()):.0f} to "
+        f"{max(four.values()):.0f} minutes)."
     )
 
 
 def _memory(cells: Sequence[Cell]) -> str:
     def runs(technique: str) -> tuple[int, int]:
-        own = [cell for cell in cells if cell.technique == technique and cell.model == "gpt2L" and cell.devices == 2]
+        own = [
+            cell
+            for cell in cells
+            if cell.technique == technique and cell.model == "gpt2L" and cell.devices == 2
+        ]
         return sum(cell.status == "ok" for cell in own), len(own)
 
-    fits = ", ".join("{} {} of {}".format(kind, *runs(kind)) for kind in ("Pipeshard", "Data", "ZeRO2", "Shard"))
+    fits = ", ".join(
+        "{} {} of {}".format(kind, *runs(kind)) for kind in ("Pipeshard", "Data", "ZeRO2", "Shard")
+    )
     real = ", ".join(
-        f"{kind} {sum(c.published_status == 'ok' for c in cells if c.technique == kind and c.model == 'gpt2L')}"
+        "{} {}".format(
+            kind,
+            sum(
+                cell.published_status == "ok"
+                for cell in cells
+                if cell.technique == kind and cell.model == "gpt2L"
+            ),
+        )
         for kind in ("Pipeshard", "ZeRO2")
     )
     return (
-        f"Pipeshard needs more memory: on one VM gpt2L is predicted to run with {fits}; that ZeRO2 runs on 2 RTX6000 + "
-        f"2 T4 where all else fails is not reproduced (rows of gpt2L that ran in the paper: {real})."
+        f"Pipeshard needs more memory: on one VM gpt2L is predicted to run with {fits}; that ZeRO2 "
+        "runs on 2 RTX6000 + "
+        "2 T4 where all else fails is not reproduced (rows of gpt2L that ran in the paper: "
+        f"{real})."
     )

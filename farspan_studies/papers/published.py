@@ -20,7 +20,18 @@ from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import parse_json
 from farspan.domain.graph import OpGraph, forward_flops
 from farspan.domain.model import ModelSpec
-from farspan.domain.plan import Axis, Edge, GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage, Zero
+from farspan.domain.plan import (
+    Axis,
+    Edge,
+    GradSync,
+    Inputs,
+    Mesh,
+    Plan,
+    PlannedDevice,
+    Replica,
+    Stage,
+    Zero,
+)
 from farspan.domain.train import TrainSpec
 
 T = TypeVar("T")
@@ -30,7 +41,8 @@ OPEN = ("BRIS-STAR", "GAT-AMST")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run that the FABRIC paper reports: minutes for 20 epochs, or TFLOP/s a GPU, or only whether it ran."""
+    """One run that the FABRIC paper reports: minutes for 20 epochs, or TFLOP/s a GPU, or only
+    whether it ran."""
 
     slice: str
     devices: int
@@ -54,12 +66,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: str
 
     def train(self, devices: int) -> TrainSpec:
-        """The run on so many devices: the batch grows with them, the epochs stay. Scores are kept whole, as the
-        Flax model does without a flash kernel."""
+        """The run on so many devices: the batch grows with them, the epochs stay. Scores are kept
+        whole, as the Flax model does without a flash kernel."""
         rows = self.rows_per_device * devices
         steps = self.epochs * self.tokens_per_epoch / (rows * self.sequence)
         return TrainSpec(
-            steps=round(steps), batch=rows, seq_len=self.sequence, precision=self.precision, attention="vanilla"
+            steps=round(steps),
+            batch=rows,
+            seq_len=self.sequence,
+            precision=self.precision,
+            attention="vanilla",
         )
 
 
@@ -94,7 +110,9 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The first devices of a slice, with the memory that the driver reports."""
         whole = catalog_cluster(self.clusters[name]).first(devices)
         return whole.with_devices(
-            lambda host, i: msgspec.structs.replace(host.devices[i], memory=self._memory(host.devices[i]))
+            lambda host, i: msgspec.structs.replace(
+                host.devices[i], memory=self._memory(host.devices[i])
+            )
         )
 
     def _memory(self, device: Device) -> int:
@@ -160,20 +178,27 @@ def _load(name: str, kind: type[T]) -> T:
 @functools.cache
 def catalog_cluster(name: str) -> Cluster:
     """A cluster that ships with farspan."""
-    return load_cluster(Path(str(resources.files("farspan.catalog").joinpath("clusters", f"{name}.yaml"))))
+    return load_cluster(
+        Path(str(resources.files("farspan.catalog").joinpath("clusters", f"{name}.yaml")))
+    )
 
 
 def planned_devices(cluster: Cluster) -> tuple[PlannedDevice, ...]:
     """Every device of a cluster, in rank order."""
     return tuple(
-        PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.slot.threads)
+        PlannedDevice(
+            host=host.name, backend=device.backend, index=index, threads=device.slot.threads
+        )
         for host in cluster.hosts
         for index, device in enumerate(host.devices)
     )
 
 
-def published_plan(name: str, recipe: Recipe, model: ModelSpec, cluster: Cluster, settings: Settings) -> Plan:
-    """A published plan on the devices of a slice. Raises ValueError where it divides what does not divide evenly."""
+def published_plan(
+    name: str, recipe: Recipe, model: ModelSpec, cluster: Cluster, settings: Settings
+) -> Plan:
+    """A published plan on the devices of a slice. Raises ValueError where it divides what does not
+    divide evenly."""
     devices, graph = planned_devices(cluster), models.graph(model)
     train = settings.train(len(devices))
     sync = GradSync(bucket_bytes=2 * graph.parameters(), bits=16)
@@ -181,38 +206,61 @@ def published_plan(name: str, recipe: Recipe, model: ModelSpec, cluster: Cluster
     each = len(devices) // recipe.stages
     for op, dim in recipe.splits.items():
         if graph.sizes.get(dim, each) % each:
-            raise ValueError(f"{op}: {graph.sizes[dim]} cannot be divided evenly over {each} devices")
+            raise ValueError(
+                f"{op}: {graph.sizes[dim]} cannot be divided evenly over {each} devices"
+            )
     stages = []
     for i in range(recipe.stages):
-        mesh = Mesh(ranks=tuple(range(i * each, (i + 1) * each)), shape=(each,), axes=(recipe.axis,))
+        mesh = Mesh(
+            ranks=tuple(range(i * each, (i + 1) * each)), shape=(each,), axes=(recipe.axis,)
+        )
         groups = len(mesh.batch)
         stages.append(
             Stage(
-                units=(cuts[i], cuts[i + 1]), mesh=mesh, rows=(train.batch // groups,) * groups, grad_sync=sync,
-                zero=recipe.zero, splits=recipe.splits if each > 1 else {},
+                units=(cuts[i], cuts[i + 1]),
+                mesh=mesh,
+                rows=(train.batch // groups,) * groups,
+                grad_sync=sync,
+                zero=recipe.zero,
+                splits=recipe.splits if each > 1 else {},
             )
-        )  # fmt: skip
+        )
     replica = Replica(
-        stages=tuple(stages), edges=(Edge(bits=16),) * (len(stages) - 1), microbatches=settings.microbatches,
+        stages=tuple(stages),
+        edges=(Edge(bits=16),) * (len(stages) - 1),
+        microbatches=settings.microbatches,
         in_flight=tuple(range(len(stages), 0, -1)),
-    )  # fmt: skip
+    )
     return Plan(
-        technique=name, model=model, train=train, replicas=(replica,), devices=devices,
-        inputs=Inputs(cluster="", corpus=""), engine="alpa2022",
-    )  # fmt: skip
+        technique=name,
+        model=model,
+        train=train,
+        replicas=(replica,),
+        devices=devices,
+        inputs=Inputs(cluster="", corpus=""),
+        engine="alpa2022",
+    )
 
 
 def equal_cuts(graph: OpGraph, stages: int, seq_len: int) -> list[int]:
-    """Where stages of as equal FLOPs as whole units allow begin and end, as Alpa's layers are clustered."""
-    flops = [sum(forward_flops(graph, op, 1, seq_len) for op in graph.unit(i)) for i in range(graph.units)]
+    """Where stages of as equal FLOPs as whole units allow begin and end, as Alpa's layers are
+    clustered."""
+    flops = [
+        sum(forward_flops(graph, op, 1, seq_len) for op in graph.unit(i))
+        for i in range(graph.units)
+    ]
     total, cuts = math.fsum(flops), [0]
     for i in range(1, stages):
-        sums = [abs(math.fsum(flops[:unit]) - i * total / stages) for unit in range(graph.units + 1)]
+        sums = [
+            abs(math.fsum(flops[:unit]) - i * total / stages) for unit in range(graph.units + 1)
+        ]
         cuts.append(min(range(cuts[-1] + 1, graph.units), key=lambda unit: sums[unit]))
     return [*cuts, graph.units]
 
 
-def alpa_tflops(model: ModelSpec, sequences: int, seq_len: int, step_s: float, devices: int) -> float:
+def alpa_tflops(
+    model: ModelSpec, sequences: int, seq_len: int, step_s: float, devices: int
+) -> float:
     """TFLOP/s a GPU as the paper prints them: `alpa.util.compute_gpt_tflops` without recomputation,
     `72 B S L H^2 (1 + S / 6H) + 6 B S H V`."""
     tokens, width = sequences * seq_len, model.d_model

@@ -1,7 +1,8 @@
-"""Training runs and block times that others measured and published, as data: `published/runs.json`, `blocks.json`.
+"""Training runs and block times that others measured and published, as data: `published/runs.json`,
+`blocks.json`.
 
-Nothing but a blind comparison reads these files: no estimate, no search and no default depends on them. They were
-written down before any of them was priced, by the rule that each file states.
+Nothing but a blind comparison reads these files: no estimate, no search and no default depends on
+them. They were written down before any of them was priced, by the rule that each file states.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
-#: flash: scores never written out (any such kernel); fused: softmax in one kernel, scores written out; eager: neither.
+#: flash: scores never written out (any such kernel); fused: softmax in one kernel, scores written
+#: out; eager: neither.
 Attention = Literal["flash", "eager", "fused"]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder by the knobs of `ModelSpec`; where a model is no exact member of a family, the closest, as noted."""
+    """A decoder by the knobs of `ModelSpec`; where a model is no exact member of a family, the
+    closest, as noted."""
 
     family: Literal["gpt2", "llama"]
     layers: Positive
@@ -39,7 +42,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     positions: Literal["learned", "rope"]
     bias: bool
     tied: bool
-    #: False: the source trains the same blocks under a classifier, with no matrix of the vocabulary's size at the end.
+    #: False: the source trains the same blocks under a classifier, with no matrix of the
+    #: vocabulary's size at the end.
     lm_head: bool = True
 
 
@@ -86,24 +90,33 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     #: TFLOP/s a device, by `flops_formula`.
     tflops_per_gpu: Seconds | None = None
     flops_formula: str = ""
-    #: Fields that the source leaves open and that were filled from a public config or by convention.
+    #: Fields that the source leaves open and that were filled from a public config or by
+    #: convention.
     assumed: tuple[str, ...] = ()
     note: str = ""
 
     def __post_init__(self) -> None:
-        measured = [x for x in (self.step_s, self.tokens_per_s, self.tflops_per_gpu) if x is not None]
+        measured = [
+            x for x in (self.step_s, self.tokens_per_s, self.tflops_per_gpu) if x is not None
+        ]
         if len(measured) != 1:
             raise ValueError(f"{self.id}: {len(measured)} measured values, not 1")
         if (self.tflops_per_gpu is not None) != bool(self.flops_formula):
             raise ValueError(f"{self.id}: a formula of FLOPs goes with TFLOP/s, and only with it")
         if self.gpus != self.data * self.tensor * self.pipeline:
-            raise ValueError(f"{self.id}: {self.gpus} GPUs are not {self.data} x {self.tensor} x {self.pipeline}")
+            raise ValueError(
+                f"{self.id}: {self.gpus} GPUs are not {self.data} x {self.tensor} x {self.pipeline}"
+            )
         if self.batch % (self.data * self.microbatch):
-            raise ValueError(f"{self.id}: a batch of {self.batch} is not whole passes of {self.data * self.microbatch}")
+            raise ValueError(
+                f"{self.id}: a batch of {self.batch} is not whole passes of "
+                f"{self.data * self.microbatch}"
+            )
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Published numbers that were seen and are not in the list, and the part of the rule that keeps them out."""
+    """Published numbers that were seen and are not in the list, and the part of the rule that keeps
+    them out."""
 
     source: str
     why: str

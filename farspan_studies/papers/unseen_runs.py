@@ -1,7 +1,9 @@
-"""`farspan reproduce published`: training runs and block times of others, priced from the catalogue alone.
+"""`farspan reproduce published`: training runs and block times of others, priced from the catalogue
+alone.
 
-The list (`published/runs.json`) was written down before any of it was priced. Which engine stands for which software
-follows from two facts of each run: whether it was compiled, and whether its attention is Megatron-LM's fused one.
+The list (`published/runs.json`) was written down before any of it was priced. Which engine stands
+for which software follows from two facts of each run: whether it was compiled, and whether its
+attention is Megatron-LM's fused one.
 """
 
 from __future__ import annotations
@@ -25,12 +27,18 @@ from farspan.estimate.network import Network
 from farspan.estimate.price import price
 from farspan.estimate.stage import Costs
 from farspan_studies.papers.published import planned_devices
-from farspan_studies.papers.published_runs import Block, Run, Shape, published_blocks, published_runs
+from farspan_studies.papers.published_runs import (
+    Block,
+    Run,
+    Shape,
+    published_blocks,
+    published_runs,
+)
 
 #: What everything is compared with: every run at this share of its GPUs' data sheets.
 USUAL_MFU = 0.45
-#: Gbit/s of a host's network where a run does not state it: those of NVIDIA's DGX hosts of each generation (DGX-1 4 x
-#: EDR, DGX A100 8 x HDR, DGX H100 8 x NDR).
+#: Gbit/s of a host's network where a run does not state it: those of NVIDIA's DGX hosts of each
+#: generation (DGX-1 4 x EDR, DGX A100 8 x HDR, DGX H100 8 x NDR).
 USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "H100": 3200.0}
 #: A round trip between two hosts of a cluster with RDMA.
 RTT_S = 2e-5
@@ -60,8 +68,8 @@ class UnseenRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnseenBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """Published times of blocks beside their prediction; `known_error` is that once another shape on the same GPU, with
-    the same software, has told the pace."""
+    """Published times of blocks beside their prediction; `known_error` is that once another shape
+    on the same GPU, with the same software, has told the pace."""
 
     id: str
     gpu: str
@@ -88,11 +96,21 @@ def _priced(run: Run) -> UnseenRun:
     usual = flops / (run.gpus * USUAL_MFU * cluster.devices[0].sheet.flops[run.precision])
     axes = {"data": run.data, "tensor": run.tensor, "pipeline": run.pipeline}
     return UnseenRun(
-        id=run.id, source=run.source, gpu=run.gpu, gpus=run.gpus, precision=run.precision, engine=used.name,
-        parallel=" x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one GPU",
-        measured_s=measured, predicted_s=estimate.step_s, error=estimate.step_s / measured - 1,
-        interval=estimate.interval, inside=low <= measured / estimate.step_s <= high, usual_error=usual / measured - 1,
-    )  # fmt: skip
+        id=run.id,
+        source=run.source,
+        gpu=run.gpu,
+        gpus=run.gpus,
+        precision=run.precision,
+        engine=used.name,
+        parallel=" x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        or "one GPU",
+        measured_s=measured,
+        predicted_s=estimate.step_s,
+        error=estimate.step_s / measured - 1,
+        interval=estimate.interval,
+        inside=low <= measured / estimate.step_s <= high,
+        usual_error=usual / measured - 1,
+    )
 
 
 def measured_s(run: Run) -> float:
@@ -103,7 +121,8 @@ def measured_s(run: Run) -> float:
     return run.batch * run.seq_len / run.tokens_per_s
 
 
-# -- what a run's facts say as a plan ----------------------------------------------------------------------------------
+# -- what a run's facts say as a plan
+#   ----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -120,40 +139,63 @@ def software(run: Run | Block) -> str:
 
 
 def run_plan(run: Run) -> tuple[Plan, Cluster]:
-    """A run's plan, Megatron-LM's order of ranks: tensor axis, data axis, stages; on hosts in a row."""
+    """A run's plan, Megatron-LM's order of ranks: tensor axis, data axis, stages; on hosts in a
+    row."""
     cluster, spec = _cluster(run), model_spec(run.model)
     graph, parts = models.graph(spec), run.batch // (run.data * run.microbatch)
     each, layers = run.data * run.tensor, spec.layers
-    axes: dict[Axis, int] = {"data": run.data, "tensor": run.tensor} if run.tensor > 1 else {"data": run.data}
+    axes: dict[Axis, int] = (
+        {"data": run.data, "tensor": run.tensor} if run.tensor > 1 else {"data": run.data}
+    )
     splits = {
-        op.name: op.divisible for unit in (graph.embedding, graph.block, graph.head) for op in unit
+        op.name: op.divisible
+        for unit in (graph.embedding, graph.block, graph.head)
+        for op in unit
         if op.divisible and all(graph.sizes[dim] % run.tensor == 0 for dim in op.divisible)
-    }  # fmt: skip
+    }
     few = BITS[run.precision] if run.zero or run.attention == "fused" else 32
     bounds = [0, *(1 + s * layers // run.pipeline for s in range(1, run.pipeline)), layers + 2]
     stages = tuple(
         Stage(
             units=(bounds[s], bounds[s + 1]),
-            mesh=Mesh(ranks=tuple(range(s * each, (s + 1) * each)), shape=tuple(axes.values()), axes=tuple(axes)),
-            rows=(run.batch // run.data,) * run.data, grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, bits=few),
-            zero=run.zero, splits=splits if run.tensor > 1 else {}, recompute=run.recompute == "full",
+            mesh=Mesh(
+                ranks=tuple(range(s * each, (s + 1) * each)),
+                shape=tuple(axes.values()),
+                axes=tuple(axes),
+            ),
+            rows=(run.batch // run.data,) * run.data,
+            grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, bits=few),
+            zero=run.zero,
+            splits=splits if run.tensor > 1 else {},
+            recompute=run.recompute == "full",
         )
         for s in range(run.pipeline)
-    )  # fmt: skip
+    )
     gpipe = "GPipe" in run.software
     depths = tuple(parts if gpipe else min(parts, run.pipeline - s) for s in range(run.pipeline))
     replica = Replica(
-        stages=stages, edges=(Edge(bits=BITS[run.precision]),) * (run.pipeline - 1), microbatches=parts,
+        stages=stages,
+        edges=(Edge(bits=BITS[run.precision]),) * (run.pipeline - 1),
+        microbatches=parts,
         in_flight=depths if run.pipeline > 1 else (1,),
-    )  # fmt: skip
+    )
     train = TrainSpec(
-        steps=1, batch=run.batch, seq_len=run.seq_len, precision=run.precision,
-        attention="sdpa" if run.attention == "flash" else "vanilla", recompute=run.recompute == "full",
-    )  # fmt: skip
+        steps=1,
+        batch=run.batch,
+        seq_len=run.seq_len,
+        precision=run.precision,
+        attention="sdpa" if run.attention == "flash" else "vanilla",
+        recompute=run.recompute == "full",
+    )
     plan = Plan(
-        technique="published", model=spec, train=train, replicas=(replica,), devices=planned_devices(cluster),
-        inputs=Inputs(cluster="", corpus=""), engine=software(run),
-    )  # fmt: skip
+        technique="published",
+        model=spec,
+        train=train,
+        replicas=(replica,),
+        devices=planned_devices(cluster),
+        inputs=Inputs(cluster="", corpus=""),
+        engine=software(run),
+    )
     return plan, cluster
 
 
@@ -172,21 +214,31 @@ def model_spec(shape: Shape) -> ModelSpec:
 
 
 def _cluster(run: Run) -> Cluster:
-    """A site of as many hosts as the run had; what it leaves open of the network is the usual of its GPU's hosts."""
+    """A site of as many hosts as the run had; what it leaves open of the network is the usual of
+    its GPU's hosts."""
     count, device = -(-run.gpus // run.gpus_per_host), gpu(run.gpu)
     usual = next((rate for name, rate in USUAL_GBIT.items() if name in run.gpu), 100.0)
     gbit = usual if run.network_gbit is None else run.network_gbit
     hosts = tuple(
-        Host(name=f"h{i}", devices=(device,) * min(run.gpus_per_host, run.gpus - i * run.gpus_per_host))
+        Host(
+            name=f"h{i}",
+            devices=(device,) * min(run.gpus_per_host, run.gpus - i * run.gpus_per_host),
+        )
         for i in range(count)
     )
-    return Cluster(sites=(Site(name="s", hosts=hosts, lan_bandwidth=gbit * 1e9 / 8, lan_rtt_s=round_trip_s(run)),))
+    return Cluster(
+        sites=(
+            Site(name="s", hosts=hosts, lan_bandwidth=gbit * 1e9 / 8, lan_rtt_s=round_trip_s(run)),
+        )
+    )
 
 
 def round_trip_s(run: Run) -> float:
     """Twice the delay that a run says it set, else that of RDMA."""
     words = (run.network or "").split()
-    delay = next((float(words[i + 1]) * 1e-3 for i, word in enumerate(words[:-1]) if word == "delay"), None)
+    delay = next(
+        (float(words[i + 1]) * 1e-3 for i, word in enumerate(words[:-1]) if word == "delay"), None
+    )
     return RTT_S if delay is None else 2 * delay + 1e-4
 
 
@@ -200,54 +252,85 @@ def gpu(name: str) -> Device:
     return device
 
 
-# -- blocks ------------------------------------------------------------------------------------------------------------
+# -- blocks
+#   ------------------------------------------------------------------------------------------------
 
 
 def unseen_blocks() -> tuple[UnseenBlock, ...]:
-    """Every block time of the list, priced from the data sheet; and with the pace of another shape."""
+    """Every block time of the list, priced from the data sheet; and with the pace of another
+    shape."""
     priced = [
-        (block, block.forward_s + (block.backward_s or 0.0), block_s(block)) for block in published_blocks().blocks
+        (block, block.forward_s + (block.backward_s or 0.0), block_s(block))
+        for block in published_blocks().blocks
     ]
     rows = []
     for block, measured, predicted in priced:
         # One other shape: the nearest in predicted time, by ratio.
         others = [
-            (abs(math.log(said / predicted)), took / said) for other, took, said in priced if _tells(other, block)
+            (abs(math.log(said / predicted)), took / said)
+            for other, took, said in priced
+            if _tells(other, block)
         ]
         known = predicted * min(others)[1] / measured - 1 if others else None
-        rows.append(UnseenBlock(
-            id=block.id, gpu=block.gpu, precision=block.precision, measured_s=measured, predicted_s=predicted,
-            error=predicted / measured - 1, known_error=known,
-        ))  # fmt: skip
+        rows.append(
+            UnseenBlock(
+                id=block.id,
+                gpu=block.gpu,
+                precision=block.precision,
+                measured_s=measured,
+                predicted_s=predicted,
+                error=predicted / measured - 1,
+                known_error=known,
+            )
+        )
     return tuple(rows)
 
 
 def _tells(other: Block, block: Block) -> bool:
     """Whether one time tells of another: same GPU, software and precision, another shape."""
-    alike = all(getattr(other, name) == getattr(block, name) for name in ("gpu", "software", "precision", "covers"))
-    return alike and other.id != block.id and (other.model, other.batch, other.seq_len) != (
-        block.model, block.batch, block.seq_len,
-    )  # fmt: skip
+    alike = all(
+        getattr(other, name) == getattr(block, name)
+        for name in ("gpu", "software", "precision", "covers")
+    )
+    return (
+        alike
+        and other.id != block.id
+        and (other.model, other.batch, other.seq_len)
+        != (
+            block.model,
+            block.batch,
+            block.seq_len,
+        )
+    )
 
 
 def block_s(block: Block) -> float:
-    """Predicted seconds of what a published time covers: forward, and backward where it was measured."""
+    """Predicted seconds of what a published time covers: forward, and backward where it was
+    measured."""
     used, spec = engine_of(software(block)), model_spec(block.model)
     graph, device = models.graph(spec), gpu(block.gpu)
     train = TrainSpec(
-        steps=1, batch=block.batch, seq_len=block.seq_len, precision=block.precision,
+        steps=1,
+        batch=block.batch,
+        seq_len=block.seq_len,
+        precision=block.precision,
         attention="sdpa" if block.attention == "flash" else "vanilla",
-    )  # fmt: skip
+    )
     cluster = Cluster(sites=(Site(name="s", hosts=(Host(name="h", devices=(device,)),)),))
     costs = Costs(graph, train, Network(cluster, planned_devices(cluster), used))
     operators = tuple(
-        op for op in graph.block if block.covers != "blocks without attention's scores" or op.name != "attn"
+        op
+        for op in graph.block
+        if block.covers != "blocks without attention's scores" or op.name != "attn"
     )
     units = [(operators, block.layers)]
     if block.covers == "blocks, embedding and head":
         units += [(graph.embedding, 1), (graph.head[:-1], 1)]
     times = [(costs.unit_s(0, unit, block.batch, {}, 1), count) for unit, count in units]
-    return sum(count * (forward + (backward if block.backward_s else 0.0)) for (forward, backward), count in times)
+    return sum(
+        count * (forward + (backward if block.backward_s else 0.0))
+        for (forward, backward), count in times
+    )
 
 
 class BlockScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,18 +349,25 @@ def block_scores(rows: Sequence[UnseenBlock]) -> tuple[BlockScore, ...]:
     for gpu, precision in dict.fromkeys((row.gpu, row.precision) for row in rows):
         own = [row for row in rows if (row.gpu, row.precision) == (gpu, precision)]
         known = [abs(row.known_error) for row in own if row.known_error is not None]
-        scores.append(BlockScore(
-            gpu=gpu, precision=precision, times=len(own), median=statistics.median(abs(row.error) for row in own),
-            known_median=statistics.median(known) if known else None,
-        ))  # fmt: skip
+        scores.append(
+            BlockScore(
+                gpu=gpu,
+                precision=precision,
+                times=len(own),
+                median=statistics.median(abs(row.error) for row in own),
+                known_median=statistics.median(known) if known else None,
+            )
+        )
     return tuple(scores)
 
 
-# -- scores ------------------------------------------------------------------------------------------------------------
+# -- scores
+#   ------------------------------------------------------------------------------------------------
 
 
 class RunScore(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors over runs, of time; the share inside their intervals, how wide these are, and their proper score."""
+    """Errors over runs, of time; the share inside their intervals, how wide these are, and their
+    proper score."""
 
     runs: int
     median: float
@@ -292,17 +382,21 @@ class RunScore(msgspec.Struct, frozen=True, kw_only=True):
 def score(rows: Sequence[UnseenRun]) -> RunScore:
     """What a list of runs says of the predictions."""
     return RunScore(
-        runs=len(rows), median=statistics.median(abs(row.error) for row in rows),
+        runs=len(rows),
+        median=statistics.median(abs(row.error) for row in rows),
         usual_median=statistics.median(abs(row.usual_error) for row in rows),
-        worst=max(abs(row.error) for row in rows), inside=statistics.fmean(row.inside for row in rows),
+        worst=max(abs(row.error) for row in rows),
+        inside=statistics.fmean(row.inside for row in rows),
         width=statistics.median(row.interval[1] / row.interval[0] for row in rows),
-        interval_score=statistics.fmean(interval_score(row.measured_s / row.predicted_s, row.interval) for row in rows),
-    )  # fmt: skip
+        interval_score=statistics.fmean(
+            interval_score(row.measured_s / row.predicted_s, row.interval) for row in rows
+        ),
+    )
 
 
 def interval_score(value: float, interval: tuple[float, float], level: float = LEVEL) -> float:
-    """The interval score of Gneiting and Raftery (2007), section 6.2, of logarithms: the width, and what lies outside
-    weighed by 2 / (1 - level). Less is better."""
+    """The interval score of Gneiting and Raftery (2007), section 6.2, of logarithms: the width, and
+    what lies outside weighed by 2 / (1 - level). Less is better."""
     low, high = map(math.log, interval)
     outside = max(0.0, low - math.log(value)) + max(0.0, math.log(value) - high)
     return high - low + 2 / (1 - level) * outside

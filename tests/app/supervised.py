@@ -22,7 +22,9 @@ from farspan.domain.run import RunFolder, RunRecord
 from tests import tiny
 
 
-def made(path: Path, plan: Plan, on_fault: OnFault = "recover", launcher: str = "local") -> RunFolder:
+def made(
+    path: Path, plan: Plan, on_fault: OnFault = "recover", launcher: str = "local"
+) -> RunFolder:
     """A run that a supervisor can train."""
     run = tiny.run_folder(path, plan)
     run.config.write_bytes(as_yaml(RunConfig(data="tests", on_fault=on_fault)))
@@ -33,13 +35,15 @@ def made(path: Path, plan: Plan, on_fault: OnFault = "recover", launcher: str = 
 
 
 class Watched:
-    """A run under a supervisor, whose updates are kept. `at_step` is called after each step, `at_fault` after each
-    fault that the run starts again for."""
+    """A run under a supervisor, whose updates are kept. `at_step` is called after each step,
+    `at_fault` after each fault that the run starts again for."""
 
     def __init__(
-        self, run: RunFolder, at_step: Callable[[Watched, int], None] = lambda watched, step: None,
+        self,
+        run: RunFolder,
+        at_step: Callable[[Watched, int], None] = lambda watched, step: None,
         at_fault: Callable[[Watched], None] = lambda watched: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.run, self.faulted, self.events = run, list[Faulted](), list[Event]()
         self._at_step, self._at_fault = at_step, at_fault
         self.supervisor = Supervisor(run, self._told, self.events.append)
@@ -61,7 +65,9 @@ class Watched:
     def signal(self, rank: int, number: signal.Signals) -> int:
         """Send a signal to the worker of a rank; its process."""
         assert self.supervisor.workers is not None
-        (process,) = (process for process in self.supervisor.workers.processes if rank in process.ranks)
+        (process,) = (
+            process for process in self.supervisor.workers.processes if rank in process.ranks
+        )
         os.kill(process.pid, number)
         return process.pid
 

@@ -22,9 +22,10 @@ from tests.test_imports import cpu_s
 #: Seconds of a processor that `import farspan` may take.
 IMPORT_S = 0.1
 SMALL = {
-    "tokenizer": {"vocab": 300}, "model": {"layers": 1, "d_model": 16, "heads": 2, "context": 32},
+    "tokenizer": {"vocab": 300},
+    "model": {"layers": 1, "d_model": 16, "heads": 2, "context": 32},
     "parallel": {"workers": 1},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -49,7 +50,9 @@ def test_a_script_needs_no_guard(papers: Path) -> None:
         f"run = farspan.train('papers', train={{'steps': 2}}, **{SMALL!r})\n"
         "print(manifest.train.documents > 0, run)\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=papers, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, script], cwd=papers, capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stdout) == (0, "read\nTrue Run('runs/papers')\n"), done.stderr
 
 
@@ -62,13 +65,17 @@ def test_what_select_gave_is_trained(papers: Path) -> None:
     assert run.report().measurement.steps == chosen.plan.train.steps
 
 
-def test_in_a_thread_it_trains_and_leaves_signals_alone(papers: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_in_a_thread_it_trains_and_leaves_signals_alone(
+    papers: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     handlers, updates = signal.getsignal(signal.SIGINT), list[object]()
     ended: list[farspan.Run | BaseException] = []
 
     def work() -> None:
         try:
-            ended.append(farspan.train("papers", train={"steps": 5}, progress=updates.append, **SMALL))
+            ended.append(
+                farspan.train("papers", train={"steps": 5}, progress=updates.append, **SMALL)
+            )
         except BaseException as error:
             ended.append(error)
 
@@ -95,10 +102,15 @@ def test_ctrl_c_saves_refuses_and_leaves_no_worker(papers: Path) -> None:
         except farspan.Refusal as refusal:
             print(json.dumps([refusal.problem.code, refusal.problem.remedy]), flush=True)
     """)
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         process.send_signal(signal.SIGINT)
-        assert json.loads(process.stdout.readline()) == ["interrupted", "farspan resume runs/papers"]
+        assert json.loads(process.stdout.readline()) == [
+            "interrupted",
+            "farspan resume runs/papers",
+        ]
         assert process.wait(60) == 0
     deadline = time.monotonic() + 10
     while (left := workers(papers)) and time.monotonic() < deadline:
@@ -122,9 +134,11 @@ def workers(folder: Path) -> list[int]:
 
 def test_what_cannot_be_is_raised(papers: Path) -> None:
     for arguments, code in (
-        ({"data": "paper"}, "path-missing"), ({"data": "papers", "sizes": "tiny"}, "unknown-key"),
-        ({"data": "papers", "budget": "soon"}, "out-of-range"), ({"data": "papers", "run": "papers"}, "run-exists"),
-    ):  # fmt: skip
+        ({"data": "paper"}, "path-missing"),
+        ({"data": "papers", "sizes": "tiny"}, "unknown-key"),
+        ({"data": "papers", "budget": "soon"}, "out-of-range"),
+        ({"data": "papers", "run": "papers"}, "run-exists"),
+    ):
         with pytest.raises(farspan.Refusal) as caught:
             farspan.train(**arguments)
         assert caught.value.problem.code == code
@@ -135,7 +149,10 @@ def test_what_cannot_be_is_raised(papers: Path) -> None:
 
 @pytest.mark.timed
 def test_importing_takes_no_time_and_loads_nothing():
-    shown = "import farspan, json, sys; print(json.dumps([n for n in sys.modules if n.startswith('farspan.')]))"
+    shown = (
+        "import farspan, json, sys; print(json.dumps([n for n in sys.modules if "
+        "n.startswith('farspan.')]))"
+    )
     done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == ["farspan._version"]
     assert min(cpu_s("import farspan") for _ in range(5)) < IMPORT_S

@@ -10,7 +10,14 @@ from msgspec.structs import replace
 from farspan.app.faults import COST_S, CURABLE, HOUR_S, RESTARTS, SAME, Faults, Seen
 from farspan.domain.problems import EXIT_CODES, Problem
 
-LOST = Problem(code="worker-lost", what="rank 1 on b was lost", where="log", fact="gone", remedy="resume", rank=1)
+LOST = Problem(
+    code="worker-lost",
+    what="rank 1 on b was lost",
+    where="log",
+    fact="gone",
+    remedy="resume",
+    rank=1,
+)
 
 
 def seen(problem: Problem = LOST, step: int = 7, at: float = 0.0) -> Seen:
@@ -39,10 +46,14 @@ def test_what_was_never_there_is_refused_at_once():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(0, 600)), min_size=1, max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(0, 600)), min_size=1, max_size=80
+    )
+)
 def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
-    """Whatever comes: it ends at the third that is the same, or at the first beyond RESTARTS within an hour, and with
-    the fault's own cause."""
+    """Whatever comes: it ends at the third that is the same, or at the first beyond RESTARTS within
+    an hour, and with the fault's own cause."""
     faults, at, times = Faults(), 0.0, list[tuple[float, tuple[int, int]]]()
     for step, rank, after in history:
         at += after

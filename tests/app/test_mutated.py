@@ -1,5 +1,5 @@
-"""Files of a run and of a user in which anything was changed: each is read, or refused with a coded message, and leads
-to no file elsewhere.
+"""Files of a run and of a user in which anything was changed: each is read, or refused with a coded
+message, and leads to no file elsewhere.
 
 `FARSPAN_MUTATIONS=1000 pytest tests/app/test_mutated.py` changes a thousand; `make test` a hundred.
 """
@@ -35,21 +35,44 @@ from farspan.estimate.price import estimate
 from farspan.launch import trust
 from farspan.runtime.worker import check_plan
 
-JSON = ("plan.json", "cluster.json", "run.json", "estimate.json", "epochs.json", "corpus.json", "job.json")
+JSON = (
+    "plan.json",
+    "cluster.json",
+    "run.json",
+    "estimate.json",
+    "epochs.json",
+    "corpus.json",
+    "job.json",
+)
 YAML = ("run.yaml", "cluster.yaml")
 #: A file that nothing has a reason to open.
 SECRET = "/proc/self/environ"
 ANYTHING = st.one_of(
-    st.none(), st.booleans(), st.sampled_from([0, -1, 2**31, 2**63, 10**30, 1e308, -0.5, float("nan"), float("inf")]),
-    st.sampled_from(["", "..", SECRET, f"../../../../../..{SECRET}", "x" * 5000, "\x00", "1e9", "auto", "worker-lost"]),
-    st.lists(st.integers(-1, 3), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 2**31, 2**63, 10**30, 1e308, -0.5, float("nan"), float("inf")]),
+    st.sampled_from(
+        [
+            "",
+            "..",
+            SECRET,
+            f"../../../../../..{SECRET}",
+            "x" * 5000,
+            "\x00",
+            "1e9",
+            "auto",
+            "worker-lost",
+        ]
+    ),
+    st.lists(st.integers(-1, 3), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
 CLUSTER = """
 sites:
   a: {hosts: {a0: {devices: [{kind: h100, count: 2, price: 2.0}]}, a1: {devices: [{kind: a100-40, memory: 40GB}]}}}
   b: {hosts: {b0: {address: 10.0.0.5, enter: [ssh, b0], devices: [{kind: l4}]}}}
 links: [{between: [a, b], rtt: 20ms, bandwidth: 1Gbit/s}]
-"""
+"""  # noqa: E501
 opened = list[str]()
 watching = [False]
 
@@ -72,12 +95,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
             f"On the {number} winds. " + "They blow where they list. " * 30
         )
     trained = farspan.train(
-        folder / "papers", run=folder / "run", tokenizer={"vocab": 270},
+        folder / "papers",
+        run=folder / "run",
+        tokenizer={"vocab": 270},
         model={"layers": 1, "d_model": 32, "heads": 2, "context": 16},
         train={"steps": 3, "precision": "fp32", "batch": {"global": 2}},
-    )  # fmt: skip
+    )
     (trained.path / "cluster.yaml").write_text(CLUSTER)
-    (trained.path / "job.json").write_text('{"pid": 4194303, "host": "x", "started": 1.0, "began": 2.0}')
+    (trained.path / "job.json").write_text(
+        '{"pid": 4194303, "host": "x", "started": 1.0, "began": 2.0}'
+    )
     return trained.folder
 
 
@@ -85,7 +112,9 @@ def mutated(value: Any, data: st.DataObject) -> Any:
     """The same with one value in it changed, or a key taken out."""
     at = value
     while isinstance(at, dict | list) and at:
-        key = data.draw(st.sampled_from(sorted(at, key=str) if isinstance(at, dict) else range(len(at))))
+        key = data.draw(
+            st.sampled_from(sorted(at, key=str) if isinstance(at, dict) else range(len(at)))
+        )
         if not isinstance(at[key], dict | list) or data.draw(st.integers(0, 3)) == 0:
             if data.draw(st.integers(0, 5)) == 0:
                 del at[key]
@@ -118,15 +147,22 @@ def uses(run: RunFolder) -> Iterator[Any]:
 
 
 @settings(
-    max_examples=int(os.environ.get("FARSPAN_MUTATIONS", "100")), deadline=20_000, derandomize=True,
+    max_examples=int(os.environ.get("FARSPAN_MUTATIONS", "100")),
+    deadline=20_000,
+    derandomize=True,
     suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+)
 @given(name=st.sampled_from([*JSON, *YAML]), raw=st.integers(0, 9), data=st.data())
-def test_a_file_in_which_anything_was_changed_is_read_or_refused(run: RunFolder, name: str, raw: int, data) -> None:
+def test_a_file_in_which_anything_was_changed_is_read_or_refused(
+    run: RunFolder, name: str, raw: int, data
+) -> None:
     path = run.path / name
     before = path.read_bytes()
     if raw == 0:  # Bytes, not values.
-        at, byte = data.draw(st.integers(0, len(before) - 1)), data.draw(st.binary(min_size=0, max_size=2))
+        at, byte = (
+            data.draw(st.integers(0, len(before) - 1)),
+            data.draw(st.binary(min_size=0, max_size=2)),
+        )
         content = before[:at] + byte + before[at + 1 :]
     elif name in JSON:
         content = json.dumps(mutated(json.loads(before), data)).encode()

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 #: A model that trains in seconds, in place of the time that the page gives.
-SMALL = """budget="6s", tokenizer={"vocab": 300}, model={"layers": 1, "d_model": 16, "heads": 2, "context": 32}"""
+SMALL = """budget="6s", tokenizer={"vocab": 300}, model={"layers": 1, "d_model": 16, "heads": 2, "context": 32}"""  # noqa: E501
 
 
 def cells() -> list[str]:
@@ -38,7 +38,9 @@ def papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "papers").mkdir()
     for number in range(60):
         text = " ".join(rng.choice(WORDS) for _ in range(300))
-        (tmp_path / "papers" / f"paper-{number:02}.txt").write_text(f"Paper {number} on samples\n\n{text}.\n")
+        (tmp_path / "papers" / f"paper-{number:02}.txt").write_text(
+            f"Paper {number} on samples\n\n{text}.\n"
+        )
     monkeypatch.setenv("FARSPAN_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
@@ -49,7 +51,11 @@ def test_the_page_trains_reports_searches_and_refuses(papers: Path) -> None:
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(papers)}}
     ).execute()
     first, second, third, refusal, ranking, priced = (text_of(cell) for cell in notebook.cells)
-    assert "predicted" in first and "measured" in first and re.search(r"^0\.\d+ paper-\d+", first, re.M)
+    assert (
+        "predicted" in first
+        and "measured" in first
+        and re.search(r"^0\.\d+ paper-\d+", first, re.M)
+    )
     assert second.strip() and "error" not in second
     assert re.search(r"^\d+ \d\.\d", third, re.M)
     assert refusal.startswith("path-missing - ")
@@ -57,4 +63,6 @@ def test_the_page_trains_reports_searches_and_refuses(papers: Path) -> None:
     assert re.match(r"\d+\.\d+ True \[\d+, \d+, \d+, \d+\]", priced)
     assert {path.name for path in (papers / "runs").iterdir()} == {"papers", "small", "another"}
     outputs = [output for cell in notebook.cells for output in cell.outputs]
-    assert all(output.get("name") == "stdout" for output in outputs), "nothing but what the page prints is printed"
+    assert all(output.get("name") == "stdout" for output in outputs), (
+        "nothing but what the page prints is printed"
+    )

@@ -1,4 +1,5 @@
-"""A run goes on by another technique and on another cluster: the same losses, and its weights can be used meanwhile."""
+"""A run goes on by another technique and on another cluster: the same losses, and its weights can
+be used meanwhile."""
 
 from __future__ import annotations
 
@@ -33,18 +34,28 @@ OTHER = "sites: {a: {hosts: {localhost: {devices: [{kind: cpu-avx2, memory: 4GB,
 
 def losses(path: Path) -> dict[int, float]:
     """By step; of one that was made twice the later."""
-    return {event.step: event.loss for event in read_events(path / "events.jsonl") if isinstance(event, Step)}
+    return {
+        event.step: event.loss
+        for event in read_events(path / "events.jsonl")
+        if isinstance(event, Step)
+    }
 
 
 def call(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "farspan", *words], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "farspan", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
 def stopped_early(path: str) -> None:
     """Train until a checkpoint is there, then ask it to save and end."""
-    job = subprocess.Popen([sys.executable, "-m", "farspan", "train", "--run", path], stdout=subprocess.DEVNULL)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "farspan", "train", "--run", path], stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 60
     while not list(Path(path).glob("checkpoints/step-*")):
         assert job.poll() is None and time.monotonic() < deadline
@@ -83,7 +94,9 @@ def test_what_one_technique_began_another_ends_with_the_same_losses(tmp_path: Pa
 
 @pytest.mark.usefixtures("papers")
 def test_the_newest_weights_of_a_running_job_can_be_used(tmp_path: Path) -> None:
-    Path("run.yaml").write_text(CONFIG.replace("steps: 400", "steps: 1000000").replace("500ms", "100ms"))
+    Path("run.yaml").write_text(
+        CONFIG.replace("steps: 400", "steps: 1000000").replace("500ms", "100ms")
+    )
     words = [sys.executable, "-m", "farspan", "train", "--run", "job"]
     job = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True)
     try:

@@ -1,4 +1,5 @@
-"""A run starts again by itself after a fault that can be cured, loses nothing but time, and ends where none can be."""
+"""A run starts again by itself after a fault that can be cured, loses nothing but time, and ends
+where none can be."""
 
 from __future__ import annotations
 
@@ -47,8 +48,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return watched.losses
 
 
-@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(tmp_path, calm, rank, number):
+@pytest.mark.parametrize(
+    ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
+def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(
+    tmp_path, calm, rank, number
+):
     hurt = list[int]()
 
     def at_step(watched: Watched, step: int) -> None:
@@ -59,8 +64,15 @@ def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(tmp_path
     ending = watched.train()
     assert isinstance(ending, Finished) and ending.reason == "done"
     assert watched.losses == calm
-    (fault,), (again,) = watched.faulted, [event for event in watched.events if isinstance(event, Recovered)]
-    assert fault.problem.code == "worker-lost" and fault.problem.rank == rank and again.fault == fault.problem
+    (fault,), (again,) = (
+        watched.faulted,
+        [event for event in watched.events if isinstance(event, Recovered)],
+    )
+    assert (
+        fault.problem.code == "worker-lost"
+        and fault.problem.rank == rank
+        and again.fault == fault.problem
+    )
     assert again.step > 0 and again.lost == fault.step - again.step and not again.replanned
     assert again.epoch == read_ledger(watched.run.epochs).epoch == 2
     assert not Path(f"/proc/{hurt[0]}").exists(), "whoever stood still was ended"
@@ -78,16 +90,24 @@ def test_a_fault_that_comes_back_at_the_same_step_ends_the_run_with_its_cause(tm
         watched.signal(1, signal.SIGKILL)
 
     watched = Watched(
-        made(tmp_path / "run", TWO), lambda w, step: step == 40 and w.signal(1, signal.SIGKILL),
+        made(tmp_path / "run", TWO),
+        lambda w, step: step == 40 and w.signal(1, signal.SIGKILL),
         at_fault=lambda w: threading.Thread(target=kill, args=(w,)).start(),
-    )  # fmt: skip
+    )
     problem = watched.train()
-    assert isinstance(problem, Problem) and problem.code == "worker-lost" and problem.signal == "SIGKILL"
+    assert (
+        isinstance(problem, Problem)
+        and problem.code == "worker-lost"
+        and problem.signal == "SIGKILL"
+    )
     assert len(watched.faulted) == 2 and "the same fault came 3 times" in problem.fact
 
 
 def test_with_stop_a_fault_ends_the_run(tmp_path):
-    watched = Watched(made(tmp_path / "run", TWO, "stop"), lambda w, step: step == 40 and w.signal(1, signal.SIGKILL))
+    watched = Watched(
+        made(tmp_path / "run", TWO, "stop"),
+        lambda w, step: step == 40 and w.signal(1, signal.SIGKILL),
+    )
     problem = watched.train()
     assert isinstance(problem, Problem) and problem.code == "worker-lost" and not watched.faulted
 
@@ -99,17 +119,23 @@ def test_an_error_in_code_is_not_tried_again(tmp_path):
     watched = Watched(run)
     problem = watched.train()
     assert isinstance(problem, Problem) and not watched.faulted
-    assert (problem.code, problem.cause) == ("worker-lost", "own") and "index out of range" in problem.fact
+    assert (problem.code, problem.cause) == (
+        "worker-lost",
+        "own",
+    ) and "index out of range" in problem.fact
 
 
 def test_who_asks_to_stop_while_the_run_recovers_is_heard(tmp_path):
     watched = Watched(
-        made(tmp_path / "run", TWO), lambda w, step: step == 60 and w.signal(1, signal.SIGKILL),
+        made(tmp_path / "run", TWO),
+        lambda w, step: step == 60 and w.signal(1, signal.SIGKILL),
         at_fault=lambda w: w.supervisor.stop(),
-    )  # fmt: skip
+    )
     problem = watched.train()
     assert (
-        isinstance(problem, Problem) and problem.code == "interrupted" and "before workers were started" in problem.what
+        isinstance(problem, Problem)
+        and problem.code == "interrupted"
+        and "before workers were started" in problem.what
     )
 
 
@@ -118,16 +144,21 @@ def test_without_any_host_there_is_no_plan(tmp_path):
         planned_without(made(tmp_path / "run", TWO), {"here"})
 
 
-# -- steps that are not finite -----------------------------------------------------------------------------------------
+# -- steps that are not finite
+#   -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_the_run(tmp_path, batches):
+def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_the_run(
+    tmp_path, batches
+):
     """Token 299 has an embedding that is no number, and stands in so many windows."""
     train = replace(TRAIN, steps=20, validate_every=20)
     plan = tiny.plan(train, rows=(4, 4), spec=replace(tiny.SPEC, tied=False))
     run = made(tmp_path / "run", plan)
-    val, tokens = (np.fromfile(tmp_path / "corpus" / f"{name}.bin", "<u2") for name in ("val", "train"))
+    val, tokens = (
+        np.fromfile(tmp_path / "corpus" / f"{name}.bin", "<u2") for name in ("val", "train")
+    )
     val[val == 299] = tokens[tokens == 299] = 298
     order = Order(Windows(tokens, train.seq_len).count, train.seed)
     for step in range(5, 5 + 4 * batches, 4):
@@ -141,7 +172,9 @@ def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_
     stored_tensors.write(run.checkpoints, tensors, progress)
     watched = Watched(run)
     ending = watched.train()
-    assert [(fault.problem.code, fault.problem.step) for fault in watched.faulted] == [("non-finite", 5)]
+    assert [(fault.problem.code, fault.problem.step) for fault in watched.faulted] == [
+        ("non-finite", 5)
+    ]
     said = [event.message for event in watched.events if isinstance(event, Warned)]
     assert any("step 6: its batch is left out" in message for message in said)
     if batches == 1:
@@ -152,11 +185,14 @@ def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_
         assert "step 6 was left out for the same reason" in ending.fact
 
 
-# -- who was replaced --------------------------------------------------------------------------------------------------
+# -- who was replaced
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_path):
-    plan = tiny.plan(replace(TRAIN, steps=100_000, validate_every=100_000, checkpoint_every_s=0.2), micro_rows=8)
+    plan = tiny.plan(
+        replace(TRAIN, steps=100_000, validate_every=100_000, checkpoint_every_s=0.2), micro_rows=8
+    )
     run = made(tmp_path / "run", plan)
 
     def begun() -> subprocess.Popen[bytes]:
@@ -167,7 +203,11 @@ def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_pa
         return subprocess.Popen(words, env={**os.environ, **place, "OMP_NUM_THREADS": "1"})
 
     def steps() -> int:
-        return sum(isinstance(event, Step) for event in read_events(run.events)) if run.events.exists() else 0
+        return (
+            sum(isinstance(event, Step) for event in read_events(run.events))
+            if run.events.exists()
+            else 0
+        )
 
     def trained(more: int) -> None:
         wanted, deadline = steps() + more, time.monotonic() + 60
@@ -186,13 +226,16 @@ def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_pa
         content = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
         old.send_signal(signal.SIGCONT)
         assert old.wait(60) == 45
-        assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == content
+        assert {
+            path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()
+        } == content
     finally:
         old.kill()
         old.wait()
 
 
-# -- warm spares -------------------------------------------------------------------------------------------------------
+# -- warm spares
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
@@ -227,7 +270,9 @@ spares.fill(TWO, tiny.this_machine(TWO).hosts, run.logs, Lease(run).keep_open)
 print(*(spare.pid for spare in spares._waiting.values()), flush=True)
 os._exit(1)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     pids, deadline = done.stdout.split(), time.monotonic() + 60
     assert pids, done.stderr
     while any(Path(f"/proc/{pid}").exists() for pid in pids):

@@ -14,7 +14,20 @@ import pytest
 
 from farspan.cli.main import main
 
-WORDS = ["time", "year", "people", "way", "day", "thing", "life", "world", "school", "state", "family", "group"]
+WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "thing",
+    "life",
+    "world",
+    "school",
+    "state",
+    "family",
+    "group",
+]
 TINY = """\
 data: docs
 tokenizer: {vocab: 300}
@@ -55,18 +68,26 @@ def farspan(desk: Path, environment: dict[str, str]) -> Farspan:
 
     def call(*words: str, cwd: Path = desk, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "farspan", *words], cwd=cwd, env={**environment, **more},
-            capture_output=True, text=True, timeout=900,
-        )  # fmt: skip
+            [sys.executable, "-m", "farspan", *words],
+            cwd=cwd,
+            env={**environment, **more},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
 
     return call
 
 
 @pytest.fixture
 def here(
-    desk: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    desk: Path,
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Farspan:
-    """As `farspan`, in this process: for the many commands that are refused before they start any other."""
+    """As `farspan`, in this process: for the many commands that are refused before they start any
+    other."""
 
     def call(*words: str, cwd: Path = desk, **more: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(cwd)

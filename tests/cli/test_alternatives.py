@@ -20,16 +20,30 @@ from tests.planning.worlds import FAST, SLOW, cluster, ranking
 
 SPLIT = Split(tokens=10**6, documents=9, text_bytes=3 * 10**6)
 CORPUS = CorpusManifest(
-    hash="c", source="docs", vocab_size=50257, end_of_text=0, dtype="uint16", unigram_nats=6.0, bigram_nats=4.0,
-    exact_duplicates=0, near_duplicates=0, train=SPLIT, val=SPLIT,
-)  # fmt: skip
+    hash="c",
+    source="docs",
+    vocab_size=50257,
+    end_of_text=0,
+    dtype="uint16",
+    unigram_nats=6.0,
+    bigram_nats=4.0,
+    exact_duplicates=0,
+    near_duplicates=0,
+    train=SPLIT,
+    val=SPLIT,
+)
 
 
 def resolved(*sites) -> Resolved:
     return Resolved(
-        model=models.presets()["gpt2"].spec, train=TrainSpec(steps=100, batch=8, seq_len=1024, precision="fp16"),
-        cluster=cluster(*sites), corpus=CORPUS, corpus_folder=Path("c"), warnings=(), origin={},
-    )  # fmt: skip
+        model=models.presets()["gpt2"].spec,
+        train=TrainSpec(steps=100, batch=8, seq_len=1024, precision="fp16"),
+        cluster=cluster(*sites),
+        corpus=CORPUS,
+        corpus_folder=Path("c"),
+        warnings=(),
+        origin={},
+    )
 
 
 def test_the_best_plan_of_those_allowed_is_run_and_named(capsys) -> None:
@@ -38,7 +52,11 @@ def test_the_best_plan_of_those_allowed_is_run_and_named(capsys) -> None:
     best = ranking("FF", "SS", allow=("data", "zero2")).candidates[0]
     assert planned.estimate.step_s == best.estimate.step_s
     said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith(f"{called(best)} is chosen: ") and "0 of " in said and "than they could save" in said
+    assert (
+        said.startswith(f"{called(best)} is chosen: ")
+        and "0 of " in said
+        and "than they could save" in said
+    )
 
 
 def test_on_one_device_there_is_nothing_to_say_but_what_it_takes(capsys) -> None:
@@ -52,12 +70,16 @@ def test_on_one_device_there_is_nothing_to_say_but_what_it_takes(capsys) -> None
 def test_a_technique_that_is_named_runs_on_all_devices() -> None:
     for name in ("zero2", "pipeshard"):
         planned = best_plan(
-            resolved((FAST, FAST), (SLOW, SLOW)), ParallelConfig(technique=name), Show(Console(json=False))
+            resolved((FAST, FAST), (SLOW, SLOW)),
+            ParallelConfig(technique=name),
+            Show(Console(json=False)),
         )
         assert planned.plan.technique == name and len(planned.plan.devices) == 4
 
 
 def test_what_is_no_plan_here_is_refused_with_its_reason() -> None:
     with pytest.raises(Refusal) as caught:
-        best_plan(resolved((FAST, FAST)), ParallelConfig(allow=("diloco",)), Show(Console(json=False)))
+        best_plan(
+            resolved((FAST, FAST)), ParallelConfig(allow=("diloco",)), Show(Console(json=False))
+        )
     assert caught.value.problem.code == "cannot-plan" and "one site" in caught.value.problem.fact

@@ -37,27 +37,71 @@ COMMANDS = [
     (["init", "docs"], "run-exists", ["run.yaml", "--out"]),
     (["init", "docs", "--out", "b.yaml", "--time", "soon"], "out-of-range", ["soon", "10m"]),
     (["init", "docs", "--out", "b.yaml", "--time=-5m"], "out-of-range", ["'-5m' is negative"]),
-    (["init", "docs", "--out", "b.yaml", "--time", "1000y"], "out-of-range", ["fix:   --time 100y"]),
+    (
+        ["init", "docs", "--out", "b.yaml", "--time", "1000y"],
+        "out-of-range",
+        ["fix:   --time 100y"],
+    ),
     (["demo", "--time", "soon"], "out-of-range", ["where: --time"]),
     (["train", "rum.yaml"], "path-missing", ["run.yaml"]),
     (["prepare", "docs"], "path-unusable", ["Is a directory"]),
     (["prepare", "~nobody-here/run.yaml"], "path-missing", ["~NAME"]),
     (["init", "~nobody-here", "--out", "b.yaml"], "path-missing", ["~nobody-here"]),
-    (["probe", "--cluster", "fabric/gat-amst", "-o", "none/measured.yaml"], "path-missing", ["none"]),
+    (
+        ["probe", "--cluster", "fabric/gat-amst", "-o", "none/measured.yaml"],
+        "path-missing",
+        ["none"],
+    ),
     (["select", "-o", "none/plan.json"], "path-missing", ["none"]),
     (["train", "--set", "steps"], "usage", ["KEY=VALUE"]),
-    (["train", "--set", "train.step=3"], "unknown-key", ["'train.step'", "use train.steps instead"]),
-    (["train", "--set", "train.lr=0.1"], "unknown-key", ["use train.optimizer.lr instead of train.lr"]),
+    (
+        ["train", "--set", "train.step=3"],
+        "unknown-key",
+        ["'train.step'", "use train.steps instead"],
+    ),
+    (
+        ["train", "--set", "train.lr=0.1"],
+        "unknown-key",
+        ["use train.optimizer.lr instead of train.lr"],
+    ),
     (["train", "--set", "time=5m"], "unknown-key", ["use budget.time instead of time"]),
-    (["train", "--set", "train.weight_decy=1"], "unknown-key", ["use train.optimizer.weight_decay instead"]),
+    (
+        ["train", "--set", "train.weight_decy=1"],
+        "unknown-key",
+        ["use train.optimizer.weight_decay instead"],
+    ),
     (["train", "--set", "zzzz=1"], "unknown-key", ["remove 'zzzz'"]),
-    (["prepare", "--set", "budget.time=-5m"], "out-of-range", ["where: --set budget.time=-5m", "negative"]),
-    (["prepare", "--set", "budget={time: 1e-9s}"], "out-of-range", ["where: --set budget={", "set budget.time: 1ms"]),
+    (
+        ["prepare", "--set", "budget.time=-5m"],
+        "out-of-range",
+        ["where: --set budget.time=-5m", "negative"],
+    ),
+    (
+        ["prepare", "--set", "budget={time: 1e-9s}"],
+        "out-of-range",
+        ["where: --set budget={", "set budget.time: 1ms"],
+    ),
     (["prepare", "--set", "size=tinny"], "out-of-range", ["where: --set size=tinny"]),
-    (["prepare", "--set", "size=1e3", "--set", "size=-5M"], "out-of-range", ["where: --set size=1e3"]),
-    (["prepare", "--set", "train.tokens=x", "--set", "train.steps=3"], "out-of-range", ["where: --set train.tokens=x"]),
-    (["plan", "--launcher", "roy"], "launcher-unusable", ["where: --launcher roy", "--launcher ray"]),
-    (["plan", "--set", "parallel.technique=zero9"], "out-of-range", ["where: --set parallel.technique=zero9"]),
+    (
+        ["prepare", "--set", "size=1e3", "--set", "size=-5M"],
+        "out-of-range",
+        ["where: --set size=1e3"],
+    ),
+    (
+        ["prepare", "--set", "train.tokens=x", "--set", "train.steps=3"],
+        "out-of-range",
+        ["where: --set train.tokens=x"],
+    ),
+    (
+        ["plan", "--launcher", "roy"],
+        "launcher-unusable",
+        ["where: --launcher roy", "--launcher ray"],
+    ),
+    (
+        ["plan", "--set", "parallel.technique=zero9"],
+        "out-of-range",
+        ["where: --set parallel.technique=zero9"],
+    ),
     (["train", "--set", "train.steps={"], "file-unreadable", ["--set train.steps={", "YAML"]),
     (["train", "--set", 'name="a\\0b"'], "file-unreadable", ["NUL", "--set"]),
     (["train", "--set", "train.steps=" + "[" * 20_000], "file-unreadable", ["recursion"]),
@@ -72,7 +116,9 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "parts"), COMMANDS, ids=[" ".join(row[0])[:60] for row in COMMANDS])
+@pytest.mark.parametrize(
+    ("words", "code", "parts"), COMMANDS, ids=[" ".join(row[0])[:60] for row in COMMANDS]
+)
 def test_a_command_that_cannot_be_done_says_why(here: Farspan, words, code, parts):
     expect(here(*words), code, *parts)
 
@@ -80,7 +126,9 @@ def test_a_command_that_cannot_be_done_says_why(here: Farspan, words, code, part
 def bomb(plain: str, around: str) -> str:
     """YAML whose aliases stand for 9 to the twelfth values."""
     lines = [f"a0: &a0 {plain}"]
-    lines += [f"a{n}: &a{n} " + around.replace("...", ", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 13)]
+    lines += [
+        f"a{n}: &a{n} " + around.replace("...", ", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 13)
+    ]
     return "\n".join(lines)
 
 
@@ -96,29 +144,81 @@ CONFIGS = [
     ("data: ''\n", "out-of-range", ["it must have at least 1 letter"]),
     ("data: dosc\n", "path-missing", ["docs"]),
     ("data: ~nobody-here/docs\n", "path-missing", ["~nobody-here/docs", "~/nobody-here/docs"]),
-    ("data: {source: docs, vall: 1%}\n", "unknown-key", ["run.yaml:1", "use data.val instead of data.vall"]),
-    ("data: docs\ntrain: {batch: {globl: 3}}\n", "unknown-key", ["run.yaml:2", "use train.batch.global"]),
+    (
+        "data: {source: docs, vall: 1%}\n",
+        "unknown-key",
+        ["run.yaml:1", "use data.val instead of data.vall"],
+    ),
+    (
+        "data: docs\ntrain: {batch: {globl: 3}}\n",
+        "unknown-key",
+        ["run.yaml:2", "use train.batch.global"],
+    ),
     ("data: docs\ntrain: {optimiser: {lr: 1}}\n", "unknown-key", ["use train.optimizer instead"]),
-    ("data: docs\ntrain: {lr: 1}\n", "unknown-key", ["train.optimizer.lr: train: {optimizer: {lr: ...}}"]),
+    (
+        "data: docs\ntrain: {lr: 1}\n",
+        "unknown-key",
+        ["train.optimizer.lr: train: {optimizer: {lr: ...}}"],
+    ),
     ("data: docs\ntrain.steps: 1\n", "unknown-key", ["train.steps: train: {steps: ...}"]),
     ("data: docs\nmodel: {size: tiny}\n", "unknown-key", ["move it to size: size: ..."]),
     ("data: docs\ntrain: {optimizer: moun}\n", "out-of-range", ["set train.optimizer: muon"]),
     ("data: docs\ntrain: {optimizer: {kind: sgd}}\n", "out-of-range", ["train.optimizer.kind"]),
-    ("data: docs\ntrain: {optimizer: {average: 1}}\n", "out-of-range", ["set train.optimizer.average: 0.999"]),
+    (
+        "data: docs\ntrain: {optimizer: {average: 1}}\n",
+        "out-of-range",
+        ["set train.optimizer.average: 0.999"],
+    ),
     ("data: docs\ntrain: {dropout: 1}\n", "out-of-range", ["below 1", "set train.dropout: 0.999"]),
-    ("data: docs\ntrain: {dropout: -0.1}\n", "out-of-range", ["at least 0", "set train.dropout: 0"]),
+    (
+        "data: docs\ntrain: {dropout: -0.1}\n",
+        "out-of-range",
+        ["at least 0", "set train.dropout: 0"],
+    ),
     ("data: docs\ntrain: {mask: 1.5}\n", "out-of-range", ["set train.mask: 0.999"]),
     ("data: docs\ntrain: {recipe: fast}\n", "out-of-range", ["train.recipe"]),
-    ("data: docs\ntrain: {optimizer: {lr: 0}}\n", "out-of-range", ["above 0", "set train.optimizer.lr: 0.001"]),
-    ("data: docs\ntrain: {optimizer: {lr: 2}}\n", "out-of-range", ["at most 1", "set train.optimizer.lr: 1"]),
-    ("data: docs\ntrain: {optimizer: {beta1: 1}}\n", "out-of-range", ["below 1", "set train.optimizer.beta1: 0.999"]),
-    ("data: docs\ntrain: {optimizer: {beta1: -1}}\n", "out-of-range", ["set train.optimizer.beta1: 0"]),
+    (
+        "data: docs\ntrain: {optimizer: {lr: 0}}\n",
+        "out-of-range",
+        ["above 0", "set train.optimizer.lr: 0.001"],
+    ),
+    (
+        "data: docs\ntrain: {optimizer: {lr: 2}}\n",
+        "out-of-range",
+        ["at most 1", "set train.optimizer.lr: 1"],
+    ),
+    (
+        "data: docs\ntrain: {optimizer: {beta1: 1}}\n",
+        "out-of-range",
+        ["below 1", "set train.optimizer.beta1: 0.999"],
+    ),
+    (
+        "data: docs\ntrain: {optimizer: {beta1: -1}}\n",
+        "out-of-range",
+        ["set train.optimizer.beta1: 0"],
+    ),
     ("data: docs\ntrain: {steps: 0}\n", "out-of-range", ["at least 1", "set train.steps: 1"]),
-    ("data: docs\ntrain: {steps: many}\n", "out-of-range", ["it is text", "set train.steps to a whole number"]),
-    ("data: docs\ntrain: 5\n", "out-of-range", ["it is a whole number, and must be a table of keys"]),
+    (
+        "data: docs\ntrain: {steps: many}\n",
+        "out-of-range",
+        ["it is text", "set train.steps to a whole number"],
+    ),
+    (
+        "data: docs\ntrain: 5\n",
+        "out-of-range",
+        ["it is a whole number, and must be a table of keys"],
+    ),
     ("data: docs\ntokenizer: {vocab: 1}\n", "out-of-range", ["set tokenizer.vocab: 257"]),
-    ("data: docs\ntrain: {precision: fp8}\n", "out-of-range", ["'fp8' is not one of auto, fp32, tf32, bf16, fp16"]),
-    ("data: docs\nmodel: {family: lama}\n", "out-of-range", ["gpt2, llama", "fix:   set model.family: llama"]),
+    (
+        "data: docs\ntrain: {precision: fp8}\n",
+        "out-of-range",
+        ["'fp8' is not one of auto, fp32, tf32, bf16, fp16"],
+    ),
+    (
+        "data: docs\nmodel: {family: lama}\n",
+        "out-of-range",
+        ["gpt2, llama", "fix:   set model.family: llama"],
+    ),
     ("data: docs\nparallel: {workers: all}\n", "out-of-range", ["a number, auto"]),
     ("data: docs\nversion: 2\n", "out-of-range", ["2 is not one of 1"]),
     ("data: docs\ntrain: {optimizer: {clip: .inf}}\n", "out-of-range", ["train.optimizer.clip"]),
@@ -129,17 +229,33 @@ CONFIGS = [
     ("data: docs\ntrain: {batch: {global: 4, per_device: 4}}\n", "out-of-range", ["remove"]),
     ("data: {source: docs, val: 120%}\n", "out-of-range", ["data.val", "120%"]),
     ("data: {source: docs, val: 60%}\n", "out-of-range", ["set data.val: 50%"]),
-    ("data: docs\nbudget: {time: -5m}\n", "out-of-range", ["run.yaml, key budget.time", "'-5m' is negative"]),
-    ("data: docs\nbudget: {time: 1000y}\n", "out-of-range", ["at most 100y", "set budget.time: 100y"]),
+    (
+        "data: docs\nbudget: {time: -5m}\n",
+        "out-of-range",
+        ["run.yaml, key budget.time", "'-5m' is negative"],
+    ),
+    (
+        "data: docs\nbudget: {time: 1000y}\n",
+        "out-of-range",
+        ["at most 100y", "set budget.time: 100y"],
+    ),
     ("data: docs\nsize: 1000000000000000\n", "out-of-range", ["at most 100T", "set size: 100T"]),
     ("data: docs\nsize: -5M\n", "out-of-range", ["'-5M' is negative"]),
     ("data: docs\nbudget: {time: 5 parsecs}\n", "out-of-range", ["parsecs", "1h"]),
     ("data: docs\nbudget: {usd: .inf, usd_per_hour: 1}\n", "out-of-range", ["budget.usd"]),
     ("data: docs\ncheckpoint: {every: never}\n", "out-of-range", ["checkpoint.every"]),
-    ("data: docs\nmodel: {preset: gpt2, params: 124M}\n", "out-of-range", ["model.params", "model.preset"]),
+    (
+        "data: docs\nmodel: {preset: gpt2, params: 124M}\n",
+        "out-of-range",
+        ["model.params", "model.preset"],
+    ),
     ("data: docs\nmodel: {path: nowhere}\n", "path-missing", ["nowhere"]),
     ("data: docs\nsize: tinny\n", "out-of-range", ["'tiny'"]),
-    ("data: docs\nname: ../elsewhere\n", "out-of-range", ["set name to a name of 1 to 100 letters"]),
+    (
+        "data: docs\nname: ../elsewhere\n",
+        "out-of-range",
+        ["set name to a name of 1 to 100 letters"],
+    ),
     ("data: docs\ntokenizer: docs/00.txt\n", "tokenizer-unreadable", ["docs/00.txt"]),
     ("data: docs\ntokenizer: ./none.json\n", "path-missing", ["none.json"]),
     ("data: " + "[" * 20_000, "file-unreadable", ["YAML", "recursion"]),
@@ -159,8 +275,12 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "code", "parts"), CONFIGS, ids=[str(row[0])[-40:].strip() for row in CONFIGS])
-def test_a_bad_run_yaml_is_refused_before_any_work(desk: Path, tmp_path: Path, here: Farspan, content, code, parts):
+@pytest.mark.parametrize(
+    ("content", "code", "parts"), CONFIGS, ids=[str(row[0])[-40:].strip() for row in CONFIGS]
+)
+def test_a_bad_run_yaml_is_refused_before_any_work(
+    desk: Path, tmp_path: Path, here: Farspan, content, code, parts
+):
     (tmp_path / "docs").symlink_to(desk / "docs")
     (tmp_path / "run.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     expect(here("prepare", cwd=tmp_path), code, *parts)
@@ -178,7 +298,9 @@ SOURCES = [
 ]
 
 
-@pytest.mark.parametrize(("files", "code", "parts"), SOURCES, ids=[f"{list(row[0])}-{row[1]}" for row in SOURCES])
+@pytest.mark.parametrize(
+    ("files", "code", "parts"), SOURCES, ids=[f"{list(row[0])}-{row[1]}" for row in SOURCES]
+)
 def test_text_that_cannot_be_read_is_named(tmp_path: Path, farspan: Farspan, files, code, parts):
     (tmp_path / "text").mkdir()
     for name, content in files.items():
@@ -187,17 +309,24 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, farspan: Farspan, fil
     expect(farspan("prepare", cwd=tmp_path), code, *parts)
 
 
-def test_skipped_files_are_told_by_kind_and_listed_by_name(tmp_path: Path, desk: Path, farspan: Farspan):
+def test_skipped_files_are_told_by_kind_and_listed_by_name(
+    tmp_path: Path, desk: Path, farspan: Farspan
+):
     (tmp_path / "text").symlink_to(shutil.copytree(desk / "docs", tmp_path / "docs"))
     for name in ("a.bin", "b.BIN", "c.exe", "Makefile"):
         (tmp_path / "docs" / name).write_bytes(b"\0")
     (tmp_path / "docs" / "junk.txt").write_bytes(b"\0\xff")
     (tmp_path / "run.yaml").write_text("data: text\ntokenizer: {vocab: 300}\n")
     done = farspan("prepare", cwd=tmp_path)
-    assert "skipped 2 .bin, 1 without an extension, 1 .exe: not a kind of file that can be read\n" in done.stdout
+    assert (
+        "skipped 2 .bin, 1 without an extension, 1 .exe: not a kind of file that can be read\n"
+        in done.stdout
+    )
     assert "skipped 1 .txt: not text (NUL bytes)\n" in done.stdout
     skipped = json.loads(farspan("prepare", "--json", cwd=tmp_path).stdout)["manifest"]["skipped"]
-    assert len(skipped) == 5 and {"path": "text/junk.txt", "reason": "not text (NUL bytes)"} in skipped
+    assert (
+        len(skipped) == 5 and {"path": "text/junk.txt", "reason": "not text (NUL bytes)"} in skipped
+    )
 
 
 PLANS = [
@@ -207,8 +336,12 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "code", "parts"), PLANS, ids=[" ".join(row[0]) for row in PLANS])
-def test_a_model_that_cannot_be_is_refused_before_it_is_tried(run: Path, farspan: Farspan, settings, code, parts):
+@pytest.mark.parametrize(
+    ("settings", "code", "parts"), PLANS, ids=[" ".join(row[0]) for row in PLANS]
+)
+def test_a_model_that_cannot_be_is_refused_before_it_is_tried(
+    run: Path, farspan: Farspan, settings, code, parts
+):
     done = farspan("plan", *(word for setting in settings for word in ("--set", setting)))
     expect(done, code, *parts)
     assert "trying" not in done.stdout
@@ -218,23 +351,37 @@ def test_a_corpus_too_small_says_what_is_there_needed_and_fits(tmp_path: Path, f
     (tmp_path / "text").mkdir()
     for number in range(8):
         (tmp_path / "text" / f"{number}.txt").write_text(f"document {number} is short")
-    (tmp_path / "run.yaml").write_text("data: {source: text, val: 40%}\nmodel: {layers: 1, d_model: 16, context: 32}\n")
+    (tmp_path / "run.yaml").write_text(
+        "data: {source: text, val: 40%}\nmodel: {layers: 1, d_model: 16, context: 32}\n"
+    )
     expect(farspan("plan", cwd=tmp_path), "corpus-too-small", "there are", "33", "add text")
 
 
-def test_another_run_file_is_named_and_all_runs_are_listed(desk: Path, tmp_path: Path, here: Farspan):
+def test_another_run_file_is_named_and_all_runs_are_listed(
+    desk: Path, tmp_path: Path, here: Farspan
+):
     (tmp_path / "docs").symlink_to(desk / "docs")
     (tmp_path / "my.yaml").write_text("data: docs\nbudget: {time: soon}\n")
-    expect(here("prepare", "my.yaml", cwd=tmp_path), "out-of-range", "where: my.yaml, key budget.time")
+    expect(
+        here("prepare", "my.yaml", cwd=tmp_path), "out-of-range", "where: my.yaml, key budget.time"
+    )
     for number in range(12):
         (tmp_path / "runs" / f"r{number:02}").mkdir(parents=True)
         (tmp_path / "runs" / f"r{number:02}" / "plan.json").write_text("{}")
         os.utime(tmp_path / "runs" / f"r{number:02}" / "plan.json", (number, number))
     for words in (["report", "r05"], ["compare", "r05", "runs/r01"]):
-        expect(here(*words, cwd=tmp_path), "not-a-run", "runs here: runs/r11, runs/r10,", "and 2 more", "use runs/r05")
+        expect(
+            here(*words, cwd=tmp_path),
+            "not-a-run",
+            "runs here: runs/r11, runs/r10,",
+            "and 2 more",
+            "use runs/r05",
+        )
 
 
-@pytest.mark.parametrize("words", [["train", "none.yaml"], ["serach"], ["report", "none"], ["init", "--bogus"]])
+@pytest.mark.parametrize(
+    "words", [["train", "none.yaml"], ["serach"], ["report", "none"], ["init", "--bogus"]]
+)
 def test_with_json_a_refusal_is_one_object(here: Farspan, words):
     done = here(*words, "--json")
     problem = json.loads(done.stdout)["problem"]
@@ -269,7 +416,12 @@ def killed(run: Path) -> Path:
 def test_a_run_and_an_export_are_never_written_over(run: Path, farspan: Farspan, tmp_path: Path):
     expect(farspan("train"), "run-exists", "farspan resume")
     (tmp_path / "x").write_text("mine")
-    expect(farspan("train", "--run", "my docs"), "run-exists", "--run 'my docs-2'", "farspan resume 'my docs'")
+    expect(
+        farspan("train", "--run", "my docs"),
+        "run-exists",
+        "--run 'my docs-2'",
+        "farspan resume 'my docs'",
+    )
     expect(farspan("export", str(run), "--out", str(tmp_path)), "run-exists")
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
 
@@ -283,11 +435,20 @@ def test_truncated_weights_are_named(run: Path, farspan: Farspan, tmp_path: Path
     hurt = copied(run, tmp_path)
     for weights in hurt.rglob("part-00000.safetensors"):
         os.truncate(weights, 100)
-    expect(farspan("generate", "a", "--run", str(hurt)), "checkpoint-corrupt", "best", "step-00000004")
-    expect(farspan("resume", str(killed(hurt))), "checkpoint-corrupt", "part-00000.safetensors", "--run")
+    expect(
+        farspan("generate", "a", "--run", str(hurt)), "checkpoint-corrupt", "best", "step-00000004"
+    )
+    expect(
+        farspan("resume", str(killed(hurt))),
+        "checkpoint-corrupt",
+        "part-00000.safetensors",
+        "--run",
+    )
 
 
-def test_damaged_best_weights_are_refused_by_all_that_read_them(run: Path, farspan: Farspan, tmp_path: Path):
+def test_damaged_best_weights_are_refused_by_all_that_read_them(
+    run: Path, farspan: Farspan, tmp_path: Path
+):
     hurt = copied(run, tmp_path)
     state = hurt / "checkpoints" / "best" / "manifest.json"
     state.write_bytes(state.read_bytes().replace(b'"p', b'"\xff'))
@@ -305,25 +466,37 @@ def test_a_truncated_plan_is_named(run: Path, farspan: Farspan, tmp_path: Path):
 @pytest.mark.parametrize(
     ("command", "name"), [("embed", "plan.json"), ("embed", "run.json"), ("report", "corpus.json")]
 )
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"inputs":' * 100_000, b'{"corpus": "a\\u0000b"}'])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"inputs":' * 100_000, b'{"corpus": "a\\u0000b"}']
+)
 def test_json_that_cannot_be_held_or_names_no_file_is_refused(
     run: Path, here: Farspan, tmp_path: Path, command, name, content
 ):
     hurt = copied(run, tmp_path)
     (hurt / name).write_bytes(content)
     done = here(command, str(hurt))
-    assert done.returncode in (EXIT_CODES["file-unreadable"], EXIT_CODES["out-of-range"], EXIT_CODES["unknown-key"])
-    assert done.stderr.count("error[") == 1 and name in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode in (
+        EXIT_CODES["file-unreadable"],
+        EXIT_CODES["out-of-range"],
+        EXIT_CODES["unknown-key"],
+    )
+    assert (
+        done.stderr.count("error[") == 1 and name in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 def test_a_cluster_file_with_a_nul_or_too_many_brackets_is_refused(here: Farspan, tmp_path: Path):
-    for number, content in enumerate(['sites: {a: {hosts: {"h\\0": {devices: [a10]}}}}', "[" * 20_000]):
+    for number, content in enumerate(
+        ['sites: {a: {hosts: {"h\\0": {devices: [a10]}}}}', "[" * 20_000]
+    ):
         file = tmp_path / f"{number}.yaml"
         file.write_text(content)
         expect(here("cluster", "show", str(file)), "file-unreadable", "YAML", file.name)
 
 
-def test_without_torch_training_is_refused_and_the_rest_works(run: Path, farspan: Farspan, tmp_path: Path):
+def test_without_torch_training_is_refused_and_the_rest_works(
+    run: Path, farspan: Farspan, tmp_path: Path
+):
     hidden = (
         "import importlib.util as u, sys; find = u.find_spec\n"
         "sys.modules['torch'] = None\n"
@@ -331,15 +504,36 @@ def test_without_torch_training_is_refused_and_the_rest_works(run: Path, farspan
     )
     (tmp_path / "sitecustomize.py").write_text(hidden)
     stopped = killed(copied(run, tmp_path))
-    for words in (["train", "--run", "runs/new"], ["resume", str(stopped)], ["embed"], ["generate", "a"], ["demo"]):
-        expect(farspan(*words, PYTHONPATH=str(tmp_path)), "extra-missing", "torch", "pip install 'farspan[train]'")
-    for words in (["--help"], ["prepare"], ["report"], ["init", "docs", "--out", str(tmp_path / "new.yaml")]):
+    for words in (
+        ["train", "--run", "runs/new"],
+        ["resume", str(stopped)],
+        ["embed"],
+        ["generate", "a"],
+        ["demo"],
+    ):
+        expect(
+            farspan(*words, PYTHONPATH=str(tmp_path)),
+            "extra-missing",
+            "torch",
+            "pip install 'farspan[train]'",
+        )
+    for words in (
+        ["--help"],
+        ["prepare"],
+        ["report"],
+        ["init", "docs", "--out", str(tmp_path / "new.yaml")],
+    ):
         assert farspan(*words, PYTHONPATH=str(tmp_path)).returncode == 0
 
 
 def test_any_other_library_of_an_extra_is_named(run: Path, farspan: Farspan, tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['safetensors'] = None\n")
-    expect(farspan("export", PYTHONPATH=str(tmp_path)), "extra-missing", "safetensors", "pip install 'farspan[train]'")
+    expect(
+        farspan("export", PYTHONPATH=str(tmp_path)),
+        "extra-missing",
+        "safetensors",
+        "pip install 'farspan[train]'",
+    )
 
 
 INTERRUPT = """
@@ -350,19 +544,30 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 """
-SCRIPT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["farspan"]
-STARTS = {"module": ["-m", "farspan"], "script": ["-c", "import sys; from {} import {} as f; sys.exit(f())"]}
+SCRIPT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+    "scripts"
+]["farspan"]
+STARTS = {
+    "module": ["-m", "farspan"],
+    "script": ["-c", "import sys; from {} import {} as f; sys.exit(f())"],
+}
 
 
 @pytest.mark.parametrize("name", ["farspan.cli.main", "argparse", "farspan.cli.commands.prepare"])
 @pytest.mark.parametrize("start", STARTS)
-def test_ctrl_c_while_starting_is_no_traceback(desk: Path, environment: dict[str, str], tmp_path: Path, start, name):
+def test_ctrl_c_while_starting_is_no_traceback(
+    desk: Path, environment: dict[str, str], tmp_path: Path, start, name
+):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT.format(name=name))
     words = [word.format(*SCRIPT.split(":")) for word in STARTS[start]]
     done = subprocess.run(
-        [sys.executable, *words, "prepare"], cwd=desk, env={**environment, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, *words, "prepare"],
+        cwd=desk,
+        env={**environment, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode in (-signal.SIGINT, EXIT_CODES["interrupted"])
     assert "Traceback" not in done.stderr and done.stdout == ""
 
@@ -376,9 +581,13 @@ def training(desk: Path, run: Path, environment: dict[str, str], tmp_path: Path)
         TINY.replace("steps: 4", "steps: 1000000").replace("every: 2}", "every: 100000}")
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "farspan", "train", "--run", str(path)], cwd=tmp_path, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "farspan", "train", "--run", str(path)],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         until(lambda: '"event":"step"' in (path / "events.jsonl").read_text(), process)
         yield process, path
@@ -410,7 +619,11 @@ def test_a_signal_saves_and_says_how_to_go_on(training, farspan: Farspan, number
     expect(farspan("resume", str(path)), "run-busy", str(path))
     process.send_signal(number)
     out, err = process.communicate(timeout=300)
-    expect(subprocess.CompletedProcess([], process.returncode, out, err), "interrupted", f"farspan resume {path}")
+    expect(
+        subprocess.CompletedProcess([], process.returncode, out, err),
+        "interrupted",
+        f"farspan resume {path}",
+    )
     assert len(saved(path)) == 1
 
 

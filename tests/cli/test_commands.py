@@ -37,7 +37,9 @@ def test_each_option_says_what_it_is_and_its_default(name: str):
                     yield from lacking(inner)
                 continue
             nothing = action.default in (None, argparse.SUPPRESS, []) or action.default is False
-            if not action.help or not (nothing or "default" in action.help or str(action.default) in action.help):
+            if not action.help or not (
+                nothing or "default" in action.help or str(action.default) in action.help
+            ):
                 yield action.dest
 
     assert set(lacking(main.parser_of(name))) == set()
@@ -63,7 +65,9 @@ JSON = [
 
 
 @pytest.mark.parametrize(("words", "keys"), JSON, ids=[" ".join(row[0])[:30] for row in JSON])
-def test_with_json_a_command_answers_one_object_and_nothing_else(run: Path, farspan: Farspan, words, keys):
+def test_with_json_a_command_answers_one_object_and_nothing_else(
+    run: Path, farspan: Farspan, words, keys
+):
     done = farspan(*words, "--json")
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == keys and done.stdout.count("\n") == 1
@@ -84,7 +88,9 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(run: Path, farspan:
 
 
 def test_overrides_of_parts_keep_the_rest(tmp_path: Path):
-    (tmp_path / "run.yaml").write_text("data: {source: docs, dedup: false}\ntrain: {batch: {global: 4}}\n")
+    (tmp_path / "run.yaml").write_text(
+        "data: {source: docs, dedup: false}\ntrain: {batch: {global: 4}}\n"
+    )
     parser = main.Parser(prog="farspan plan")
     arguments.takes_config(parser)
     words = ["--set", "data.val=2%", "--set", "train.optimizer.lr=6e-4", "--set", "size=30M"]
@@ -95,10 +101,21 @@ def test_overrides_of_parts_keep_the_rest(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [("..", "papers"), ("../", "papers"), (".", "new"), ("../new/.", "new"), ("~", "papers"), ("~/notes.md", "notes"),
-     ("/", "run"), ("pydocs", "pydocs"), ("hf:someone/texts:en", "texts")],
-)  # fmt: skip
-def test_a_run_is_called_like_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str):
+    [
+        ("..", "papers"),
+        ("../", "papers"),
+        (".", "new"),
+        ("../new/.", "new"),
+        ("~", "papers"),
+        ("~/notes.md", "notes"),
+        ("/", "run"),
+        ("pydocs", "pydocs"),
+        ("hf:someone/texts:en", "texts"),
+    ],
+)
+def test_a_run_is_called_like_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str
+):
     here = tmp_path / "papers" / "new"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
@@ -106,7 +123,9 @@ def test_a_run_is_called_like_its_text(tmp_path: Path, monkeypatch: pytest.Monke
     assert configs.default_name(RunConfig(data=source)) == name
 
 
-def test_a_run_is_not_made_over_the_folder_that_it_leads_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_is_not_made_over_the_folder_that_it_leads_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """`runs/..` does not exist before `runs` does, and is full as soon as it does."""
     (tmp_path / "run.yaml").write_text("data: docs\n")
     monkeypatch.chdir(tmp_path)
@@ -115,7 +134,9 @@ def test_a_run_is_not_made_over_the_folder_that_it_leads_back_to(tmp_path: Path,
     assert refusal.value.problem.code == "run-exists"
 
 
-def test_plan_prices_the_run_and_says_where_each_value_came_from(run: Path, farspan: Farspan, tmp_path: Path):
+def test_plan_prices_the_run_and_says_where_each_value_came_from(
+    run: Path, farspan: Farspan, tmp_path: Path
+):
     done = farspan("plan", "--resolved", "--out", str(tmp_path / "plan.json"), "--json")
     answer = json.loads(done.stdout)
     chosen = answer["candidates"][answer["chosen"]]
@@ -148,11 +169,20 @@ def test_init_quotes_any_name_of_a_folder(farspan: Farspan, tmp_path: Path, name
 
 def test_a_reader_that_leaves_early_is_no_error(run: Path, environment: dict[str, str], desk: Path):
     command = f"{sys.executable} -m farspan report | true"
-    done = subprocess.run(["sh", "-c", command], cwd=desk, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=desk,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.stderr == ""
 
 
-def test_a_run_is_its_users_alone_and_an_export_readable_like_its_siblings(run: Path, farspan: Farspan, tmp_path: Path):
+def test_a_run_is_its_users_alone_and_an_export_readable_like_its_siblings(
+    run: Path, farspan: Farspan, tmp_path: Path
+):
     assert stat.S_IMODE(run.stat().st_mode) == 0o700
     done = farspan("export", str(run), "--out", str(tmp_path / "export"))
     assert done.returncode == 0, done.stderr
@@ -161,5 +191,7 @@ def test_a_run_is_its_users_alone_and_an_export_readable_like_its_siblings(run: 
     assert len(files) > 4
     assert len({stat.S_IMODE(file.stat().st_mode) for file in files}) == 1
     card = (tmp_path / "export" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n") and f"# {run.resolve().name}\n" in card
+    assert (
+        card.startswith("---\nlibrary_name: transformers\n") and f"# {run.resolve().name}\n" in card
+    )
     assert "| validation loss |" in card and str(run.resolve().parent) not in card

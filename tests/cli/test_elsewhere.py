@@ -18,10 +18,14 @@ def alone(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("index*")))
 
 
-def test_embedder_and_vectors_are_written_once_there_is_an_index(alone: Path, farspan: Farspan, tmp_path: Path):
+def test_embedder_and_vectors_are_written_once_there_is_an_index(
+    alone: Path, farspan: Farspan, tmp_path: Path
+):
     words = ("export", str(alone), "--format", "sentence-transformers")
     refused = farspan(*words)
-    assert refused.returncode == EXIT_CODES["no-index"] and f"farspan embed {alone}" in refused.stderr
+    assert (
+        refused.returncode == EXIT_CODES["no-index"] and f"farspan embed {alone}" in refused.stderr
+    )
     assert not (alone / "sentence-transformers").exists()
     wrong = farspan("embed", str(alone), "--to", str(tmp_path / "out.csv"))
     assert wrong.returncode == EXIT_CODES["out-of-range"] and not (alone / "index").exists()
@@ -41,5 +45,8 @@ def test_embedder_and_vectors_are_written_once_there_is_an_index(alone: Path, fa
     (tmp_path / "sibling").write_text("")
     assert len({stat.S_IMODE(file.stat().st_mode) for file in [tmp_path / "sibling", *files]}) == 1
     card = (alone / "sentence-transformers" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: sentence-transformers\n") and f"| vectors | {manifest['dim']} n" in card
+    assert (
+        card.startswith("---\nlibrary_name: sentence-transformers\n")
+        and f"| vectors | {manifest['dim']} n" in card
+    )
     assert farspan(*words).returncode == EXIT_CODES["run-exists"]

@@ -1,4 +1,5 @@
-"""`farspan embed` as a person meets it: how far it is, stopped and gone on with, searched meanwhile."""
+"""`farspan embed` as a person meets it: how far it is, stopped and gone on with, searched
+meanwhile."""
 
 from __future__ import annotations
 
@@ -22,15 +23,20 @@ from tests.cli.conftest import Farspan
 
 @pytest.fixture
 def embedding(run: Path, tmp_path: Path, farspan: Farspan, environment: dict[str, str]):
-    """A run with an index that was not evaluated, and a process held in the middle of making the evaluated one."""
+    """A run with an index that was not evaluated, and a process held in the middle of making the
+    evaluated one."""
     path = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("index*")))
     done = farspan("embed", str(path), "--no-eval", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["manifest"]["evaluation"] is None
     process = subprocess.Popen(
-        [sys.executable, "-m", "farspan", "embed", str(path)], cwd=tmp_path, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "farspan", "embed", str(path)],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         while not any(file.stat().st_size for file in path.glob("index.building/*/*.features")):
             assert process.poll() is None, process.communicate()
@@ -84,7 +90,9 @@ def test_piped_progress_is_a_line_now_and_then():
     file = io.StringIO()
     shown(Console(file=file), 35)
     etas = {10: "1 min 30 s", 20: "1 min 20 s", 30: "1 min 10 s"}
-    assert file.getvalue().splitlines() == [f"embedding {share}% · ETA {eta}" for share, eta in etas.items()]
+    assert file.getvalue().splitlines() == [
+        f"embedding {share}% · ETA {eta}" for share, eta in etas.items()
+    ]
 
 
 def test_progress_on_a_terminal_is_drawn_with_its_eta():

@@ -1,4 +1,5 @@
-"""GPUs that the driver lists and PyTorch cannot use: never a run on the CPU without a word. Drivers are recorded."""
+"""GPUs that the driver lists and PyTorch cannot use: never a run on the CPU without a word. Drivers
+are recorded."""
 
 from __future__ import annotations
 
@@ -28,14 +29,24 @@ def parts_of(done: subprocess.CompletedProcess[str]) -> str:
 def test_doctor_says_driver_wheel_architectures_and_fix(farspan: Farspan, path: str):
     done = farspan("doctor", PATH=path)
     assert done.returncode == 0
-    for part in ("device-unusable", "550.90.07", f"torch {torch.__version__}", "get_arch_list() is []",
-                 f"pip install torch=={torch.__version__.split('+')[0]}+cu126", "parallel.device: cpu"):  # fmt: skip
+    for part in (
+        "device-unusable",
+        "550.90.07",
+        f"torch {torch.__version__}",
+        "get_arch_list() is []",
+        f"pip install torch=={torch.__version__.split('+')[0]}+cu126",
+        "parallel.device: cpu",
+    ):
         assert part in done.stdout
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-@pytest.mark.parametrize("words", [("train", "run.yaml"), ("plan", "run.yaml"), ("select", "run.yaml")])
-def test_nothing_goes_on_with_the_cpu_unless_it_is_asked_to(farspan: Farspan, tmp_path: Path, path: str, words, device):
+@pytest.mark.parametrize(
+    "words", [("train", "run.yaml"), ("plan", "run.yaml"), ("select", "run.yaml")]
+)
+def test_nothing_goes_on_with_the_cpu_unless_it_is_asked_to(
+    farspan: Farspan, tmp_path: Path, path: str, words, device
+):
     extra = ("--run", str(tmp_path / "run")) if words[0] == "train" else ()
     done = farspan(*words, *extra, "--set", f"parallel.device={device}", PATH=path)
     assert done.returncode == 43, parts_of(done)
@@ -48,7 +59,9 @@ def test_a_demo_does_not_go_on_either(farspan: Farspan, tmp_path: Path, path: st
 
 
 @pytest.mark.parametrize("how", ["device", "environment"])
-def test_it_trains_on_the_cpu_where_that_is_said(farspan: Farspan, tmp_path: Path, path: str, how: str):
+def test_it_trains_on_the_cpu_where_that_is_said(
+    farspan: Farspan, tmp_path: Path, path: str, how: str
+):
     words = ("train", "run.yaml", "--run", str(tmp_path / "run"))
     if how == "device":
         done = farspan(*words, "--set", "parallel.device=cpu", PATH=path)
@@ -63,6 +76,12 @@ def test_a_driver_that_is_not_loaded_is_noted(farspan: Farspan, tmp_path: Path):
     path = f"{smi.install(tmp_path / 'bin', said=smi.FAILED, code=9)}:{os.environ['PATH']}"
     done = farspan("doctor", "--json", PATH=path)
     said = json.loads(done.stdout)
-    assert done.returncode == 0 and [f["code"] for f in said["findings"] if f["code"] == "device-unusable"] == []
+    assert (
+        done.returncode == 0
+        and [f["code"] for f in said["findings"] if f["code"] == "device-unusable"] == []
+    )
     (note,) = said["notes"]
-    assert "couldn't communicate with the NVIDIA driver" in note and said["devices"][0]["backend"] == "cpu"
+    assert (
+        "couldn't communicate with the NVIDIA driver" in note
+        and said["devices"][0]["backend"] == "cpu"
+    )

@@ -27,15 +27,21 @@ def refused(done, code: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer"])
-def test_an_index_of_another_model_is_refused_and_made_again(indexed: Path, here: Farspan, what: str):
+def test_an_index_of_another_model_is_refused_and_made_again(
+    indexed: Path, here: Farspan, what: str
+):
     manifest = json.loads((indexed / "index/index.json").read_bytes())
     manifest["origin"][what] = "0123456789abcdef"
     (indexed / "index/index.json").write_text(json.dumps(manifest))
     about = next((indexed / "index").rglob("about.json"))
     about.write_text(json.dumps(json.loads(about.read_bytes()) | {what: "0123456789abcdef"}))
-    message = refused(here("search", "time", "--run", str(indexed), "--system", "model"), "no-index")
+    message = refused(
+        here("search", "time", "--run", str(indexed), "--system", "model"), "no-index"
+    )
     assert f"another {what}" in message and f"farspan embed {indexed}" in message
-    assert here("search", "time", "--run", str(indexed), "--system", "bm25").returncode == 0, "words need no model"
+    assert here("search", "time", "--run", str(indexed), "--system", "bm25").returncode == 0, (
+        "words need no model"
+    )
     assert here("embed", str(indexed), "--no-eval").returncode == 0
     assert here("search", "time", "--run", str(indexed), "--system", "model").returncode == 0
 
@@ -43,7 +49,9 @@ def test_an_index_of_another_model_is_refused_and_made_again(indexed: Path, here
 def test_a_store_of_another_index_is_refused(indexed: Path, here: Farspan):
     about = next((indexed / "index").rglob("about.json"))
     about.write_text(json.dumps(json.loads(about.read_bytes()) | {"dim": 7}))
-    message = refused(here("search", "time", "--run", str(indexed), "--system", "model"), "store-mismatch")
+    message = refused(
+        here("search", "time", "--run", str(indexed), "--system", "model"), "store-mismatch"
+    )
     assert f"farspan embed {indexed}" in message
 
 
@@ -59,7 +67,9 @@ def test_a_run_without_its_tokenizer_says_where_another_copy_is(indexed: Path, h
 def test_a_search_says_that_the_text_has_changed(indexed: Path, here: Farspan, desk: Path):
     new = desk / "docs" / "zz.txt"
     try:
-        new.write_text("Quokkas live on an island.\n\nThey eat leaves, and sleep in the shade of a school.")
+        new.write_text(
+            "Quokkas live on an island.\n\nThey eat leaves, and sleep in the shade of a school."
+        )
         done = here("search", "quokkas island", "--run", str(indexed))
         assert "the text has changed" in done.stdout and f"farspan embed {indexed}" in done.stdout
         done = here("embed", str(indexed), "--no-eval")
@@ -71,15 +81,30 @@ def test_a_search_says_that_the_text_has_changed(indexed: Path, here: Farspan, d
 
 
 @pytest.mark.parametrize("query", ["", "  \n", "x" * (QUERY_CHARS + 1), "time " * 25_000])
-def test_queries_that_ask_nothing_or_everything_are_refused(indexed: Path, here: Farspan, query: str):
+def test_queries_that_ask_nothing_or_everything_are_refused(
+    indexed: Path, here: Farspan, query: str
+):
     refused(here("search", query, "--run", str(indexed)), "usage")
 
 
 @pytest.mark.parametrize(
-    "query", ["🙂 🍵", "שלום עולם", "a'; DROP TABLE chunks; --", '{"$ne": 1}', "\\ % _ *", "time" * 400]
+    "query",
+    ["🙂 🍵", "שלום עולם", "a'; DROP TABLE chunks; --", '{"$ne": 1}', "\\ % _ *", "time" * 400],
 )
 @pytest.mark.parametrize("system", ["bm25", "fused"])
-def test_odd_queries_and_filters_are_only_words(indexed: Path, here: Farspan, query: str, system: str):
-    done = here("search", query, "--run", str(indexed), "--system", system, "--where", f"title={query}", "--json")
+def test_odd_queries_and_filters_are_only_words(
+    indexed: Path, here: Farspan, query: str, system: str
+):
+    done = here(
+        "search",
+        query,
+        "--run",
+        str(indexed),
+        "--system",
+        system,
+        "--where",
+        f"title={query}",
+        "--json",
+    )
     assert done.returncode == 0 and json.loads(done.stdout)["answer"]["results"] == []
     assert here("search", query, "--run", str(indexed), "--system", system).returncode == 0

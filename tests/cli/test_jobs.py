@@ -1,4 +1,5 @@
-"""Jobs that outlive their terminal: started, looked at, stopped, killed, and taken up again, as real processes."""
+"""Jobs that outlive their terminal: started, looked at, stopped, killed, and taken up again, as
+real processes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from tests.cli.conftest import TINY, Farspan
 #: What is waited for has come about within this, on a busy machine.
 SOON_S = 60.0
 #: More steps than anybody waits for.
-LONG = TINY.replace("steps: 4", "steps: 10_000_000").replace("validate_every: 2", "validate_every: 1_000_000")
+LONG = TINY.replace("steps: 4", "steps: 10_000_000").replace(
+    "validate_every: 2", "validate_every: 1_000_000"
+)
 
 
 def eventually(true: Callable[[], Any], seconds: float = SOON_S) -> None:
@@ -105,7 +108,9 @@ def state(call: Farspan, run: RunFolder) -> dict[str, Any]:
     return dict(found)
 
 
-def test_a_job_goes_on_alone_saves_when_it_is_stopped_and_is_taken_up_again(call: Farspan, going: RunFolder):
+def test_a_job_goes_on_alone_saves_when_it_is_stopped_and_is_taken_up_again(
+    call: Farspan, going: RunFolder
+):
     begun = state(call, going)
     assert (begun["state"], begun["job"]["host"]) == ("running", socket.gethostname())
     pid = begun["job"]["pid"]
@@ -131,9 +136,13 @@ def test_logs_follow_a_job_to_its_end_and_have_the_words_of_train(
     words = [sys.executable, "-m", "farspan", "logs", "-f", str(going.path)]
     with (
         subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as events,
-        subprocess.Popen([*words, "--rank", "0"], env=environment, stdout=subprocess.PIPE) as worker,
+        subprocess.Popen(
+            [*words, "--rank", "0"], env=environment, stdout=subprocess.PIPE
+        ) as worker,
     ):
-        assert events.stdout is not None and events.stdout.readline().startswith("step 1/10,000,000 · loss")
+        assert events.stdout is not None and events.stdout.readline().startswith(
+            "step 1/10,000,000 · loss"
+        )
         assert api.Run(going.path).stop().state == "stopped"
         assert events.stdout.read().splitlines()[-1].startswith("step ")
         assert events.wait(SOON_S) == worker.wait(SOON_S) == 0
@@ -161,7 +170,9 @@ def test_a_worker_that_is_killed_is_followed_by_another(call: Farspan, going: Ru
     eventually(lambda: workers(going) and workers(going) != [worker])
     begun = state(call, going)["step"]
     eventually(lambda: state(call, going)["step"] > begun)
-    assert re.search(r"recovered after [\d.]+ \w+: rank 0 on .* was lost", call("logs", str(going.path)).stdout)
+    assert re.search(
+        r"recovered after [\d.]+ \w+: rank 0 on .* was lost", call("logs", str(going.path)).stdout
+    )
 
 
 def test_the_problem_of_a_job_is_kept(call: Farspan, stopped: RunFolder):
@@ -183,13 +194,19 @@ def test_the_problem_of_a_job_is_kept(call: Farspan, stopped: RunFolder):
 def test_now_is_now_and_another_job_is_refused_meanwhile(call: Farspan, going: RunFolder):
     job = jobs.job_of(going)
     refused = call("resume", str(going.path), "--detach")
-    assert refused.returncode == 33 and refused.stderr.count("error[run-busy]") == 1 and jobs.job_of(going) == job
+    assert (
+        refused.returncode == 33
+        and refused.stderr.count("error[run-busy]") == 1
+        and jobs.job_of(going) == job
+    )
     (worker,) = workers(going)
     os.kill(worker, signal.SIGSTOP)  # It will not save.
     done = call("stop", str(going.path), "--now", "--timeout", "30s", "--json")
     assert done.returncode == 0, done.stderr
     ended = json.loads(done.stdout)
-    assert (ended["state"], ended["problem"]) == ("stopped", None) and ended["saved_step"] < ended["step"]
+    assert (ended["state"], ended["problem"]) == ("stopped", None) and ended["saved_step"] < ended[
+        "step"
+    ]
     assert not workers(going)
 
 
@@ -211,38 +228,58 @@ def test_a_terminal_that_goes_while_it_waits_takes_nothing_along(
 ):
     run, (ours, theirs) = RunFolder(office / "runs" / "left"), pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "farspan", "train", "--detach", "--run", str(run.path)], cwd=office, env=environment,
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        [sys.executable, "-m", "farspan", "train", "--detach", "--run", str(run.path)],
+        cwd=office,
+        env=environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    ) as waiting:  # fmt: skip
+    ) as waiting:
         os.close(theirs)
         assert os.read(ours, 100)
         assert not run.plan.exists(), "it is still being planned"
         os.close(ours)
-        # By the hangup, or by what it said to a terminal that was gone: on a slow machine that comes first.
+        # By the hangup, or by what it said to a terminal that was gone: on a slow machine that
+        # comes first.
         assert waiting.wait(SOON_S) in (-signal.SIGHUP, 1)
     eventually(lambda: run.events.exists() and state(call, run)["step"])
     log = jobs.log_file(run)
-    assert log.parent == run.logs and "predicted" in log.read_text() and not jobs.planning_log(run).exists()
+    assert (
+        log.parent == run.logs
+        and "predicted" in log.read_text()
+        and not jobs.planning_log(run).exists()
+    )
     assert api.Run(run.path).stop(timeout_s=SOON_S).state == "stopped"
 
 
 def test_ctrl_c_while_it_waits_stops_what_was_started(office: Path, environment: dict[str, str]):
     words = [sys.executable, "-m", "farspan", "train", "--detach", "--run", "runs/unwanted"]
     with subprocess.Popen(
-        words, cwd=office, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words,
+        cwd=office,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as waiting:
         assert waiting.stdout is not None and waiting.stdout.readline()
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(SOON_S) == 130
         assert waiting.stderr is not None and waiting.stderr.read().count("error[interrupted]") == 1
-    assert not jobs.goes_on(RunFolder(office / "runs/unwanted")) and not list(office.glob("runs/.*.job.log"))
+    assert not jobs.goes_on(RunFolder(office / "runs/unwanted")) and not list(
+        office.glob("runs/.*.job.log")
+    )
 
 
 def test_a_refusal_is_told_as_always(call: Farspan, office: Path):
     words = ("train", "--set", "data=nothing", "--run", "runs/refused")
     plain, detached = call(*words), call(*words, "--detach")
-    assert (detached.returncode, detached.stderr) == (plain.returncode, plain.stderr) and plain.returncode == 10
+    assert (detached.returncode, detached.stderr) == (
+        plain.returncode,
+        plain.stderr,
+    ) and plain.returncode == 10
     problem = json.loads(call(*words, "--detach", "--json").stdout)["problem"]
     assert problem["code"] == "path-missing"
     assert not (office / "runs/refused").exists() and not list(office.glob("runs/.*.job.log"))
@@ -254,16 +291,28 @@ def test_a_job_that_has_ended_already_answers_as_always(call: Farspan, office: P
     run = RunFolder(office / "runs/short")
     eventually(lambda: not jobs.goes_on(run))
     assert json.loads(done.stdout)["run"] == "runs/short"
-    assert "predicted" in (run.logs / "job.log").read_text(), "what was said before there was a folder"
+    assert "predicted" in (run.logs / "job.log").read_text(), (
+        "what was said before there was a folder"
+    )
     assert (state(call, run)["state"], state(call, run)["reason"]) == ("finished", "done")
     again = call("resume", "--detach", "runs/short", "--json")
-    assert set(json.loads(again.stdout)) == {"run", "measurement"} and "nothing is left to train" in again.stderr
-    assert call("logs", "-f", "runs/short").stdout.splitlines()[-1].startswith("step 2 · finished every step")
+    assert (
+        set(json.loads(again.stdout)) == {"run", "measurement"}
+        and "nothing is left to train" in again.stderr
+    )
+    assert (
+        call("logs", "-f", "runs/short")
+        .stdout.splitlines()[-1]
+        .startswith("step 2 · finished every step")
+    )
     damaged = office / "runs" / "damaged" / "plan.json"
     damaged.parent.mkdir()
     damaged.write_text("{")
     listed = call("status").stdout.splitlines()
-    assert listed[-1].startswith("runs/damaged: this cannot be read") and len(call("status", "runs/short").stdout) > 0
+    assert (
+        listed[-1].startswith("runs/damaged: this cannot be read")
+        and len(call("status", "runs/short").stdout) > 0
+    )
     damaged.unlink()
     assert [line.split()[:2] for line in listed if "short" in line] == [["runs/short", "finished"]]
     assert all(len(line) <= 80 for line in listed[:-1])
@@ -271,7 +320,9 @@ def test_a_job_that_has_ended_already_answers_as_always(call: Farspan, office: P
 
 def test_a_pid_that_another_process_has_by_now_is_not_the_job(call: Farspan, stopped: RunFolder):
     pid = os.getpid()
-    mine = jobs.Job(pid=pid, host=socket.gethostname(), started=time.time(), began=process_began(pid))
+    mine = jobs.Job(
+        pid=pid, host=socket.gethostname(), started=time.time(), began=process_began(pid)
+    )
     try:
         save(mine, stopped.job)
         assert jobs.job_of(stopped) == mine
@@ -281,7 +332,10 @@ def test_a_pid_that_another_process_has_by_now_is_not_the_job(call: Farspan, sto
         assert call("stop", str(stopped.path)).returncode == 44
         save(replace(mine, host="elsewhere"), stopped.job)
         refused = call("stop", str(stopped.path))
-        assert refused.returncode == 44 and f"ssh elsewhere farspan stop {stopped.path}" in refused.stderr
+        assert (
+            refused.returncode == 44
+            and f"ssh elsewhere farspan stop {stopped.path}" in refused.stderr
+        )
         assert "running on elsewhere" in call("status").stdout
     finally:
         stopped.job.unlink()

@@ -1,4 +1,5 @@
-"""A run's own run.yaml and plan.json: what was changed in one is said, the other is a plan like any."""
+"""A run's own run.yaml and plan.json: what was changed in one is said, the other is a plan like
+any."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import pytest
 
 from tests.cli.conftest import TINY, Farspan
 
-BOX = "sites: {{here: {{hosts: {{{name}: {{devices: [{{kind: {kind}, memory: {memory}}}], enter: []}}}}}}}}\n"
+BOX = (
+    "sites: {{here: {{hosts: {{{name}: {{devices: [{{kind: {kind}, memory: {memory}}}], enter: "
+    "[]}}}}}}}}\n"
+)
 
 
 def cluster(path: Path, *, name: str = "box", kind: str = "cpu-avx2", memory: str = "4GB") -> str:
@@ -21,7 +25,9 @@ def cluster(path: Path, *, name: str = "box", kind: str = "cpu-avx2", memory: st
 def own(farspan: Farspan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on a cluster of one device."""
     folder = tmp_path_factory.mktemp("own")
-    done = farspan("train", "run.yaml", "--cluster", cluster(folder / "box.yaml"), "--run", str(folder / "own"))
+    done = farspan(
+        "train", "run.yaml", "--cluster", cluster(folder / "box.yaml"), "--run", str(folder / "own")
+    )
     assert done.returncode == 0, done.stderr
     return folder / "own"
 
@@ -39,16 +45,27 @@ def config(own: Path):
     ("lines", "facts"),
     [
         ("parallel: {workers: 2}", ['parallel.workers is 2, was "auto" at the start']),
-        ("parallel: {technique: zero2, launcher: torchrun}",
-         ['parallel.technique is "zero2", was "auto"', 'parallel.launcher is "torchrun", was "local"']),
+        (
+            "parallel: {technique: zero2, launcher: torchrun}",
+            [
+                'parallel.technique is "zero2", was "auto"',
+                'parallel.launcher is "torchrun", was "local"',
+            ],
+        ),
         ("size: 1M", ['size is "1M", was "auto"']),
         ("budget: {time: 1h}", ['budget.time is "1h", was left out']),
     ],
-)  # fmt: skip
-def test_what_was_changed_in_a_runs_own_file_is_said(here: Farspan, config: Path, lines: str, facts: list[str]) -> None:
+)
+def test_what_was_changed_in_a_runs_own_file_is_said(
+    here: Farspan, config: Path, lines: str, facts: list[str]
+) -> None:
     kept = "".join(line + "\n" for line in TINY.splitlines())
     box = next(line for line in config.read_text().splitlines() if "cluster:" in line).split()[1]
-    own = f"{{cluster: {box}}}" if "parallel" not in lines else lines.replace("parallel: {", f"{{cluster: {box}, ")
+    own = (
+        f"{{cluster: {box}}}"
+        if "parallel" not in lines
+        else lines.replace("parallel: {", f"{{cluster: {box}, ")
+    )
     rest = "" if "parallel" in lines else f"{lines}\n"
     config.write_text(f"{kept}parallel: {own}\n{rest}")
     done = here("resume", str(config.parent), "--json")
@@ -58,13 +75,19 @@ def test_what_was_changed_in_a_runs_own_file_is_said(here: Farspan, config: Path
     assert f"farspan train {config} --run {config.parent}-2" in problem["remedy"]
 
 
-@pytest.mark.parametrize("more", ["# a remark\n", "index: {store: flat}\n", "checkpoint: {keep: 3}\n"])
-def test_what_means_the_same_or_is_read_later_may_be_changed(here: Farspan, config: Path, more: str) -> None:
+@pytest.mark.parametrize(
+    "more", ["# a remark\n", "index: {store: flat}\n", "checkpoint: {keep: 3}\n"]
+)
+def test_what_means_the_same_or_is_read_later_may_be_changed(
+    here: Farspan, config: Path, more: str
+) -> None:
     config.write_text(config.read_text() + more)
     assert here("resume", str(config.parent)).returncode == 0
 
 
-def test_another_cluster_in_a_runs_own_file_is_said_but_a_lab_is_entered(here: Farspan, config: Path) -> None:
+def test_another_cluster_in_a_runs_own_file_is_said_but_a_lab_is_entered(
+    here: Farspan, config: Path
+) -> None:
     before = config.read_text()
     line = next(line for line in before.splitlines() if "cluster:" in line)
     config.write_text(before.replace(line, "  cluster: fabric/gat-amst"))
@@ -86,7 +109,9 @@ def test_a_run_of_an_earlier_version_goes_on(here: Farspan, own: Path, config: P
         record.write_bytes(before)
 
 
-def test_a_runs_own_plan_is_trained_again_on_the_same_cluster(farspan: Farspan, own: Path, tmp_path: Path) -> None:
+def test_a_runs_own_plan_is_trained_again_on_the_same_cluster(
+    farspan: Farspan, own: Path, tmp_path: Path
+) -> None:
     box = cluster(tmp_path / "box.yaml")
     again = ("train", "run.yaml", "--plan", str(own / "plan.json"), "--cluster")
     done = farspan(*again, box, "--run", str(tmp_path / "run"))
@@ -94,22 +119,49 @@ def test_a_runs_own_plan_is_trained_again_on_the_same_cluster(farspan: Farspan, 
     assert (tmp_path / "run" / "plan.json").read_bytes() == (own / "plan.json").read_bytes()
 
 
-def test_a_runs_own_plan_is_trained_again_on_this_machine(farspan: Farspan, desk: Path, tmp_path: Path) -> None:
+def test_a_runs_own_plan_is_trained_again_on_this_machine(
+    farspan: Farspan, desk: Path, tmp_path: Path
+) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
     assert farspan("train", "run.yaml", "--run", str(first)).returncode == 0
-    done = farspan("train", str(first / "run.yaml"), "--plan", str(first / "plan.json"), "--run", str(again))
+    done = farspan(
+        "train", str(first / "run.yaml"), "--plan", str(first / "plan.json"), "--run", str(again)
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("other", [{"name": "crate"}, {"kind": "cpu-amx"}])
-def test_a_plan_of_other_devices_is_refused(here: Farspan, own: Path, tmp_path: Path, other: dict[str, str]) -> None:
-    words = ("train", "run.yaml", "--plan", str(own / "plan.json"), "--run", str(tmp_path / "run"), "--json")
+def test_a_plan_of_other_devices_is_refused(
+    here: Farspan, own: Path, tmp_path: Path, other: dict[str, str]
+) -> None:
+    words = (
+        "train",
+        "run.yaml",
+        "--plan",
+        str(own / "plan.json"),
+        "--run",
+        str(tmp_path / "run"),
+        "--json",
+    )
     done = here(*words, "--cluster", cluster(tmp_path / "other.yaml", **other))
     problem = json.loads(done.stdout)["problem"]
-    assert (problem["code"], problem["what"]) == ("plan-mismatch", "the plan is for another cluster")
+    assert (problem["code"], problem["what"]) == (
+        "plan-mismatch",
+        "the plan is for another cluster",
+    )
 
 
-def test_a_plan_for_devices_that_have_less_memory_by_now_is_told_so(here: Farspan, own: Path, tmp_path: Path) -> None:
-    words = ("train", "run.yaml", "--plan", str(own / "plan.json"), "--run", str(tmp_path / "run"), "--json")
+def test_a_plan_for_devices_that_have_less_memory_by_now_is_told_so(
+    here: Farspan, own: Path, tmp_path: Path
+) -> None:
+    words = (
+        "train",
+        "run.yaml",
+        "--plan",
+        str(own / "plan.json"),
+        "--run",
+        str(tmp_path / "run"),
+        "--json",
+    )
     done = here(*words, "--cluster", cluster(tmp_path / "less.yaml", memory="50MB"))
     assert json.loads(done.stdout)["problem"]["code"] == "out-of-memory"

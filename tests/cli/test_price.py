@@ -40,16 +40,28 @@ def answer(farspan: Farspan, *words: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("technique", ["data", "fsdp", "pipeshard", "diloco", "shard"])
-def test_a_plan_that_farspan_wrote_prices_as_when_it_was_planned(here: Farspan, plans: Path, technique: str) -> None:
+def test_a_plan_that_farspan_wrote_prices_as_when_it_was_planned(
+    here: Farspan, plans: Path, technique: str
+) -> None:
     path = plans / f"{technique}.json"
     asked = ("--model", "gpt2m", *CLUSTER, "--tokens", "16M", "--technique", technique, "-o", path)
     planned = answer(here, *asked)
     candidate = next(
-        one for one in planned["candidates"] if one["plan"]["devices"] == json.loads(path.read_text())["devices"]
+        one
+        for one in planned["candidates"]
+        if one["plan"]["devices"] == json.loads(path.read_text())["devices"]
     )
     found = answer(here, "--price", path, *CLUSTER)
     assert found["plan"]["replicas"] == candidate["plan"]["replicas"]
-    for figure in ("step_s", "compute_s", "communication_s", "bubble_s", "memory_bytes", "interval", "tokens_per_s"):
+    for figure in (
+        "step_s",
+        "compute_s",
+        "communication_s",
+        "bubble_s",
+        "memory_bytes",
+        "interval",
+        "tokens_per_s",
+    ):
         assert found["estimate"][figure] == candidate["estimate"][figure], figure
     assert found["fits"] and found["engine"] == "farspan"
 
@@ -66,32 +78,53 @@ def test_a_short_form_prices_as_the_whole_plan_that_it_becomes(here: Farspan, pl
     content = json.loads(whole.read_text())
     content["inputs"] = {"cluster": "another", "corpus": "another"}
     (plans / "elsewhere.json").write_text(json.dumps(content))
-    assert answer(here, "--price", plans / "elsewhere.json", *CLUSTER)["estimate"] == short["estimate"]
+    assert (
+        answer(here, "--price", plans / "elsewhere.json", *CLUSTER)["estimate"] == short["estimate"]
+    )
 
 
 def test_another_engine_takes_another_time(here: Farspan, plans: Path) -> None:
     steps = {
-        name: answer(here, "--price", plans / "short.yaml", *CLUSTER, "--engine", name)["estimate"]["step_s"]
+        name: answer(here, "--price", plans / "short.yaml", *CLUSTER, "--engine", name)["estimate"][
+            "step_s"
+        ]
         for name in ("farspan", "alpa2022", "torch2024")
     }
     assert len(set(steps.values())) == 3
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-def test_people_read_the_step_its_parts_memory_and_what_is_assumed(here: Farspan, plans: Path, columns: int) -> None:
-    done = here("plan", "--price", str(plans / "short.yaml"), *CLUSTER, "--show", COLUMNS=str(columns))
+def test_people_read_the_step_its_parts_memory_and_what_is_assumed(
+    here: Farspan, plans: Path, columns: int
+) -> None:
+    done = here(
+        "plan", "--price", str(plans / "short.yaml"), *CLUSTER, "--show", COLUMNS=str(columns)
+    )
     assert done.returncode == 0, done.stderr
     text = done.stdout
     assert max(map(len, text.splitlines())) <= columns
-    for words in ("gpt2, 24 layers x 1024", "stage 1 on vm1:0-1: embedding, blocks 1-14", "stage 2 on vm2:0-1: blocks",
-                  "4 microbatches a step", "A step takes ", " compute", "tokens a second", "It fits", "What it sends",
-                  "activations between stages", "Assumed", "What runs where"):  # fmt: skip
+    for words in (
+        "gpt2, 24 layers x 1024",
+        "stage 1 on vm1:0-1: embedding, blocks 1-14",
+        "stage 2 on vm2:0-1: blocks",
+        "4 microbatches a step",
+        "A step takes ",
+        " compute",
+        "tokens a second",
+        "It fits",
+        "What it sends",
+        "activations between stages",
+        "Assumed",
+        "What runs where",
+    ):
         assert words in text, words
 
 
 def test_what_does_not_fit_is_said(here: Farspan, plans: Path) -> None:
     path = plans / "large.yaml"
-    path.write_text("model: opt-6.7b\ntrain: {batch: 4, precision: fp16}\nstages: [{on: [vm1, vm2]}]\n")
+    path.write_text(
+        "model: opt-6.7b\ntrain: {batch: 4, precision: fp16}\nstages: [{on: [vm1, vm2]}]\n"
+    )
     done = here("plan", "--price", str(path), *CLUSTER)
     assert done.returncode == 0 and "It does not fit: 4 devices short of memory" in done.stdout
 
@@ -104,7 +137,11 @@ def test_what_does_not_fit_is_said(here: Farspan, plans: Path) -> None:
         (("--price", "short.yaml", *CLUSTER, "--rent"), "usage", "--rent"),
         (("--price", "short.yaml", *CLUSTER, "--engine", "alpa202"), "out-of-range", "alpa2022"),
         (("--price", "short.yml", *CLUSTER), "path-missing", "short.yaml"),
-        (("--price", "short.yaml", "--cluster", "fabric/gat-ams"), "path-missing", "fabric/gat-amst"),
+        (
+            ("--price", "short.yaml", "--cluster", "fabric/gat-ams"),
+            "path-missing",
+            "fabric/gat-amst",
+        ),
         (("--price", "short.yaml", "none.yaml"), "path-missing", ""),
         (("--engine", "alpa2022", "--model", "gpt2", *CLUSTER), "usage", "--price"),
     ],
@@ -119,7 +156,9 @@ def test_what_cannot_be_asked_is_refused(
 
 def test_a_file_that_is_no_plan_is_refused_with_its_line(here: Farspan, plans: Path) -> None:
     (plans / "bad.yaml").write_text(SHORT.replace("zero: 1", "zerro: 1"))
-    problem = json.loads(here("plan", "--price", "bad.yaml", *CLUSTER, "--json", cwd=plans).stdout)["problem"]
+    problem = json.loads(here("plan", "--price", "bad.yaml", *CLUSTER, "--json", cwd=plans).stdout)[
+        "problem"
+    ]
     assert problem["code"] == "unknown-key" and problem["where"].endswith("bad.yaml:5")
     assert "stages[1].zero" in problem["remedy"]
 
@@ -149,7 +188,10 @@ def test_pricing_loads_no_torch(environment: dict[str, str], plans: Path) -> Non
     words = ["plan", "--price", str(plans / "short.yaml"), *CLUSTER]
     code = f"import sys, farspan.cli.main as m; m.main({words!r}); print(*(n for n in sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()).isdisjoint({"torch", "matplotlib", "scipy", "jinja2"})

@@ -37,7 +37,10 @@ def lines_of(console: Console) -> list[str]:
 def test_plain_lines_come_by_time_and_at_every_validation_save_warning_and_end():
     plan, clock, console = make_plan(400), Clock(), piped()
     events = train_events(plan, first=0, last=400, at=START, reason="done")
-    events.insert(50, Warned(at=START + 5, message="[bold]half of the corpus[/bold] " + "is one document " * 9))
+    events.insert(
+        50,
+        Warned(at=START + 5, message="[bold]half of the corpus[/bold] " + "is one document " * 9),
+    )
     with TrainingDisplay(plan, console, clock) as progress:
         for event in events:
             clock.now = event.at
@@ -45,8 +48,13 @@ def test_plain_lines_come_by_time_and_at_every_validation_save_warning_and_end()
     lines = lines_of(console)
     validations = [event for event in events if isinstance(event, Validated)]
     assert len([line for line in lines if "validation loss" in line]) == len(validations)
-    assert len([line for line in lines if "saved" in line]) == len([e for e in events if isinstance(e, Saved)])
-    assert sum(line.startswith("warning: [bold]half of the corpus[/bold] is one") for line in lines) == 1
+    assert len([line for line in lines if "saved" in line]) == len(
+        [e for e in events if isinstance(e, Saved)]
+    )
+    assert (
+        sum(line.startswith("warning: [bold]half of the corpus[/bold] is one") for line in lines)
+        == 1
+    )
     ticks = [line for line in lines if "ETA" in line]
     span = events[-1].at - START
     assert span / LINE_S - 1 <= len(ticks) <= span / LINE_S + 1
@@ -62,12 +70,21 @@ def test_facts_by_hand(peak_flops, shown):
         for number in range(1, 12):
             progress.show(one_step(START, number, step_s=0.5 if number != 11 else 60.0, loss=4.0))
             clock.now += LINE_S
-        progress.show(Validated(at=START, step=11, loss=4.5, bits_per_byte=1.5, tokens=9, seconds=11.0, best=True))
+        progress.show(
+            Validated(
+                at=START, step=11, loss=4.5, bits_per_byte=1.5, tokens=9, seconds=11.0, best=True
+            )
+        )
         assert progress._so_far.left_s() == pytest.approx(89 * (0.5 + 1.0))
     flops = train_flops_per_token(MODEL, 256)
     shown = shown or f"MFU {flops * 4096 / 1e12:.1%}"
-    assert lines_of(console)[10] == f"step 11/100 · loss 4.000 · 4,096 tokens/s · {shown} · 1 GB · ETA 44 s"
-    assert lines_of(console)[11] == "step 11 · validation loss 4.500 · 1.500 bits a byte · best so far"
+    assert (
+        lines_of(console)[10]
+        == f"step 11/100 · loss 4.000 · 4,096 tokens/s · {shown} · 1 GB · ETA 44 s"
+    )
+    assert (
+        lines_of(console)[11] == "step 11 · validation loss 4.500 · 1.500 bits a byte · best so far"
+    )
 
 
 def test_one_slow_step_hardly_moves_speed_and_time_to_go():
@@ -83,7 +100,8 @@ def test_one_slow_step_hardly_moves_speed_and_time_to_go():
 
 
 class Overtaken:
-    """A step while which is looked at the next one arrives, as it may while the display draws in its own thread."""
+    """A step while which is looked at the next one arrives, as it may while the display draws in
+    its own thread."""
 
     def __init__(self, step: Step, progress: TrainingDisplay) -> None:
         self._step, self._progress = step, progress
@@ -114,7 +132,9 @@ def test_a_resumed_run_says_from_where():
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_live_display_fits_the_terminal(width):
     plan, clock = make_plan(1400), Clock()
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None
+    )
     events = train_events(plan, first=0, last=700, at=START, reason=None)
     screens = []
     progress = TrainingDisplay(plan, console, clock)
@@ -128,7 +148,10 @@ def test_the_live_display_fits_the_terminal(width):
     assert all(len(line) <= width for screen in screens for line in screen)
     last = "\n".join(screens[-1])
     assert re.search(r"━.* 601/1,400 · 43% · ETA 1 min \d\d s", last)
-    assert re.search(r"loss \d\.\d{3} · val \d\.\d{3} · 2\d,\d{3} tokens/s · MFU n/a · 1.08 GB", " ".join(last.split()))
+    assert re.search(
+        r"loss \d\.\d{3} · val \d\.\d{3} · 2\d,\d{3} tokens/s · MFU n/a · 1.08 GB",
+        " ".join(last.split()),
+    )
     assert re.search(r"saved step 400, \d+ s ago", last)
 
 
@@ -156,8 +179,12 @@ def test_before_anything_happened_there_is_something_to_see():
 def test_every_reason_to_end_is_told():
     for reason in ("done", "deadline", "early-stop", "interrupted", "failed", "some new reason"):
         console = piped()
-        TrainingDisplay(make_plan(10), console, Clock()).show(Finished(at=0.0, step=5, reason=reason, seconds=1.0))
-        assert lines_of(console)[0].startswith("step 5 · ") and "after 1.0 s" in lines_of(console)[0]
+        TrainingDisplay(make_plan(10), console, Clock()).show(
+            Finished(at=0.0, step=5, reason=reason, seconds=1.0)
+        )
+        assert (
+            lines_of(console)[0].startswith("step 5 · ") and "after 1.0 s" in lines_of(console)[0]
+        )
 
 
 def test_steps_in_all_and_time_to_go_are_those_that_the_time_budget_has_now():
@@ -168,19 +195,33 @@ def test_steps_in_all_and_time_to_go_are_those_that_the_time_budget_has_now():
             clock.now += LINE_S
             progress.show(msgspec.structs.replace(one_step(START, number, step_s=0.1), steps=steps))
         assert progress._so_far.left_s() == pytest.approx(40.7)
-    assert [line.split(" · ")[0] for line in lines_of(console)] == ["step 1/1,000", "step 2/400", "step 3/410"]
+    assert [line.split(" · ")[0] for line in lines_of(console)] == [
+        "step 1/1,000",
+        "step 2/400",
+        "step 3/410",
+    ]
 
 
 def test_a_validation_says_on_how_many_tokens_it_is():
     console = piped()
     progress = TrainingDisplay(make_plan(10), console, Clock())
     progress.show(one_step(START, 4))
-    progress.show(Validated(
-        at=START, step=5, loss=4.5, bits_per_byte=1.5, tokens=17_408, of=83_210, standard_error=0.031, seconds=1.0,
-        best=False,
-    ))  # fmt: skip
+    progress.show(
+        Validated(
+            at=START,
+            step=5,
+            loss=4.5,
+            bits_per_byte=1.5,
+            tokens=17_408,
+            of=83_210,
+            standard_error=0.031,
+            seconds=1.0,
+            best=False,
+        )
+    )
     last = lines_of(console)[-1]
     assert last == (
-        "step 5 · validation loss 4.500 ± 0.031 (standard error) on 17,408 of 83,210 tokens · 1.500 bits a byte"
+        "step 5 · validation loss 4.500 ± 0.031 (standard error) on 17,408 of 83,210 tokens · "
+        "1.500 bits a byte"
     )
     assert "val 4.500 on 17.4 k of 83.2 k tokens" in progress._facts()

@@ -1,4 +1,5 @@
-"""`farspan select` in a lab of two sites: the plan that it writes trains, trials are kept, wrong values are refused."""
+"""`farspan select` in a lab of two sites: the plan that it writes trains, trials are kept, wrong
+values are refused."""
 
 from __future__ import annotations
 
@@ -37,8 +38,22 @@ def answer(done) -> dict:
 
 
 #: A model of which a step takes long enough for two sites to be worth a thought.
-LARGER = ("--set", "model.d_model=256", "--set", "model.layers=4", "--set", "train.batch.global=32 sequences")
-SHORT = ("--set", "parallel.allow=[data, zero1]", "--set", "train.steps=6", "--set", "train.precision=fp32")
+LARGER = (
+    "--set",
+    "model.d_model=256",
+    "--set",
+    "model.layers=4",
+    "--set",
+    "train.batch.global=32 sequences",
+)
+SHORT = (
+    "--set",
+    "parallel.allow=[data, zero1]",
+    "--set",
+    "train.steps=6",
+    "--set",
+    "train.precision=fp32",
+)
 
 
 def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
@@ -49,14 +64,30 @@ def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
     assert best["trial"]["step_s"] == min(one["trial"]["step_s"] for one in found["tried"])
     assert best["estimate"]["step_s"] == best["trial"]["step_s"]
     plan = load(desk / "chosen.json", Plan)
-    assert plan.technique == best["technique"] and "is chosen" in found["why"] and "measured" in found["why"]
+    assert (
+        plan.technique == best["technique"]
+        and "is chosen" in found["why"]
+        and "measured" in found["why"]
+    )
 
     # The same question again: what was measured is kept, and takes nothing of the budget.
     again = answer(farspan(*asked, "--budget", "10s", "-o", "again.json"))
     kept = {one["trial"]["plan"] for one in found["tried"]}
-    assert any(one["trial"]["plan"] in kept and one["trial"]["took_s"] == 0 for one in again["tried"])
+    assert any(
+        one["trial"]["plan"] in kept and one["trial"]["took_s"] == 0 for one in again["tried"]
+    )
 
-    asked = ("train", "run.yaml", "--cluster", f"lab:{lab}", "--plan", "chosen.json", "--run", "runs/chosen", "--json")
+    asked = (
+        "train",
+        "run.yaml",
+        "--cluster",
+        f"lab:{lab}",
+        "--plan",
+        "chosen.json",
+        "--run",
+        "runs/chosen",
+        "--json",
+    )
     assert answer(farspan(*asked, *LARGER))["measurement"]["steps"] == 6
 
 
@@ -72,12 +103,17 @@ def test_the_papers_rule_prints_every_t(farspan, desk, lab):
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (("--delta", "0"), "above 0"), (("--delta", "1.5"), "at most 1"), (("--delta", "nan"), "at most 1"),
-        (("--epsilon", "0 steps"), "above 0"), (("--epsilon", "many"), "steps or epochs"),
-        (("--epsilon", "1.2.3 steps"), "steps or epochs"), (("--tolerance", "-1"), "between 0 and 10"),
-        (("--budget", "0s"), "above 0"), (("--budget", "soon"), ""),
+        (("--delta", "0"), "above 0"),
+        (("--delta", "1.5"), "at most 1"),
+        (("--delta", "nan"), "at most 1"),
+        (("--epsilon", "0 steps"), "above 0"),
+        (("--epsilon", "many"), "steps or epochs"),
+        (("--epsilon", "1.2.3 steps"), "steps or epochs"),
+        (("--tolerance", "-1"), "between 0 and 10"),
+        (("--budget", "0s"), "above 0"),
+        (("--budget", "soon"), ""),
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range(here, words, fact):
     done = here("select", "run.yaml", *words, "--json")
     problem = json.loads(done.stdout)["problem"]
@@ -85,14 +121,17 @@ def test_values_out_of_range(here, words, fact):
 
 
 def test_a_model_that_no_device_holds_whole_is_measured_by_its_plans(desk):
-    """What one device would take of it is predicted, and plans that divide it are tried; alone it is refused."""
+    """What one device would take of it is predicted, and plans that divide it are tried; alone it
+    is refused."""
     config, spec = load_yaml(desk / "run.yaml", RunConfig), models.presets()["gpt2-medium"].spec
     train = TrainSpec(steps=1, batch=1, seq_len=1024, precision="fp32")
     small = msgspec.structs.replace(FAST, memory=4 * 10**9)
 
     def measured(devices):
         # The probe's process is not asked: nothing is run.
-        return resolving._trials(config, None, cluster((small,) * devices), silent)["measure"](spec, train)
+        return resolving._trials(config, None, cluster((small,) * devices), silent)["measure"](
+            spec, train
+        )
 
     assert measured(2).speeds["fp32"].tokens_per_s > 0
     with pytest.raises(Refusal, match="out-of-memory"):
@@ -107,7 +146,9 @@ def test_a_plan_is_not_written_over(farspan, desk):
 
 
 def test_one_machine_is_no_question_for_the_papers_rule(farspan):
-    done = farspan("select", "run.yaml", "--algorithm", "paper", "--set", "parallel.workers=1", "--json")
+    done = farspan(
+        "select", "run.yaml", "--algorithm", "paper", "--set", "parallel.workers=1", "--json"
+    )
     problem = json.loads(done.stdout)["problem"]
     assert problem["code"] == "cannot-plan" and "--algorithm farspan" in problem["remedy"]
 

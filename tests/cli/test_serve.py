@@ -1,4 +1,5 @@
-"""`farspan serve` over a real run, and `farspan search` through it: the same answers, also when the server is gone."""
+"""`farspan serve` over a real run, and `farspan search` through it: the same answers, also when the
+server is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ START_S = 60.0
 @pytest.fixture(scope="module")
 def indexed(run: Path, tmp_path_factory: pytest.TempPathFactory, farspan: Farspan) -> Path:
     path = Path(
-        shutil.copytree(run, tmp_path_factory.mktemp("served") / "run", ignore=shutil.ignore_patterns("index*"))
+        shutil.copytree(
+            run, tmp_path_factory.mktemp("served") / "run", ignore=shutil.ignore_patterns("index*")
+        )
     )
     done = farspan("embed", str(path), "--no-eval")
     assert done.returncode == 0, done.stderr
@@ -33,7 +36,9 @@ def indexed(run: Path, tmp_path_factory: pytest.TempPathFactory, farspan: Farspa
 @pytest.fixture
 def served(indexed: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     words = [sys.executable, "-m", "farspan", "serve", str(indexed), "--port", "0"]
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + START_S
         while find_server(indexed) is None:
@@ -68,7 +73,11 @@ def test_a_server_gives_the_answer_that_the_command_would_find(indexed, farspan,
 
 def test_refusals_are_the_commands_own(indexed, farspan, served):
     done = farspan("search", "time", "--run", str(indexed), "--where", "colour=red")
-    assert done.returncode == EXIT_CODES["usage"] and "'colour'" in done.stderr and "title" in done.stderr
+    assert (
+        done.returncode == EXIT_CODES["usage"]
+        and "'colour'" in done.stderr
+        and "title" in done.stderr
+    )
 
 
 def test_a_server_that_was_killed_or_hangs_is_done_without(indexed, farspan, served):

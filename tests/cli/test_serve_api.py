@@ -44,9 +44,13 @@ def server(indexed: Path, desk: Path, environment: dict[str, str]):
 
 def test_it_answers_as_the_command_does_and_takes_up_a_new_index(server, indexed, farspan, desk):
     process, client = server
-    asked = farspan("search", "school family", "--run", str(indexed), "--json", "-k", "3", "--system", "fused")
+    asked = farspan(
+        "search", "school family", "--run", str(indexed), "--json", "-k", "3", "--system", "fused"
+    )
     wanted = json.loads(asked.stdout)["answer"]
-    answer = client.get("/api/search", params={"q": "school family", "k": 3, "system": "fused"}).json()
+    answer = client.get(
+        "/api/search", params={"q": "school family", "k": 3, "system": "fused"}
+    ).json()
     assert answer == wanted
     some = answer["results"][0]["id"]
     assert client.get(f"/api/passages/{some}").json()["passage"] == answer["results"][0]["passage"]
@@ -54,18 +58,28 @@ def test_it_answers_as_the_command_does_and_takes_up_a_new_index(server, indexed
     form = {"model": "docs", "input": ["query: school", "family " * 100]}
     vectors = client.post("/v1/embeddings", json=form).json()
     about = client.get("/api/about").json()
-    assert len(vectors["data"][0]["embedding"]) == about["index"]["dim"] and vectors["cut"][0] == 0 < vectors["cut"][1]
+    assert (
+        len(vectors["data"][0]["embedding"]) == about["index"]["dim"]
+        and vectors["cut"][0] == 0 < vectors["cut"][1]
+    )
     assert sum(value**2 for value in vectors["data"][1]["embedding"]) == pytest.approx(1, abs=1e-4)
     assert client.post("/api/generate", json={"prompt": "time", "tokens": 3}).status_code == 200
     places = client.get("/api/map").json()["xy"]
-    assert len(places) == about["index"]["chunks"] and max(abs(x) for place in places for x in place) == 1
+    assert (
+        len(places) == about["index"]["chunks"]
+        and max(abs(x) for place in places for x in place) == 1
+    )
     assert "loss" in client.get("/report").text
 
-    (desk / "docs" / "zeppelin.txt").write_text("A zeppelin\n\nflies over the town, and people look up to it.")
+    (desk / "docs" / "zeppelin.txt").write_text(
+        "A zeppelin\n\nflies over the town, and people look up to it."
+    )
     try:
         assert farspan("embed", str(indexed)).returncode == 0
         deadline = time.monotonic() + WAIT_S
-        while not client.get("/api/search", params={"q": "zeppelin", "system": "bm25"}).json()["total"]:
+        while not client.get("/api/search", params={"q": "zeppelin", "system": "bm25"}).json()[
+            "total"
+        ]:
             assert time.monotonic() < deadline, client.get("/api/about").json()["trouble"]
             time.sleep(0.2)
     finally:

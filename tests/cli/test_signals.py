@@ -1,4 +1,5 @@
-"""A job that is asked to end, whenever that is, saves the step that it stands at and leaves nothing behind."""
+"""A job that is asked to end, whenever that is, saves the step that it stands at and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -31,16 +32,23 @@ checkpoint: {every: 200ms}
 def test_a_signal_at_any_moment_saves_first(tmp_path: Path, seed: int) -> None:
     """Before there are workers, while they start, in steps, in validations and in saves."""
     rng = random.Random(seed)
-    number, after_s = rng.choice((signal.SIGTERM, signal.SIGINT)), (1.0, 4.0, 7.0, 9.0, 12.0)[seed] + rng.random()
+    number, after_s = (
+        rng.choice((signal.SIGTERM, signal.SIGINT)),
+        (1.0, 4.0, 7.0, 9.0, 12.0)[seed] + rng.random(),
+    )
     Path("run.yaml").write_text(CONFIG)
     words = [sys.executable, "-m", "farspan", "train", "--run", "job"]
-    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    job = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     time.sleep(after_s)
     assert job.poll() is None, job.communicate()
     os.kill(job.pid, number)
     said, _ = job.communicate(timeout=60)
     events = (
-        list(read_events(tmp_path / "job" / "events.jsonl")) if (tmp_path / "job" / "events.jsonl").exists() else []
+        list(read_events(tmp_path / "job" / "events.jsonl"))
+        if (tmp_path / "job" / "events.jsonl").exists()
+        else []
     )
     steps = [event.step for event in events if isinstance(event, Step)]
     assert job.returncode in ((130,) if steps else (130, -number)), said

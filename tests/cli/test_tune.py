@@ -15,16 +15,22 @@ def test_tune_judges_by_queries_of_ones_own(run: Path, tmp_path: Path, here: Far
     assert here("embed", str(path), "--no-eval").returncode == 0
     config = path / "run.yaml"
     config.write_text(f"{config.read_text()}\nindex: {{time: 1s}}\n")
-    found = json.loads(here("search", "time", "--run", str(path), "-k", "12", "--json").stdout)["answer"]["results"]
+    found = json.loads(here("search", "time", "--run", str(path), "-k", "12", "--json").stdout)[
+        "answer"
+    ]["results"]
     queries, qrels = tmp_path / "queries.jsonl", tmp_path / "qrels.tsv"
-    queries.write_text("".join(f'{{"_id": {n}, "text": "time number {n}"}}\n' for n in range(len(found))))
+    queries.write_text(
+        "".join(f'{{"_id": {n}, "text": "time number {n}"}}\n' for n in range(len(found)))
+    )
     qrels.write_text("".join(f"{n}\t{result['origin']}\t1\n" for n, result in enumerate(found)))
     done = here("tune", str(path), "--queries", str(queries), "--qrels", str(qrels))
     assert done.returncode == 0, done.stderr
     assert "for 1.0 s at most" in done.stdout and "6 own queries" in done.stdout, done.stdout
     assert "model - untuned" in done.stdout and "searches answer with" in done.stdout
     again = here("embed", str(path))
-    assert again.returncode == 0 and "up to date" in again.stdout, "who embeds next has the index that was tuned"
+    assert again.returncode == 0 and "up to date" in again.stdout, (
+        "who embeds next has the index that was tuned"
+    )
     lonely = here("tune", str(path), "--queries", str(queries))
     assert lonely.returncode == EXIT_CODES["usage"] and "come together" in lonely.stderr
     qrels.write_text("0\tno such document\t1\n")

@@ -1,4 +1,5 @@
-"""Counts of a few tokens in a row, and of a piece so far, against the formulas as they are written, token by token."""
+"""Counts of a few tokens in a row, and of a piece so far, against the formulas as they are written,
+token by token."""
 
 from __future__ import annotations
 
@@ -42,8 +43,14 @@ def probability(train: list[int], history: tuple[int, ...], word: int, order: in
 @pytest.mark.parametrize("seed", range(8))
 def test_counts_are_the_textbooks(seed: int, order: int):
     rng = np.random.default_rng(seed)
-    train, val = (rng.choice(V, size, p=rng.dirichlet(np.ones(V))) for size in (int(rng.integers(MANY, 120)), 25))
-    told = [probability(train.tolist(), tuple(val[max(0, i - order + 1) : i]), val[i], order) for i in range(len(val))]
+    train, val = (
+        rng.choice(V, size, p=rng.dirichlet(np.ones(V)))
+        for size in (int(rng.integers(MANY, 120)), 25)
+    )
+    told = [
+        probability(train.tolist(), tuple(val[max(0, i - order + 1) : i]), val[i], order)
+        for i in range(len(val))
+    ]
     assert ngram_probabilities(train, val, V, order) == pytest.approx(told, rel=1e-9)
 
 

@@ -1,4 +1,5 @@
-"""Near duplicates against a brute-force Jaccard over word triples, on random corpora with planted copies."""
+"""Near duplicates against a brute-force Jaccard over word triples, on random corpora with planted
+copies."""
 
 from __future__ import annotations
 
@@ -46,13 +47,18 @@ def signed(texts: list[str], folder: Path, shards: int = 3) -> dedup.Shards:
     stems = []
     for number, part in enumerate(np.array_split(np.array(texts, object), shards)):
         stems.append(folder / f"{number:05}")
-        write_documents(stems[-1].with_suffix(".docs"), (Document(title="", text=text, origin="") for text in part))
+        write_documents(
+            stems[-1].with_suffix(".docs"),
+            (Document(title="", text=text, origin="") for text in part),
+        )
         dedup.sign(stems[-1])
     return dedup.Shards(stems)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_clusters_are_the_connected_components_of_the_brute_force_graph(seed: int, tmp_path: Path) -> None:
+def test_clusters_are_the_connected_components_of_the_brute_force_graph(
+    seed: int, tmp_path: Path
+) -> None:
     texts = planted(seed)
     expected = list(range(len(texts)))
     for i, j in itertools.combinations(range(len(texts)), 2):

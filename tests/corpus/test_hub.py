@@ -20,7 +20,10 @@ from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus._hub import _unreachable
 
 LOAD = "from farspan.corpus import tokenizer; print(tokenizer.load('somebody/words').vocab_size)"
-READ = "from farspan.corpus.sources import open_source; print(list(open_source('hf:somebody/text').documents()))"
+READ = (
+    "from farspan.corpus.sources import open_source; "
+    "print(list(open_source('hf:somebody/text').documents()))"
+)
 
 
 @pytest.fixture
@@ -32,13 +35,23 @@ def closed() -> Iterator[str]:
 
 
 def run(code: str, endpoint: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **more}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        **more,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize("code", [LOAD, READ])
-def test_what_a_hub_out_of_reach_should_give_is_refused_at_once(closed: str, tmp_path: Path, code: str) -> None:
+def test_what_a_hub_out_of_reach_should_give_is_refused_at_once(
+    closed: str, tmp_path: Path, code: str
+) -> None:
     start = time.monotonic()
     done = run(code, closed, tmp_path)
     assert time.monotonic() - start < 15  # The hub's own library gives up after 25 s and more.
@@ -83,7 +96,11 @@ def test_a_hub_that_cannot_answer_now_is_asked_once(tmp_path: Path, code: str, h
         more = {"https_proxy": url, "no_proxy": ""} if how == "proxy" else {}
         done = run(code, "https://huggingface.co" if how == "proxy" else url, tmp_path, **more)
     assert time.monotonic() - start < 15
-    assert "cannot be reached" in done.stderr and "503" in done.stderr and "Retrying" not in done.stderr
+    assert (
+        "cannot be reached" in done.stderr
+        and "503" in done.stderr
+        and "Retrying" not in done.stderr
+    )
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])
@@ -98,7 +115,9 @@ def test_what_the_cache_has_needs_no_hub(closed: str, tmp_path: Path, offline: s
     assert done.stdout.split() == [str(words.vocab_size)], done.stderr
 
 
-def test_a_hub_is_asked_for_where_a_proxy_leads_to_it(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_is_asked_for_where_a_proxy_leads_to_it(
+    closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with answering(Here) as open_url:
         for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
             monkeypatch.delenv(name, raising=False)
@@ -107,7 +126,9 @@ def test_a_hub_is_asked_for_where_a_proxy_leads_to_it(closed: str, monkeypatch: 
             assert "HTTP 503" in str(_unreachable(away))
         monkeypatch.setattr(_hub, "_ANSWER_S", 0.5)
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            assert "nothing answers" in str(_unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+            assert "nothing answers" in str(
+                _unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}")
+            )
         assert _unreachable("http://no-such-host.invalid")
         monkeypatch.setenv("http_proxy", open_url)
         assert _unreachable("http://no-such-host.invalid") is None

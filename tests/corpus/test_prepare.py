@@ -1,4 +1,5 @@
-"""The whole way from files to token files, against plain recomputation; interrupted, repeated, and refused."""
+"""The whole way from files to token files, against plain recomputation; interrupted, repeated, and
+refused."""
 
 from __future__ import annotations
 
@@ -58,12 +59,18 @@ def made(
 
 
 def kept(folder: Path, split: str = "all") -> list[Document]:
-    documents, train = list(read_documents(folder)), load(folder / "corpus.json", CorpusManifest).train.documents
+    documents, train = (
+        list(read_documents(folder)),
+        load(folder / "corpus.json", CorpusManifest).train.documents,
+    )
     return {"train": documents[:train], "val": documents[train:], "all": documents}[split]
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +83,9 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "SHARD_BYTES", 8_000)
 
 
-def test_token_files_hold_every_kept_document_once(texts: list[str], tmp_path: Path, small_shards: None) -> None:
+def test_token_files_hold_every_kept_document_once(
+    texts: list[str], tmp_path: Path, small_shards: None
+) -> None:
     folder, manifest = made(write(tmp_path / "text", texts), tmp_path / "root")
     assert folder == tmp_path / "root" / manifest.hash
     words = tokenizers.load(folder)
@@ -86,7 +95,10 @@ def test_token_files_hold_every_kept_document_once(texts: list[str], tmp_path: P
         assert len(documents) == counts.documents == len(file.offsets) - 1 > 0
         assert counts.text_bytes == sum(len(document.text.encode()) for document in documents)
         for number, document in enumerate(documents):
-            assert file.document(number).tolist() == [*words.encode(document.text), manifest.end_of_text]
+            assert file.document(number).tolist() == [
+                *words.encode(document.text),
+                manifest.end_of_text,
+            ]
             assert document.title == Path(document.origin).stem
         assert len(file.tokens) == counts.tokens == file.offsets[-1]
     found = [document.text for document in kept(folder)]
@@ -136,12 +148,24 @@ def test_workers_change_nothing_and_a_second_run_does_nothing(
     two, manifest = made(source, tmp_path / "two", workers=2)
     assert one.name == two.name and digests(one) == digests(two)
     assert sorted(p.name for p in one.iterdir()) == [
-        "corpus.json", "documents.jsonl.zst", "tokenizer.json", "tokenizer_config.json", "train.bin", "train.idx",
-        "val.bin", "val.idx",
-    ]  # fmt: skip
+        "corpus.json",
+        "documents.jsonl.zst",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "train.bin",
+        "train.idx",
+        "val.bin",
+        "val.idx",
+    ]
     before = {path: path.stat().st_mtime_ns for path in two.iterdir()}
     said: list[str] = []
-    again = prepare(DataConfig(source=str(source), val="20%"), SMALL, tmp_path / "two", workers=2, say=said.append)
+    again = prepare(
+        DataConfig(source=str(source), val="20%"),
+        SMALL,
+        tmp_path / "two",
+        workers=2,
+        say=said.append,
+    )
     assert again == (two, manifest) and said == []
     assert {path: path.stat().st_mtime_ns for path in two.iterdir()} == before
     os.utime(source / "0000.txt")  # another time, the same content
@@ -154,7 +178,11 @@ def test_workers_change_nothing_and_a_second_run_does_nothing(
 
 @pytest.mark.parametrize("victim", ["encode_shard", "sign", "join_shards", "write_documents"])
 def test_interrupted_work_goes_on_where_it_was(
-    victim: str, texts: list[str], tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+    victim: str,
+    texts: list[str],
+    tmp_path: Path,
+    small_shards: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = write(tmp_path / "text", texts)
     expected, _ = made(source, tmp_path / "whole")
@@ -178,7 +206,10 @@ def test_interrupted_work_goes_on_where_it_was(
     once = 1 if victim == "join_shards" else number_of_shards(texts)
     times = 3 if victim == "write_documents" else 1  # all that is read, then each split's
     assert calls["all"] - 1 == times * once, "finished shards are not done twice"
-    assert sorted(path.name for path in (tmp_path / "root").iterdir() if path.name.startswith(".work")) == []
+    assert (
+        sorted(path.name for path in (tmp_path / "root").iterdir() if path.name.startswith(".work"))
+        == []
+    )
 
 
 def number_of_shards(texts: list[str]) -> int:
@@ -212,7 +243,11 @@ def test_old_work_that_is_gone_on_with_is_kept(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pack, "encode_shard", encode_shard)
-    source, root, long_ago = write(tmp_path / "text", texts), tmp_path / "root", time.time() - 30 * 86_400
+    source, root, long_ago = (
+        write(tmp_path / "text", texts),
+        tmp_path / "root",
+        time.time() - 30 * 86_400,
+    )
     with pytest.raises(KeyboardInterrupt):
         made(source, root)
     (work,) = root.glob(".work-*")
@@ -224,7 +259,9 @@ def test_old_work_that_is_gone_on_with_is_kept(
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_killed_in_the_middle_leaves_nothing_that_looks_whole(texts: list[str], tmp_path: Path) -> None:
+def test_killed_in_the_middle_leaves_nothing_that_looks_whole(
+    texts: list[str], tmp_path: Path
+) -> None:
     source = write(tmp_path / "text", texts)
     expected, _ = made(source, tmp_path / "whole")
     code = f"""
@@ -233,7 +270,7 @@ from farspan.domain.config import DataConfig, TokenizerConfig
 p.entropies = lambda *a: os._exit(9)
 root = p.Path({str(tmp_path / "root")!r})
 p.prepare(DataConfig(source={str(source)!r}, val="20%"), TokenizerConfig(vocab=600), root, workers=1, say=print)
-"""
+"""  # noqa: E501
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 9
     assert not [path for path in (tmp_path / "root").iterdir() if not path.name.startswith(".")]
     folder, _ = made(source, tmp_path / "root")
@@ -241,8 +278,11 @@ p.prepare(DataConfig(source={str(source)!r}, val="20%"), TokenizerConfig(vocab=6
 
 
 @pytest.mark.parametrize("source", ["pydocs", "text"])
-def test_workers_end_with_a_prepare_that_is_killed(source: str, texts: list[str], tmp_path: Path) -> None:
-    """All processes hold the writing end of one pipe: reading it comes to an end when the last of them has ended."""
+def test_workers_end_with_a_prepare_that_is_killed(
+    source: str, texts: list[str], tmp_path: Path
+) -> None:
+    """All processes hold the writing end of one pipe: reading it comes to an end when the last of
+    them has ended."""
     write(tmp_path / "text", texts)
     code = f"""
 import multiprocessing, os, signal, threading, time
@@ -257,9 +297,11 @@ def kill():
 
 threading.Thread(target=kill, daemon=True).start()
 prepare(DataConfig(source={source!r}, val="20%"), TokenizerConfig(vocab=600), Path("root"), workers=2, say=print)
-"""
+"""  # noqa: E501
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         try:
             assert process.wait(timeout=300) == -signal.SIGKILL
             process.communicate(timeout=180)
@@ -269,14 +311,20 @@ prepare(DataConfig(source={source!r}, val="20%"), TokenizerConfig(vocab=600), Pa
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 6), min_size=2, max_size=60), st.lists(st.integers(0, 6), min_size=2, max_size=60))
+@given(
+    st.lists(st.integers(0, 6), min_size=2, max_size=60),
+    st.lists(st.integers(0, 6), min_size=2, max_size=60),
+)
 def test_entropies_are_those_counted_by_hand(train: list[int], val: list[int]) -> None:
     vocab = 7
     singles, pairs = Counter(train), Counter(itertools.pairwise(train))
     p1 = {t: (singles[t] + 1) / (len(train) + vocab) for t in range(vocab)}
     unigram = -sum(math.log(p1[t]) for t in val) / len(val)
     bigram = min(
-        -sum(math.log((pairs[a, b] + w * p1[b]) / (singles[a] + w)) for a, b in itertools.pairwise(val))
+        -sum(
+            math.log((pairs[a, b] + w * p1[b]) / (singles[a] + w))
+            for a, b in itertools.pairwise(val)
+        )
         / (len(val) - 1)
         for w in (3, 10, 30, 100, 300, 1000, 3000)
     )
@@ -314,7 +362,9 @@ def test_tokenizers_that_differ_in_the_end_of_text_alone_make_two_corpora(
     assert after.hash != before.hash
 
 
-def test_the_end_of_text_is_in_the_hash(texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_text_is_in_the_hash(
+    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write(tmp_path / "text", texts)
     tokenizers.train(texts, 400).save(tmp_path / "tokenizer.json")
     config = TokenizerConfig(use=str(tmp_path / "tokenizer.json"))
@@ -331,7 +381,9 @@ def test_large_vocabularies_are_stored_in_four_bytes(texts: list[str], tmp_path:
 
     words = sorted({word for text in texts for word in text.split()})
     inner = Tokenizer(
-        models.WordLevel({"</s>": 0} | {word: 70_000 + i for i, word in enumerate(words)}, unk_token="</s>")
+        models.WordLevel(
+            {"</s>": 0} | {word: 70_000 + i for i, word in enumerate(words)}, unk_token="</s>"
+        )
     )
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.save(str(tmp_path / "big.json"))
@@ -344,7 +396,13 @@ def test_large_vocabularies_are_stored_in_four_bytes(texts: list[str], tmp_path:
 
 
 def test_auto_vocab_grows_with_the_corpus() -> None:
-    assert [auto_vocab(size) for size in (10**5, 7_600_000, 10**8, 10**9, 10**10)] == [4096, 8192, 16384, 32768, 65536]
+    assert [auto_vocab(size) for size in (10**5, 7_600_000, 10**8, 10**9, 10**10)] == [
+        4096,
+        8192,
+        16384,
+        32768,
+        65536,
+    ]
 
 
 def test_a_folder_with_names_that_are_not_utf8(texts: list[str], tmp_path: Path) -> None:
@@ -356,24 +414,36 @@ def test_a_folder_with_names_that_are_not_utf8(texts: list[str], tmp_path: Path)
         pytest.skip("waits for a file system that takes any bytes as a name")
     folder, manifest = made(source, tmp_path / "root")
     assert f"{source}/caf\ufffd.txt" in {document.origin for document in kept(folder)}
-    assert manifest.skipped == (Skipped.file(f"{source}/caf\ufffd.bin", "not a kind of file that can be read"),)
+    assert manifest.skipped == (
+        Skipped.file(f"{source}/caf\ufffd.bin", "not a kind of file that can be read"),
+    )
 
 
 def problem(source: object, tmp_path: Path, **settings: object) -> Problem:
     with pytest.raises(Refusal) as caught:
         made(Path(str(source)), tmp_path / "refused", **settings)  # type: ignore[arg-type]
     assert caught.value.problem.remedy
-    assert not list((tmp_path / "refused").glob("[!.]*")) if (tmp_path / "refused").exists() else True
+    assert (
+        not list((tmp_path / "refused").glob("[!.]*")) if (tmp_path / "refused").exists() else True
+    )
     return caught.value.problem
 
 
-def test_what_cannot_become_a_corpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_become_a_corpus_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = write(tmp_path / "empty", ["", "  \n"])
     assert problem(empty, tmp_path).code == "no-documents"
     one = write(tmp_path / "one", ["a single document of a few words"])
     found = problem(one, tmp_path)
-    assert (found.code, "validation" in found.what, "split " in found.remedy) == ("no-documents", True, True)
-    few = write(tmp_path / "few", [f"document {word} says {word * 3}" for word in ("a", "b", "c", "d")])
+    assert (found.code, "validation" in found.what, "split " in found.remedy) == (
+        "no-documents",
+        True,
+        True,
+    )
+    few = write(
+        tmp_path / "few", [f"document {word} says {word * 3}" for word in ("a", "b", "c", "d")]
+    )
     found = problem(few, tmp_path, val="0.001%")
     share = found.remedy.rpartition("val: ")[2].rstrip("}")
     assert made(few, tmp_path / "mended", val=share)[1].val.documents == 1
@@ -394,6 +464,8 @@ def test_a_damaged_corpus_is_noticed(texts: list[str], tmp_path: Path) -> None:
     assert caught.value.problem.code == "source-unreadable"
     with pytest.raises(Refusal):
         made(source, tmp_path / "root")
-    assert subprocess.run(caught.value.problem.remedy.partition(": ")[2], shell=True).returncode == 0
+    assert (
+        subprocess.run(caught.value.problem.remedy.partition(": ")[2], shell=True).returncode == 0
+    )
     assert made(source, tmp_path / "root")[0] == folder
     TokenFile.open(folder, "train", manifest)

@@ -48,7 +48,9 @@ def pydocs() -> list[Document]:
     return read("pydocs")
 
 
-def test_pydocs_is_the_documentation_of_python_and_torch_by_its_real_names(pydocs: list[Document]) -> None:
+def test_pydocs_is_the_documentation_of_python_and_torch_by_its_real_names(
+    pydocs: list[Document],
+) -> None:
     by_title = {document.title: document.text for document in pydocs}
     assert len(by_title) == len(pydocs)
     assert 7e6 < sum(len(text.encode()) for text in by_title.values()) < 8.5e6
@@ -56,16 +58,27 @@ def test_pydocs_is_the_documentation_of_python_and_torch_by_its_real_names(pydoc
 
     assert by_title["json.JSONDecoder.decode"].startswith("Return the Python representation")
     assert by_title["math.sin"] == pydoc.getdoc(__import__("math").sin)
-    for name, thing in {"torch.nn.Linear": torch.nn.Linear, "torch.optim.AdamW": torch.optim.AdamW}.items():
+    for name, thing in {
+        "torch.nn.Linear": torch.nn.Linear,
+        "torch.optim.AdamW": torch.optim.AdamW,
+    }.items():
         assert by_title[name][:60] == pydoc.getdoc(thing)[:60]
     assert "Computes the absolute value" in by_title["torch.abs"]
-    assert "torch.Tensor.abs" in by_title and "torch.nn.functional.conv1d" in by_title and "with" in by_title
-    public = [title for title in sorted(by_title) if title.startswith(("torch.", "json.", "asyncio."))]
+    assert (
+        "torch.Tensor.abs" in by_title
+        and "torch.nn.functional.conv1d" in by_title
+        and "with" in by_title
+    )
+    public = [
+        title for title in sorted(by_title) if title.startswith(("torch.", "json.", "asyncio."))
+    ]
     sample = random.Random(0).sample([title for title in public if "._" not in title], 500)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         unknown = [title for title in sample if pydoc.locate(title) is None]
-    assert len(unknown) < 0.05 * len(sample)  # modules of other systems, and what `__all__` keeps from a star
+    assert len(unknown) < 0.05 * len(
+        sample
+    )  # modules of other systems, and what `__all__` keeps from a star
 
 
 def test_reading_pydocs_imports_no_torch_and_runs_no_jokes() -> None:
@@ -89,36 +102,54 @@ def test_every_kind_of_text_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("intro\n\n# The heading #\n\nbody")
     (tmp_path / "c.rst").write_text("Title of it\n===========\n\nbody")
     (tmp_path / "d.html").write_text(
-        "<html><head><title>Page &amp; one</title><style>p{}</style></head><body><h1>Head</h1><p>One <b>bold</b>\n"
+        "<html><head><title>Page &amp; "
+        "one</title><style>p{}</style></head><body><h1>Head</h1><p>One <b>bold</b>\n"
         "word.<p>Two<br>lines &lt;x&gt;<script>no()</script><pre>  keep\n    this</pre></body>"
     )
     (tmp_path / "sub" / "e.jsonl").write_bytes(lines + b"\n")
     (tmp_path / "sub" / "f.jsonl.gz").write_bytes(gzip.compress(lines))
-    (tmp_path / "sub" / "g.jsonl.zst").write_bytes(zstandard.compress(lines[:40]) + zstandard.compress(lines[40:]))
+    (tmp_path / "sub" / "g.jsonl.zst").write_bytes(
+        zstandard.compress(lines[:40]) + zstandard.compress(lines[40:])
+    )
     (tmp_path / "sub" / "h.bin").write_bytes(b"\0\1")
     source = open_source(str(tmp_path))
     documents = [part for document in source.documents() for part in cut(document)]
-    assert [d.title for d in documents] == ["a", "The heading", "Title of it", "Page & one", *["T0", "T1", "T2"] * 3]
+    assert [d.title for d in documents] == [
+        "a",
+        "The heading",
+        "Title of it",
+        "Page & one",
+        *["T0", "T1", "T2"] * 3,
+    ]
     assert documents[0].text == "first\nline"
     assert documents[3].text == "# Head\n\nOne bold word.\n\nTwo\nlines <x>\n\n  keep\n    this"
     assert [d.text for d in documents[4:7]] == ["row 0 é", "row 1 é", "row 2 é"]
     assert documents[5].metadata == {"n": "1"}
     assert documents[5].origin == f"{tmp_path}/sub/e.jsonl:2"
-    assert list(map(str, source.skipped)) == [f"{tmp_path}/sub/h.bin: not a kind of file that can be read"]
+    assert list(map(str, source.skipped)) == [
+        f"{tmp_path}/sub/h.bin: not a kind of file that can be read"
+    ]
     assert [d.text for d in read(tmp_path / "b.md")] == ["intro\n\n# The heading #\n\nbody"]
 
 
-def test_a_document_knows_the_line_and_page_of_its_source_on_which_it_begins(tmp_path: Path) -> None:
+def test_a_document_knows_the_line_and_page_of_its_source_on_which_it_begins(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.md").write_text("\n\n# Third line\n\nbody")
     (tmp_path / "b.txt").write_text("\f\nsecond page, second line\n\fthird page")
     paragraph = "word " * 1000 + "\n\n"
     (tmp_path / "long.txt").write_text("".join(f"{n} {paragraph}" for n in range(120)))
-    documents = [part for document in open_source(str(tmp_path)).documents() for part in cut(document)]
+    documents = [
+        part for document in open_source(str(tmp_path)).documents() for part in cut(document)
+    ]
     assert [(d.line, d.page) for d in documents[:2]] == [(3, 0), (2, 2)]
     lines = (tmp_path / "long.txt").read_text().split("\n")
     assert len(documents) > 4
     for part in documents[2:]:
-        assert lines[part.line - 1].startswith(part.text.split("\n")[0][:20].strip()) and part.page == 0
+        assert (
+            lines[part.line - 1].startswith(part.text.split("\n")[0][:20].strip())
+            and part.page == 0
+        )
 
 
 def test_parquet_and_pdf(tmp_path: Path) -> None:
@@ -133,14 +164,18 @@ def test_parquet_and_pdf(tmp_path: Path) -> None:
     (tmp_path / "d.pdf").write_bytes(pdf_with_text("Hello from a page"))
     source = open_source(str(tmp_path))
     documents = list(source.documents())
-    assert [d.text for d in documents if d.text and "row" in d.text] == [f"row {i}" for i in range(1000)]
+    assert [d.text for d in documents if d.text and "row" in d.text] == [
+        f"row {i}" for i in range(1000)
+    ]
     assert documents[7].metadata == {"year": "7"}
     assert documents[-1].text.strip() == "Hello from a page"
     assert str(source.skipped[0]) == f"{tmp_path}/b.pdf: no text in it (a scan?)"
     assert str(source.skipped[1]).startswith(f"{tmp_path}/c.pdf: not a PDF that can be read")
 
 
-def test_an_extra_that_is_installed_changes_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extra_that_is_installed_changes_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("pypdf")
     (tmp_path / "a.txt").write_text("plain")
     plain = open_source(str(tmp_path / "a.txt")).fingerprint()
@@ -149,7 +184,9 @@ def test_an_extra_that_is_installed_changes_the_fingerprint(tmp_path: Path, monk
         without.setitem(sys.modules, "pypdf", None)
         source = open_source(str(tmp_path))
         assert [d.text for d in source.documents()] == ["plain"]
-        assert list(map(str, source.skipped)) == [f"{tmp_path}/b.pdf: needs pip install 'farspan[pdf]'"]
+        assert list(map(str, source.skipped)) == [
+            f"{tmp_path}/b.pdf: needs pip install 'farspan[pdf]'"
+        ]
         assert open_source(str(tmp_path / "a.txt")).fingerprint() == plain, "it needs no extra"
     assert open_source(str(tmp_path)).fingerprint() != source.fingerprint()
     assert len(read(tmp_path)) == 2
@@ -167,18 +204,23 @@ def test_names_that_are_not_utf8_and_halves_of_characters_can_be_written(tmp_pat
     assert len(open_source(str(tmp_path)).fingerprint()) == 64
     found = [part for document in read(tmp_path) for part in cut(document)]
     coffee, tea = msgspec.json.decode(msgspec.json.encode(found), type=list[Document])
-    assert (coffee.title, coffee.text, coffee.origin) == ("caf\ufffd", "coffee", f"{tmp_path}/caf\ufffd.txt")
+    assert (coffee.title, coffee.text, coffee.origin) == (
+        "caf\ufffd",
+        "coffee",
+        f"{tmp_path}/caf\ufffd.txt",
+    )
     assert tea.metadata == {"k\ufffd": "v\ufffd", "😀": "😀"}
 
 
 def pdf_with_text(text: str) -> bytes:
     content = f"BT /F1 12 Tf 20 50 Td ({text}) Tj ET".encode()
     objects = [
-        b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",  # noqa: E501
         b"<</Length %d>>stream\n%s\nendstream" % (len(content), content),
         b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
-    ]  # fmt: skip
+    ]
     file, offsets = b"%PDF-1.4\n", []
     for number, body in enumerate(objects, 1):
         offsets.append(len(file))
@@ -210,9 +252,14 @@ def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
     problem = refused(tmp_path / "papers")
     assert (problem.code, "2 .docx" in problem.fact) == ("no-documents", True)
 
-    (tmp_path / "latin.txt").write_bytes(b"x" * (PART_CHARS + 7) + "é".encode() + b"caf\xe9 and more")
+    (tmp_path / "latin.txt").write_bytes(
+        b"x" * (PART_CHARS + 7) + "é".encode() + b"caf\xe9 and more"
+    )
     problem = refused(tmp_path / "latin.txt")
-    assert (problem.code, problem.where) == ("not-utf8", f"{tmp_path}/latin.txt, byte {PART_CHARS + 7 + 2 + 3}")
+    assert (problem.code, problem.where) == (
+        "not-utf8",
+        f"{tmp_path}/latin.txt, byte {PART_CHARS + 7 + 2 + 3}",
+    )
     assert subprocess.run(problem.remedy, shell=True).returncode == 0
     assert read(tmp_path / "latin.txt")[-1].text.endswith("café and more")
 
@@ -243,7 +290,9 @@ def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
     assert refused(tmp_path / "latin.jsonl").where == f"{tmp_path}/latin.jsonl, byte 24"
     long = b'{"text": "a"}\n' * 100_000 + b'{"text": "\xe9"}\n'
     (tmp_path / "latin.jsonl.gz").write_bytes(gzip.compress(long))
-    (tmp_path / "latin.jsonl.zst").write_bytes(zstandard.compress(long[:700_000]) + zstandard.compress(long[700_000:]))
+    (tmp_path / "latin.jsonl.zst").write_bytes(
+        zstandard.compress(long[:700_000]) + zstandard.compress(long[700_000:])
+    )
     for name in ("latin.jsonl.zst", "latin.jsonl.gz"):
         problem = refused(tmp_path / name)
         assert problem.where == f"{tmp_path}/{name}, byte 1400010"
@@ -318,7 +367,9 @@ def test_cleaning_leaves_text_that_can_be_written() -> None:
         ("---\n\nNo front matter\n---\n", "No front matter"),
     ],
 )
-def test_front_matter_is_no_heading_but_may_name_the_title(text: str, title: str, tmp_path: Path) -> None:
+def test_front_matter_is_no_heading_but_may_name_the_title(
+    text: str, title: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.md").write_bytes(text.encode())
     assert [(d.title, d.text) for d in read(tmp_path)] == [(title, text)]
 
@@ -332,7 +383,8 @@ def test_headings_are_found_with_windows_line_ends_and_byte_order_marks(tmp_path
 
 def test_the_title_of_a_drawing_is_not_that_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
-        "<title>Page</title><p>One<svg><title>Icon</title><text>no</text></svg> two<svg><title>Logo</title></svg>"
+        "<title>Page</title><p>One<svg><title>Icon</title><text>no</text></svg> "
+        "two<svg><title>Logo</title></svg>"
     )
     (document,) = read(tmp_path)
     assert document.title == "Page"
@@ -345,7 +397,9 @@ def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert [d.text for d in read(tmp_path)] == ["a", "b", "c"]
 
 
-def test_a_path_named_like_a_source_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_named_like_a_source_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused("folder").code == "path-missing"
     (tmp_path / "aside.txt").write_text("not asked for")

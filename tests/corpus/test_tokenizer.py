@@ -1,4 +1,5 @@
-"""Ids through tiktoken are those of `tokenizers`; where that is not proven, tiktoken is not used."""
+"""Ids through tiktoken are those of `tokenizers`; where that is not proven, tiktoken is not
+used."""
 
 from __future__ import annotations
 
@@ -23,9 +24,37 @@ from farspan.domain.problems import Refusal
 
 TEXT = "\n".join(text for _, text in sorted(topics.items()))
 PIECES = [
-    *"aZé ß中文字日本語한국어٣४½²\t\n\r\x00\x1c\u00a0\u2003\u200b\u3000\u0301'’.,;!?#=_-/\\(){}😀👩‍👩‍👧🇩🇪\U0001f3fd",
-    *[" ", "  ", "   ", "\n\n", "\r\n", "'s", "'LL", "'ve", "don't", "<|endoftext|>", "<|", "3.14", "100000", "____"],
-    *["def ", " return", "the ", "aaaaaaaaaaaaaaaa", "==========", "\ud800", "\udc00", "\ufffd", "\ufeff"],
+    *(
+        "aZé ß中文字日本語한국어٣४½²\t\n"
+        "\r\x00\x1c\u00a0\u2003\u200b\u3000\u0301'’.,;!?#=_-/\\(){}😀👩‍👩‍👧🇩🇪\U0001f3fd"
+    ),
+    *[
+        " ",
+        "  ",
+        "   ",
+        "\n\n",
+        "\r\n",
+        "'s",
+        "'LL",
+        "'ve",
+        "don't",
+        "<|endoftext|>",
+        "<|",
+        "3.14",
+        "100000",
+        "____",
+    ],
+    *[
+        "def ",
+        " return",
+        "the ",
+        "aaaaaaaaaaaaaaaa",
+        "==========",
+        "\ud800",
+        "\udc00",
+        "\ufffd",
+        "\ufeff",
+    ],
 ]
 
 
@@ -39,7 +68,9 @@ def by_tokenizers(words: tokenizer.Tokenizer, text: str) -> list[int]:
     return list(words._inner.encode(text, add_special_tokens=False).ids)
 
 
-def test_a_trained_tokenizer_is_fast_and_reads_back_what_it_writes(trained: tokenizer.Tokenizer) -> None:
+def test_a_trained_tokenizer_is_fast_and_reads_back_what_it_writes(
+    trained: tokenizer.Tokenizer,
+) -> None:
     assert trained.engine == "tiktoken"
     assert trained.vocab_size == 3000
     assert trained.decode(trained.encode(TEXT)) == TEXT
@@ -72,7 +103,8 @@ def test_ids_are_those_of_tokenizers_on_any_text(trained: tokenizer.Tokenizer, t
 def test_any_merge_list_either_gives_equal_ids_or_is_refused(
     picks: list[tuple[int, int]], letters: list[str], order: random.Random
 ) -> None:
-    """Random merges over three letters, in any order: many are no BPE that tiktoken could follow."""
+    """Random merges over three letters, in any order: many are no BPE that tiktoken could
+    follow."""
     tokens, merges = ["a", "b", "c"], []
     for left, right in picks:
         pair = tokens[left % len(tokens)], tokens[right % len(tokens)]
@@ -96,12 +128,14 @@ def hand_made(merges: list[tuple[str, str]], **changes: object) -> Inner:
 
 
 def test_a_token_that_does_not_encode_to_itself_is_refused() -> None:
-    """`abcd` is made of ab+cd, but bc merges first: tiktoken would find `abcd`, tokenizers never does."""
+    """`abcd` is made of ab+cd, but bc merges first: tiktoken would find `abcd`, tokenizers never
+    does."""
     merges = [("b", "c"), ("a", "b"), ("c", "d"), ("ab", "cd")]
     inner = hand_made(merges)
     assert as_tiktoken(inner, 0) is None
     ranks = {
-        bytes(byte_characters()[c] for c in t): r for r, t in enumerate([*byte_characters(), *map("".join, merges)])
+        bytes(byte_characters()[c] for c in t): r
+        for r, t in enumerate([*byte_characters(), *map("".join, merges)])
     }
     direct = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
     assert len(direct.encode_ordinary("abcd")) == 1 != len(inner.encode("abcd").ids)
@@ -115,7 +149,11 @@ def test_ids_out_of_merge_order_are_mapped() -> None:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words = tokenizer.Tokenizer(inner, 1000)
     assert words.engine == "tiktoken"
-    assert words.encode("abcab a") == inner.encode("abcab a").ids == [vocab["abc"], vocab["ab"], vocab["Ġ"], vocab["a"]]
+    assert (
+        words.encode("abcab a")
+        == inner.encode("abcab a").ids
+        == [vocab["abc"], vocab["ab"], vocab["Ġ"], vocab["a"]]
+    )
 
 
 def test_whatever_else_changes_what_is_encoded_keeps_tokenizers() -> None:
@@ -144,13 +182,19 @@ def test_both_regex_engines_sort_all_code_points_alike() -> None:
     direct = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
     points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     for start in range(0, len(points), 1 << 16):
-        texts = ["".join(f"\n{probe}{point}" for probe in probes for point in points[i : i + 256])
-                 for i in range(start, min(start + (1 << 16), len(points)), 256)]  # fmt: skip
-        expected = [encoding.ids for encoding in inner.encode_batch_fast(texts, add_special_tokens=False)]
+        texts = [
+            "".join(f"\n{probe}{point}" for probe in probes for point in points[i : i + 256])
+            for i in range(start, min(start + (1 << 16), len(points)), 256)
+        ]
+        expected = [
+            encoding.ids for encoding in inner.encode_batch_fast(texts, add_special_tokens=False)
+        ]
         assert direct.encode_ordinary_batch(texts) == expected
 
 
-def test_load_reads_a_file_a_folder_and_gpt2_files(trained: tokenizer.Tokenizer, tmp_path: Path) -> None:
+def test_load_reads_a_file_a_folder_and_gpt2_files(
+    trained: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
     trained.save(tmp_path / "tokenizer.json")
     expected = trained.encode(TEXT[:5000])
     for where in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path)):

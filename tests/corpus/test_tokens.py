@@ -23,5 +23,9 @@ def test_of_large_files_evenly_spaced_blocks_are_read(monkeypatch):
     monkeypatch.setattr(tokens, "BLOCKS", 4)
     monkeypatch.setattr(tokens, "BLOCK", 10)
     ours = np.zeros(100, np.uint8)
-    read = [place for place in range(100) if fingerprint(ours) != fingerprint((np.arange(100) == place).view(np.uint8))]
+    read = [
+        place
+        for place in range(100)
+        if fingerprint(ours) != fingerprint((np.arange(100) == place).view(np.uint8))
+    ]
     assert read == [start + i for start in (0, 25, 50, 75) for i in range(10)]

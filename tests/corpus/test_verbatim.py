@@ -13,9 +13,10 @@ from farspan.corpus.verbatim import verbatim_share
 
 @settings(max_examples=300, deadline=None)
 @given(
-    corpus=st.lists(st.integers(0, 2), max_size=60), written=st.lists(st.integers(0, 2), max_size=20),
+    corpus=st.lists(st.integers(0, 2), max_size=60),
+    written=st.lists(st.integers(0, 2), max_size=20),
     least=st.integers(1, 6),
-)  # fmt: skip
+)
 def test_it_is_what_a_search_by_hand_finds(corpus, written, least):
     covered = set()
     for i in range(len(written) - least + 1):
@@ -23,7 +24,9 @@ def test_it_is_what_a_search_by_hand_finds(corpus, written, least):
         if any(corpus[j : j + least] == gram for j in range(len(corpus) - least + 1)):
             covered.update(range(i, i + least))
     wanted = len(covered) / len(written) if covered else 0.0
-    assert verbatim_share(np.array(written, np.int64), np.array(corpus, np.uint16), least) == pytest.approx(wanted)
+    assert verbatim_share(
+        np.array(written, np.int64), np.array(corpus, np.uint16), least
+    ) == pytest.approx(wanted)
 
 
 def test_a_run_over_the_border_of_two_parts_is_found(monkeypatch):

@@ -1,4 +1,5 @@
-"""Kinds of devices that a cluster file declares, local networks of sites, and network cards of hosts."""
+"""Kinds of devices that a cluster file declares, local networks of sites, and network cards of
+hosts."""
 
 import json
 
@@ -21,10 +22,18 @@ def again(tmp_path, cluster: Cluster) -> Cluster:
 
 def test_a_kind_of_the_file_is_used_as_one_of_the_catalogue(tmp_path):
     cluster = read(
-        tmp_path, KIND.format(SHEET).replace("[mygpu]", "[{kind: mygpu, count: 2}, {kind: mygpu, memory: 40GB}]")
+        tmp_path,
+        KIND.format(SHEET).replace(
+            "[mygpu]", "[{kind: mygpu, count: 2}, {kind: mygpu, memory: 40GB}]"
+        ),
     )
     one, _, small = cluster.devices
-    assert (one.kind, one.backend, one.memory, one.sheet.bandwidth) == ("mygpu", "cuda", 48 * 10**9, 9e11)
+    assert (one.kind, one.backend, one.memory, one.sheet.bandwidth) == (
+        "mygpu",
+        "cuda",
+        48 * 10**9,
+        9e11,
+    )
     assert (one.sheet.flops, one.sheet.dtypes, one.sheet.watts) == (
         {"bf16": 1.8e14, "fp32": 4e13},
         ("bf16", "fp32"),
@@ -60,7 +69,7 @@ links:
   - {between: [a, b], rtt: 10ms, bandwidth: 30Gbit/s}
   - {between: [b, c], rtt: 10ms}
   - {between: [x, z], rtt: 5us, bandwidth: 200Gbit/s}
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -83,7 +92,9 @@ def test_a_local_network_and_cards_decide_what_hosts_exchange(tmp_path, a, b, gi
     cluster = read(tmp_path, LAN)
     for ends in ((a, b), (b, a)):
         link = cluster.link(*ends)
-        assert (link.bandwidth and link.bandwidth * 8 / 1e9, link.rtt_s) == pytest.approx((gigabits, rtt_s))
+        assert (link.bandwidth and link.bandwidth * 8 / 1e9, link.rtt_s) == pytest.approx(
+            (gigabits, rtt_s)
+        )
     assert again(tmp_path, cluster) == cluster
 
 
@@ -94,6 +105,8 @@ def test_a_card_below_what_an_unknown_line_is_taken_to_carry_counts(tmp_path):
 
 def test_a_cluster_without_local_networks_and_cards_keeps_its_hash(tmp_path):
     cluster = read(tmp_path, LEAST)
-    assert not any(name in json.dumps(as_json(cluster)) for name in ("nic", "lan_bandwidth", "lan_rtt_s"))
+    assert not any(
+        name in json.dumps(as_json(cluster)) for name in ("nic", "lan_bandwidth", "lan_rtt_s")
+    )
     hosts = cluster.with_hosts(lambda host: msgspec.structs.replace(host, nic=1e9))
     assert len({cluster_hash(cluster), cluster_hash(hosts), cluster_hash(read(tmp_path, LAN))}) == 3

@@ -14,7 +14,13 @@ def test_each_start_has_a_number_and_the_ledger_says_up_to_where_earlier_ones_co
     assert [epoch.advance(path, newest) for newest in (-1, 40, 40, 90)] == [1, 2, 3, 4]
     ledger = epoch.read_ledger(path)
     assert ledger == Ledger(epoch=4, ended={1: 40, 2: 40, 3: 90})
-    for number, step, counts in ((1, 40, True), (1, 41, False), (2, 41, False), (3, 90, True), (3, 91, False)):
+    for number, step, counts in (
+        (1, 40, True),
+        (1, 41, False),
+        (2, 41, False),
+        (3, 90, True),
+        (3, 91, False),
+    ):
         assert ledger.counts(number, step) is counts
     assert ledger.counts(4, 10**6) and ledger.counts(0, 10**6), "earlier versions have no epochs"
 
@@ -25,7 +31,9 @@ def test_who_was_replaced_may_not_write(tmp_path):
     epoch.advance(path, -1)
     epoch.require(path, 1)
     epoch.advance(path, 3)
-    with pytest.raises(Refusal, match="it is of start 1 of the run, which is at start 2") as refusal:
+    with pytest.raises(
+        Refusal, match="it is of start 1 of the run, which is at start 2"
+    ) as refusal:
         epoch.require(path, 1)
     assert refusal.value.problem.code == "superseded" and refusal.value.problem.exit_code == 45
 

@@ -1,4 +1,5 @@
-"""Sends between layouts: played on arrays, every rank ends with what it wants, and slow links carry nothing twice."""
+"""Sends between layouts: played on arrays, every rank ends with what it wants, and slow links carry
+nothing twice."""
 
 import random
 from collections import Counter
@@ -12,7 +13,9 @@ from farspan.semantics.layout import HeldRange, Send, transfer
 
 SIZE = 30
 places = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)
-parts = st.lists(st.builds(lambda rank, place: HeldRange(rank, *place), st.integers(0, 8), places), max_size=10)
+parts = st.lists(
+    st.builds(lambda rank, place: HeldRange(rank, *place), st.integers(0, 8), places), max_size=10
+)
 layouts = st.tuples(parts, parts, st.lists(st.integers(0, 3), min_size=9, max_size=9))
 
 
@@ -41,11 +44,15 @@ def test_every_rank_ends_with_the_values_that_it_wants(layout):
     for part in held:
         ranks[part.rank, part.start : part.stop] = values[part.start : part.stop]
     for sends in transfer(held, wanted, site.__getitem__):
-        sent = [ranks[send.source, send.start : send.stop].copy() for send in sends]  # A round is all at once.
+        sent = [
+            ranks[send.source, send.start : send.stop].copy() for send in sends
+        ]  # A round is all at once.
         for send, data in zip(sends, sent, strict=True):
             ranks[send.target, send.start : send.stop] = data
     for part in wanted:
-        np.testing.assert_array_equal(ranks[part.rank, part.start : part.stop], values[part.start : part.stop])
+        np.testing.assert_array_equal(
+            ranks[part.rank, part.start : part.stop], values[part.start : part.stop]
+        )
 
 
 @settings(deadline=None)
@@ -58,10 +65,15 @@ def test_nothing_is_sent_twice_or_further_than_it_must(layout):
     assert sorted((target, i) for _, target, i in moves(first + second)) == sorted(lacking)
     assert all((source, i) in having for source, _, i in moves(first))
     at_home = {(site[rank], i) for rank, i in having}
-    crossed = sorted((site[target], i) for source, target, i in moves(first) if site[source] != site[target])
+    crossed = sorted(
+        (site[target], i) for source, target, i in moves(first) if site[source] != site[target]
+    )
     assert crossed == sorted({(site[rank], i) for rank, i in lacking} - at_home)
     arrived = {(target, i) for source, target, i in moves(first) if site[source] != site[target]}
-    assert all((source, i) in arrived and site[source] == site[target] for source, target, i in moves(second))
+    assert all(
+        (source, i) in arrived and site[source] == site[target]
+        for source, target, i in moves(second)
+    )
 
 
 @settings(deadline=None)
@@ -70,7 +82,9 @@ def test_neither_the_order_of_the_parts_nor_the_names_of_the_sites_matter(layout
     held, wanted, site = layout
     held = complete(held, wanted)
     names = rng.sample(range(1000), 4)
-    other = transfer(rng.sample(held, len(held)), rng.sample(wanted, len(wanted)), lambda rank: names[site[rank]])
+    other = transfer(
+        rng.sample(held, len(held)), rng.sample(wanted, len(wanted)), lambda rank: names[site[rank]]
+    )
     assert other == transfer(held, wanted, site.__getitem__)
 
 
@@ -92,7 +106,10 @@ def test_copies_share_the_work_evenly(sources, targets, size):
     first, second = transfer(held, wanted, lambda rank: rank // 10)
     for side, ranks in ((0, sources), (1, targets)):
         load = Counter(move[side] for move in moves(first))
-        assert {load[10 * side + rank] for rank in range(ranks)} <= {size // ranks, -(-size // ranks)}
+        assert {load[10 * side + rank] for rank in range(ranks)} <= {
+            size // ranks,
+            -(-size // ranks),
+        }
     spread = Counter(source for source, _, _ in moves(second))
     shares = {spread[10 + rank] for rank in range(targets)}
     assert shares <= {(targets - 1) * (size // targets), (targets - 1) * -(-size // targets)}
@@ -109,36 +126,57 @@ def test_many_small_parts_are_shared_as_evenly_as_a_large_one():
 def test_odd_elements_go_by_turns():
     """One row for each of four sites, two copies of it: no copy sends three."""
     first, _ = transfer(
-        [HeldRange(0, 0, 1), HeldRange(1, 0, 1)], [HeldRange(rank, 0, 1) for rank in range(2, 6)], lambda rank: rank
+        [HeldRange(0, 0, 1), HeldRange(1, 0, 1)],
+        [HeldRange(rank, 0, 1) for rank in range(2, 6)],
+        lambda rank: rank,
     )
     assert [send[:2] for send in first] == [(0, 2), (0, 4), (1, 3), (1, 5)]
 
 
 CASES = {
     "two pairs of another site: half by each, then swapped": (
-        [HeldRange(0, 0, 10), HeldRange(1, 0, 10)], [HeldRange(2, 0, 10), HeldRange(3, 0, 10)], "aabb",
-        ((0, 2, 0, 5), (1, 3, 5, 10)), ((2, 3, 0, 5), (3, 2, 5, 10)),
+        [HeldRange(0, 0, 10), HeldRange(1, 0, 10)],
+        [HeldRange(2, 0, 10), HeldRange(3, 0, 10)],
+        "aabb",
+        ((0, 2, 0, 5), (1, 3, 5, 10)),
+        ((2, 3, 0, 5), (3, 2, 5, 10)),
     ),
     "the same in one site: each to one, nothing to spread": (
-        [HeldRange(0, 0, 10), HeldRange(1, 0, 10)], [HeldRange(2, 0, 10), HeldRange(3, 0, 10)], "aaaa",
-        ((0, 2, 0, 10), (1, 3, 0, 10)), (),
+        [HeldRange(0, 0, 10), HeldRange(1, 0, 10)],
+        [HeldRange(2, 0, 10), HeldRange(3, 0, 10)],
+        "aaaa",
+        ((0, 2, 0, 10), (1, 3, 0, 10)),
+        (),
     ),
     "what a rank or its site has does not cross": (
-        [HeldRange(0, 0, 10), HeldRange(1, 4, 6)], [HeldRange(1, 0, 10), HeldRange(2, 4, 8)], "abb",
-        ((0, 1, 0, 4), (0, 1, 7, 10), (0, 2, 6, 7), (1, 2, 4, 6)), ((1, 2, 7, 8), (2, 1, 6, 7)),
+        [HeldRange(0, 0, 10), HeldRange(1, 4, 6)],
+        [HeldRange(1, 0, 10), HeldRange(2, 4, 8)],
+        "abb",
+        ((0, 1, 0, 4), (0, 1, 7, 10), (0, 2, 6, 7), (1, 2, 4, 6)),
+        ((1, 2, 7, 8), (2, 1, 6, 7)),
     ),
     "divided otherwise": (
         [HeldRange(0, 0, 6), HeldRange(1, 6, 12)],
-        [HeldRange(2, 0, 4), HeldRange(3, 4, 8), HeldRange(2, 8, 12)], "aabb",
-        ((0, 2, 0, 4), (0, 3, 4, 6), (1, 2, 8, 12), (1, 3, 6, 8)), (),
+        [HeldRange(2, 0, 4), HeldRange(3, 4, 8), HeldRange(2, 8, 12)],
+        "aabb",
+        ((0, 2, 0, 4), (0, 3, 4, 6), (1, 2, 8, 12), (1, 3, 6, 8)),
+        (),
     ),
     "adjacent parts of one rank are one send": (
-        [HeldRange(0, 0, 3), HeldRange(0, 3, 9)], [HeldRange(1, 0, 5), HeldRange(1, 5, 7)], "ab", ((0, 1, 0, 7),), (),
+        [HeldRange(0, 0, 3), HeldRange(0, 3, 9)],
+        [HeldRange(1, 0, 5), HeldRange(1, 5, 7)],
+        "ab",
+        ((0, 1, 0, 7),),
+        (),
     ),
     "empty parts, and nothing wanted that is not there": (
-        [HeldRange(0, 0, 5), HeldRange(1, 3, 3)], [HeldRange(0, 1, 4), HeldRange(1, 2, 2)], "ab", (), (),
+        [HeldRange(0, 0, 5), HeldRange(1, 3, 3)],
+        [HeldRange(0, 1, 4), HeldRange(1, 2, 2)],
+        "ab",
+        (),
+        (),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -153,12 +191,16 @@ def test_what_nobody_holds_is_an_error():
 
 
 def test_hundreds_of_ranks_with_disjoint_parts():
-    """From 200 to 300 shards in six sites, by way of shuffled ranks: every element is sent to its one wanter, once."""
+    """From 200 to 300 shards in six sites, by way of shuffled ranks: every element is sent to its
+    one wanter, once."""
     rng, size = random.Random(0), 10**9
     ranks = rng.sample(range(500), 500)
     bounds = {count: [size * i // count for i in range(count + 1)] for count in (200, 300)}
     held, wanted = (
-        [HeldRange(rank, bounds[len(group)][i], bounds[len(group)][i + 1]) for i, rank in enumerate(group)]
+        [
+            HeldRange(rank, bounds[len(group)][i], bounds[len(group)][i + 1])
+            for i, rank in enumerate(group)
+        ]
         for group in (ranks[:200], ranks[200:])
     )
     first, second = transfer(held, wanted, lambda rank: rank % 6)

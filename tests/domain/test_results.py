@@ -19,7 +19,10 @@ def test_figures_follow_from_the_step_and_the_workload():
     work = ESTIMATE.workload
     assert ESTIMATE.run_s == pytest.approx(work.steps * ESTIMATE.step_s / (1 - RESERVE))
     cut = msgspec.structs.replace(
-        ESTIMATE, workload=msgspec.structs.replace(work, deadline_s=ESTIMATE.run_s / 4, egress_usd_per_step=0.01)
+        ESTIMATE,
+        workload=msgspec.structs.replace(
+            work, deadline_s=ESTIMATE.run_s / 4, egress_usd_per_step=0.01
+        ),
     )
     assert cut.steps_done == pytest.approx(work.steps / 4)
     assert cut.usd == pytest.approx(ESTIMATE.usd / 4 + 0.01 * work.steps / 4)
@@ -38,10 +41,14 @@ def test_an_estimate_of_an_earlier_version_says_the_same(tmp_path, unknown):
     for read in (load_estimate(path), next(read_events(events)).estimate):
         said = read.as_json()
         for key, value in old.items():
-            assert said[key] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), key
+            assert said[key] == (
+                pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+            ), key
 
 
-@pytest.mark.parametrize("text", ['{"step_s": 1}', "[]", '{"step_s": 0, "run_s": 1, "memory": []}', "{"])
+@pytest.mark.parametrize(
+    "text", ['{"step_s": 1}', "[]", '{"step_s": 0, "run_s": 1, "memory": []}', "{"]
+)
 def test_what_is_no_estimate_is_refused(tmp_path, text):
     (path := tmp_path / "estimate.json").write_text(text)
     with pytest.raises(Refusal):

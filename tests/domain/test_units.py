@@ -19,13 +19,21 @@ from farspan.domain.units import (
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        (format_count(999_808), "1 M"), (format_count(999_400), "999 k"), (format_count(13_874_000), "13.9 M"),
-        (format_count(850), "850"), (format_bytes(999.6e6), "1 GB"), (format_bytes(7.63e6), "7.63 MB"),
-        (format_rate(999.7e6 / 8), "1 Gbit/s"), (format_rate(996e6 / 8), "996 Mbit/s"), (format_rate(12), "96 bit/s"),
-        (format_flops(999.6e9), "1 TFLOP/s"), (format_flops(2.25e15), "2.25 PFLOP/s"), (short_time(0.9996), "1 s"),
+        (format_count(999_808), "1 M"),
+        (format_count(999_400), "999 k"),
+        (format_count(13_874_000), "13.9 M"),
+        (format_count(850), "850"),
+        (format_bytes(999.6e6), "1 GB"),
+        (format_bytes(7.63e6), "7.63 MB"),
+        (format_rate(999.7e6 / 8), "1 Gbit/s"),
+        (format_rate(996e6 / 8), "996 Mbit/s"),
+        (format_rate(12), "96 bit/s"),
+        (format_flops(999.6e9), "1 TFLOP/s"),
+        (format_flops(2.25e15), "2.25 PFLOP/s"),
+        (short_time(0.9996), "1 s"),
         (short_time(0.0881), "88.1 ms"),
     ],
-)  # fmt: skip
+)
 def test_what_rounds_up_to_the_next_prefix_has_it(said, text):
     assert said == text
 
@@ -39,9 +47,22 @@ def test_nothing_within_its_prefixes_is_told_in_powers_of_ten(form):
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("5minutes", 300), ("5 min", 300), ("1hour30m", 5400), ("1h 30m", 5400), ("1 h 05 min", 3900), ("2 Hours", 7200),
-     ("1e3s", 1000), ("90", 90), (90, 90), ("1.5h", 5400), ("57ms", 0.057), ("1 day", 86400), ("2w", 1_209_600)],
-)  # fmt: skip
+    [
+        ("5minutes", 300),
+        ("5 min", 300),
+        ("1hour30m", 5400),
+        ("1h 30m", 5400),
+        ("1 h 05 min", 3900),
+        ("2 Hours", 7200),
+        ("1e3s", 1000),
+        ("90", 90),
+        (90, 90),
+        ("1.5h", 5400),
+        ("57ms", 0.057),
+        ("1 day", 86400),
+        ("2w", 1_209_600),
+    ],
+)
 def test_times_are_read_as_people_write_them(text, seconds):
     assert parse_seconds(text) == pytest.approx(seconds)
 
@@ -53,15 +74,32 @@ def test_a_time_that_was_said_is_read(seconds):
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("-5m", "is negative"), ("- 5 min", "is negative"), ("soon", "does not start with a number"),
-     ("5 parsecs", "no known unit"), ("1h30", "no known unit"), ("30m1h", "larger unit"), ("5m5m", "larger unit"),
-     ("1h 2 parsecs", "no known unit"), ("1e999s", "too large"), ("", "does not start")],
-)  # fmt: skip
+    [
+        ("-5m", "is negative"),
+        ("- 5 min", "is negative"),
+        ("soon", "does not start with a number"),
+        ("5 parsecs", "no known unit"),
+        ("1h30", "no known unit"),
+        ("30m1h", "larger unit"),
+        ("5m5m", "larger unit"),
+        ("1h 2 parsecs", "no known unit"),
+        ("1e999s", "too large"),
+        ("", "does not start"),
+    ],
+)
 def test_what_is_no_time_says_why(text, why):
     with pytest.raises(ValueError, match=why):
         parse_seconds(text)
 
 
 def test_one_of_a_thing_is_one():
-    assert [counted(1, "step"), counted(1400, "step"), counted(0, "host")] == ["1 step", "1,400 steps", "0 hosts"]
-    assert [counted(1, "pass"), counted(2, "pass"), counted(2, "batch")] == ["1 pass", "2 passes", "2 batches"]
+    assert [counted(1, "step"), counted(1400, "step"), counted(0, "host")] == [
+        "1 step",
+        "1,400 steps",
+        "0 hosts",
+    ]
+    assert [counted(1, "pass"), counted(2, "pass"), counted(2, "batch")] == [
+        "1 pass",
+        "2 passes",
+        "2 batches",
+    ]

@@ -33,7 +33,9 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
     rates = DeviceSpeed(device(), "fp32", plain())  # 1e12 FLOP/s, 1e11 bytes a second.
     assert rates.kernels(BIG) == (pytest.approx(4.0), 0.0)
     assert rates.kernels(STREAM).computing == pytest.approx(5.0)
-    shares = DeviceSpeed(device(), "fp32", plain(efficiency={"fp32": 0.5}, bandwidth=0.25, composed_bandwidth=0.125))
+    shares = DeviceSpeed(
+        device(), "fp32", plain(efficiency={"fp32": 0.5}, bandwidth=0.25, composed_bandwidth=0.125)
+    )
     assert shares.kernels(BIG).computing == pytest.approx(8.0)
     assert shares.kernels(STREAM).computing == pytest.approx(20.0)
     assert shares.stream_s(1e11) == pytest.approx(4.0)
@@ -44,12 +46,20 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
 def test_launches_go_on_beside_what_was_launched_but_on_cpus():
     three = BIG._replace(launches=3)
     gpu, cpu, half = (
-        DeviceSpeed(one, "fp32", plain(launch_s=0.5)) for one in (device(), device(backend="cpu"), device(share=0.5))
+        DeviceSpeed(one, "fp32", plain(launch_s=0.5))
+        for one in (device(), device(backend="cpu"), device(share=0.5))
     )
     assert gpu.kernels(three) == (pytest.approx(4.0), 1.5)
-    assert half.kernels(three).launching == pytest.approx(3.0), "a device held to a share of its time launches slower"
-    assert (gpu.together(4.0, 1.5), gpu.together(1.0, 1.5), cpu.together(4.0, 1.5)) == (4.0, 1.5, 5.5)
-    # Of a unit's operators whose kernels are short launches decide, however long the others take alone.
+    assert half.kernels(three).launching == pytest.approx(3.0), (
+        "a device held to a share of its time launches slower"
+    )
+    assert (gpu.together(4.0, 1.5), gpu.together(1.0, 1.5), cpu.together(4.0, 1.5)) == (
+        4.0,
+        1.5,
+        5.5,
+    )
+    # Of a unit's operators whose kernels are short launches decide, however long the others take
+    # alone.
     using = costs(cluster([[device()]]), plain(launch_s=1e3, launches=(1, 2)))
     unit = using.graph.block
     products = sum(op.kind in ("matmul", "attention") for op in unit)
@@ -59,21 +69,28 @@ def test_launches_go_on_beside_what_was_launched_but_on_cpus():
 def test_power_holds_arithmetic_down():
     hot = plain(flops_per_watt=2e9)
     for watts, seconds in ((100, 20.0), (1000, 4.0), (None, 4.0)):
-        assert DeviceSpeed(device(watts=watts), "fp32", hot).kernels(BIG).computing == pytest.approx(seconds)
+        assert DeviceSpeed(device(watts=watts), "fp32", hot).kernels(
+            BIG
+        ).computing == pytest.approx(seconds)
 
 
 def test_fp32_products_are_tf32_where_plan_or_engine_say_so_and_the_device_has_it():
     ampere = device(flops={"fp32": 1e12, "tf32": 4e12})
     usual, allowing = plain(), plain(tf32=True)
     for one, dtype, using, seconds in (
-        (ampere, "fp32", usual, 4.0), (ampere, "tf32", usual, 1.0), (ampere, "fp32", allowing, 1.0),
-        (device(), "tf32", usual, 4.0), (device(), "fp32", allowing, 4.0),
-    ):  # fmt: skip
+        (ampere, "fp32", usual, 4.0),
+        (ampere, "tf32", usual, 1.0),
+        (ampere, "fp32", allowing, 1.0),
+        (device(), "tf32", usual, 4.0),
+        (device(), "fp32", allowing, 4.0),
+    ):
         assert DeviceSpeed(one, dtype, using).kernels(BIG).computing == pytest.approx(seconds)
 
 
 def test_rows_that_begin_elsewhere_than_at_16_bytes_are_multiplied_more_slowly():
-    rates = DeviceSpeed(device(flops={"bf16": 1e12}), "bf16", plain(aligned={8: 0.75, 4: 0.6, 2: 0.5}))
+    rates = DeviceSpeed(
+        device(flops={"bf16": 1e12}), "bf16", plain(aligned={8: 0.75, 4: 0.6, 2: 0.5})
+    )
     shares = {64: 1.0, 2332: 0.75, 2330: 0.6, 4147: 0.5}
     assert {n: rates.flops(8, 64, n) / 1e12 for n in shares} == pytest.approx(shares)
     assert DeviceSpeed(device(), "fp32", plain()).flops(8, 64, 3) == 1e12
@@ -93,15 +110,25 @@ def test_measured_products_go_before_the_data_sheet_and_the_nearest_shape_counts
     rates = DeviceSpeed(device(rates=measured), "fp32", plain())
     assert rates.flops(1024, 100, 100) == 2e11
     assert rates.flops(1024, 2048, 1024) == 8e11
-    assert DeviceSpeed(device(rates=measured), "bf16", plain()).flops(1, 1, 1) == 0.8 * UNKNOWN_FLOPS["cuda"]
+    assert (
+        DeviceSpeed(device(rates=measured), "bf16", plain()).flops(1, 1, 1)
+        == 0.8 * UNKNOWN_FLOPS["cuda"]
+    )
 
 
 def test_unknown_devices_are_taken_for_slow_ones():
     unknown = device(flops={}, bandwidth=None)
-    took = {dtype: DeviceSpeed(unknown, dtype, plain()).kernels(BIG).computing for dtype in ("bf16", "fp32")}
+    took = {
+        dtype: DeviceSpeed(unknown, dtype, plain()).kernels(BIG).computing
+        for dtype in ("bf16", "fp32")
+    }
     shares = ATTAINED["cuda"]
-    assert took == pytest.approx({"bf16": 4e12 / 65e12 / shares["bf16"], "fp32": 8 * 4e12 / 65e12 / shares["fp32"]})
-    assert DeviceSpeed(unknown, "fp32", plain()).stream_s(UNKNOWN_BANDWIDTH["cuda"]) == pytest.approx(1.0)
+    assert took == pytest.approx(
+        {"bf16": 4e12 / 65e12 / shares["bf16"], "fp32": 8 * 4e12 / 65e12 / shares["fp32"]}
+    )
+    assert DeviceSpeed(unknown, "fp32", plain()).stream_s(
+        UNKNOWN_BANDWIDTH["cuda"]
+    ) == pytest.approx(1.0)
 
 
 def test_pace_and_crowding_multiply_every_time():
@@ -111,9 +138,14 @@ def test_pace_and_crowding_multiply_every_time():
     cpu = device(backend="cpu", threads=2)
     there = cluster([[cpu] * 4])
     host = Host(name="a0", devices=(cpu,) * 4, cpus=4)
-    there = msgspec.structs.replace(there, sites=(msgspec.structs.replace(there.sites[0], hosts=(host,)),))
+    there = msgspec.structs.replace(
+        there, sites=(msgspec.structs.replace(there.sites[0], hosts=(host,)),)
+    )
     roomy = msgspec.structs.replace(
-        there, sites=(msgspec.structs.replace(there.sites[0], hosts=(msgspec.structs.replace(host, cpus=8),)),)
+        there,
+        sites=(
+            msgspec.structs.replace(there.sites[0], hosts=(msgspec.structs.replace(host, cpus=8),)),
+        ),
     )
     graph = models.graph(TIED)
     crowded, alone = (costs(c, plain()).unit_s(0, graph.block, 1, {}, 1) for c in (there, roomy))
@@ -121,12 +153,21 @@ def test_pace_and_crowding_multiply_every_time():
 
 
 KERNELS = {
-    "weight": {"full": (0, 3), "casts": (1, 1)}, "table": {"full": (0, 4)}, "lookup": {"working": (2, 3)},
-    "bias": {"working": (0, 1)}, "layernorm": {"full": (2, 5)}, "residual": {"working": (3, 3)},
-    "rmsnorm": {"full": (7, 21), "composed": True}, "rotary": {"working": (10, 11)}, "heads": {"working": (8, 8)},
-    "scores": {"working": (4, 6), "full": (2, 3), "casts": (2, 2)}, "score_blocks": {"working": (4, 8)},
-    "gelu": {"working": (2, 3), "launches": (1, 2)}, "swiglu": {"working": (5, 9)}, "loss": {"full": (2, 4)},
-}  # fmt: skip
+    "weight": {"full": (0, 3), "casts": (1, 1)},
+    "table": {"full": (0, 4)},
+    "lookup": {"working": (2, 3)},
+    "bias": {"working": (0, 1)},
+    "layernorm": {"full": (2, 5)},
+    "residual": {"working": (3, 3)},
+    "rmsnorm": {"full": (7, 21), "composed": True},
+    "rotary": {"working": (10, 11)},
+    "heads": {"working": (8, 8)},
+    "scores": {"working": (4, 6), "full": (2, 3), "casts": (2, 2)},
+    "score_blocks": {"working": (4, 8)},
+    "gelu": {"working": (2, 3), "launches": (1, 2)},
+    "swiglu": {"working": (5, 9)},
+    "loss": {"full": (2, 4)},
+}
 COUNTED = plain(kernels={name: Moves(**moves) for name, moves in KERNELS.items()})
 
 
@@ -139,7 +180,9 @@ def worked(spec, name, *, keys=None, share=1.0, width=4, engine=COUNTED, rows=3)
 def test_products_and_attention_of_a_block_by_hand():
     rows, s, d, f = 3, 16, 64, 256
     forward, backward = worked(TIED, "mlp.up", engine=plain())
-    assert forward == OperatorWork(2 * rows * s * d * f, 4 * (rows * s * (d + f) + d * f + f), rows * s, d, f)
+    assert forward == OperatorWork(
+        2 * rows * s * d * f, 4 * (rows * s * (d + f) + d * f + f), rows * s, d, f
+    )
     assert backward == OperatorWork(2 * forward.flops, 2 * forward.bytes, rows * s, d, f)
     assert worked(TIED, "mlp.down")[0][2:5] == (rows * s, f, d)
     assert worked(TIED, "attn.out")[0][2:5] == (rows * s, d, d)
@@ -180,12 +223,17 @@ def test_what_other_kernels_move_by_hand(width):
     # A table's gradient is as large as the table: zeros are written first.
     assert moved("tok") == (2 * width * tokens * d, 3 * width * tokens * d + 4 * 4 * (v + 32) * d)
     assert moved("loss") == (2 * 4 * tokens * v, 4 * 4 * tokens * v)
-    # Rotary positions turn q and k, of which there are half as many heads; gates leave half of what they read.
+    # Rotary positions turn q and k, of which there are half as many heads; gates leave half of what
+    # they read.
     assert moved("attn", UNTIED)[0] == 10 * width * tokens * (d + d / 2)
     gated = models.graph(UNTIED).sizes["f"]
     assert moved("mlp.act", UNTIED) == (5 * width * tokens * gated, 9 * width * tokens * gated)
     norm = worked(UNTIED, "attn_norm", width=width)
-    assert (norm[0].composed, norm[1].composed, norm[0].apart) == (7 * 4 * tokens * d, 21 * 4 * tokens * d, 0)
+    assert (norm[0].composed, norm[1].composed, norm[0].apart) == (
+        7 * 4 * tokens * d,
+        21 * 4 * tokens * d,
+        0,
+    )
     assert [one.launches for one in worked(TIED, "mlp.act")] == [1, 2]
     # A device of a tensor axis does its share.
     assert moved("mlp.act", share=0.25) == (2 * width * tokens * f / 4, 3 * width * tokens * f / 4)
@@ -210,7 +258,12 @@ def test_scores_are_computed_for_the_keys_up_to_the_end_of_a_block():
     assert keys(256) == (64 + 128 + 192 + 256) / 4
     assert keys(256, "bf16") == (128 + 256) / 2
     assert keys(100) == (64 * 64 + 36 * 100) / 100
-    assert keys(100, "bf16") == keys(100, attention="vanilla") == keys(100, backend="cuda", attention="vanilla") == 100
+    assert (
+        keys(100, "bf16")
+        == keys(100, attention="vanilla")
+        == keys(100, backend="cuda", attention="vanilla")
+        == 100
+    )
     assert keys(2048) is None and keys(256, backend="cuda") is None
     assert keys(64) is None and keys(64, "bf16") == keys(64, attention="vanilla") == 64
 
@@ -231,7 +284,9 @@ def test_a_stage_takes_as_long_as_its_slowest_coordinate():
     one = stage(mesh(0, 1), (5, 1))
     alone = [using.passes(stage(mesh(rank), (rows,)), [rows]) for rank, rows in ((0, 5), (1, 1))]
     assert using.passes(one, [5, 1]) == max(alone, key=lambda found: found.forward)
-    assert using.passes(stage(mesh(0, 1), (6, 0)), [6, 0]) == using.passes(stage(mesh(0), (6,)), [6])
+    assert using.passes(stage(mesh(0, 1), (6, 0)), [6, 0]) == using.passes(
+        stage(mesh(0), (6,)), [6]
+    )
 
 
 def test_updates_stream_the_state():
@@ -243,4 +298,6 @@ def test_updates_stream_the_state():
     assert took == pytest.approx(parameters * (2 * 8 + 2 * 4 + 4) / 1e3)
     divided = cluster([[device(bandwidth=1e3)] * 2])
     zero = stage(mesh(0, 1), (4, 4), zero=1, grad_sync=GradSync(bucket_bytes=None))
-    assert stage_time(costs(divided, plain(), UNTIED), zero, [4, 4], 1).update == pytest.approx(took / 2)
+    assert stage_time(costs(divided, plain(), UNTIED), zero, [4, 4], 1).update == pytest.approx(
+        took / 2
+    )

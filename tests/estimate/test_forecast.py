@@ -17,9 +17,16 @@ COUNTED = tuple(
 COSINE = Schedule(floor=0.0)
 
 
-def expected(tokens: float, *, parameters: float = 3e6, unique: float = 1e9, counted=COUNTED) -> Forecast:
+def expected(
+    tokens: float, *, parameters: float = 3e6, unique: float = 1e9, counted=COUNTED
+) -> Forecast:
     found = forecast(
-        counted, parameters=parameters, unique_tokens=unique, tokens=tokens, steps=tokens / 4096, bigram_nats=5.0
+        counted,
+        parameters=parameters,
+        unique_tokens=unique,
+        tokens=tokens,
+        steps=tokens / 4096,
+        bigram_nats=5.0,
     )
     assert found is not None
     return found
@@ -27,13 +34,22 @@ def expected(tokens: float, *, parameters: float = 3e6, unique: float = 1e9, cou
 
 def test_a_harder_text_is_expected_to_be_harder_in_proportion():
     easier = tuple(
-        Counted(tokens=one.tokens, few=one.few - 1.5, few_again=one.few_again - 1.5, many_again=one.many_again - 1.5)
+        Counted(
+            tokens=one.tokens,
+            few=one.few - 1.5,
+            few_again=one.few_again - 1.5,
+            many_again=one.many_again - 1.5,
+        )
         for one in COUNTED
     )
     for tokens in (60_000.0, 200_000.0, 5e6):
-        assert expected(tokens).loss - expected(tokens, counted=easier).loss == pytest.approx(sum(FACTORS[4:7]) * 1.5)
+        assert expected(tokens).loss - expected(tokens, counted=easier).loss == pytest.approx(
+            sum(FACTORS[4:7]) * 1.5
+        )
         low, high = expected(tokens).interval
-        assert (low, high) == pytest.approx((expected(tokens).loss - BEFORE, expected(tokens).loss + BEFORE))
+        assert (low, high) == pytest.approx(
+            (expected(tokens).loss - BEFORE, expected(tokens).loss + BEFORE)
+        )
 
 
 def test_more_text_and_more_parameters_are_never_expected_to_teach_less():
@@ -48,7 +64,10 @@ def test_more_text_and_more_parameters_are_never_expected_to_teach_less():
 
 def test_near_the_end_a_run_is_expected_to_end_where_it_is():
     before = expected(500_000.0)
-    told = [revised(before, COSINE, share, 5.0, 5.0) for share in (EARLIEST / 2, EARLIEST, 0.5, 0.9, 0.999, 1.0)]
+    told = [
+        revised(before, COSINE, share, 5.0, 5.0)
+        for share in (EARLIEST / 2, EARLIEST, 0.5, 0.9, 0.999, 1.0)
+    ]
     assert told[0] is None and told[-1] is None
     near = [abs(one[0] - 5.0) for one in told if one is not None]
     assert near[-1] < 0.01 and near[-2] < 0.2
@@ -60,11 +79,17 @@ def test_near_the_end_a_run_is_expected_to_end_where_it_is():
         [0.3 * share for share in (EARLIEST, 0.5, 0.9, 0.999)]
     )
     # A sample of the split that is easier for counts by 0.3 nats is taken to be so for the model.
-    (plain, _), (corrected, _) = revised(before, COSINE, 0.5, 5.0, 5.0), revised(before, COSINE, 0.5, 5.0, 4.7)
+    (plain, _), (corrected, _) = (
+        revised(before, COSINE, 0.5, 5.0, 5.0),
+        revised(before, COSINE, 0.5, 5.0, 4.7),
+    )
     assert corrected == pytest.approx(plain + 0.5 * 0.3)
 
 
 def test_what_the_fit_does_not_know_is_not_told():
-    assert forecast((), parameters=3e6, unique_tokens=100.0, tokens=100.0, steps=1, bigram_nats=5.0) is None
+    assert (
+        forecast((), parameters=3e6, unique_tokens=100.0, tokens=100.0, steps=1, bigram_nats=5.0)
+        is None
+    )
     assert revised(expected(1e6), Schedule(kind="constant"), 0.5, 5.0, 5.0) is None
     assert expected(1e6, counted=COUNTED[:1]).loss < 10

@@ -1,4 +1,5 @@
-"""Bytes of a worker by hand: state by ZeRO's level, activations in flight, recomputation, tied tables, splits."""
+"""Bytes of a worker by hand: state by ZeRO's level, activations in flight, recomputation, tied
+tables, splits."""
 
 from __future__ import annotations
 
@@ -8,14 +9,32 @@ import pytest
 from farspan import models
 from farspan.domain.cluster import Interconnect, Link
 from farspan.domain.plan import GradSync, Sync
-from farspan.estimate.memory import activations_per_row, local_parameters, logits_bytes, replayed_per_row, state_bytes
+from farspan.estimate.memory import (
+    activations_per_row,
+    local_parameters,
+    logits_bytes,
+    replayed_per_row,
+    state_bytes,
+)
 from farspan.estimate.price import estimate
 from farspan.semantics.tensor_sharding import RESIDUAL
-from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, pipeline, plain, plan, stage, train
+from tests.estimate.parts import (
+    TIED,
+    UNTIED,
+    cluster,
+    costs,
+    device,
+    mesh,
+    pipeline,
+    plain,
+    plan,
+    stage,
+    train,
+)
 
 S, D, V, H, F = 16, 64, 96, 4, 256
-#: What a GPT-2 block keeps of one sequence in fp32 beside scores: two norms' inputs, inputs of four matrices (the last
-#: of F), q, k, v, and the activation's input.
+#: What a GPT-2 block keeps of one sequence in fp32 beside scores: two norms' inputs, inputs of four
+#: matrices (the last of F), q, k, v, and the activation's input.
 GPT2_BLOCK = 4 * S * (2 * D + 3 * D + F + 3 * D + F)
 
 
@@ -25,7 +44,8 @@ def alone(**changes):
 
 
 def test_state_by_zero_level():
-    # Weights 2, gradients 4, optimizer 12 bytes a parameter in bf16 (arXiv 1910.02054 has 2, 2, 12).
+    # Weights 2, gradients 4, optimizer 12 bytes a parameter in bf16 (arXiv 1910.02054 has 2, 2,
+    # 12).
     bf16 = train(precision="bf16")
     assert state_bytes(100, bf16, plain(), 0, 4) == (200, 400, 1200)
     assert state_bytes(100, bf16, plain(), 1, 4) == (200, 400, 300)
@@ -39,12 +59,18 @@ def test_activations_of_a_block_by_hand():
     assert activations_per_row(graph, (1, 2), train(), "cuda") == GPT2_BLOCK
     assert activations_per_row(graph, (1, 4), train(), "cuda") == 3 * GPT2_BLOCK
     assert activations_per_row(graph, (1, 2), train(precision="bf16"), "cuda") == GPT2_BLOCK / 2
-    # Probabilities of 4 heads: on CPUs in bf16 or over many positions, and by the textbook, where bf16 has an fp32
-    # softmax beside its copy.
+    # Probabilities of 4 heads: on CPUs in bf16 or over many positions, and by the textbook, where
+    # bf16 has an fp32 softmax beside its copy.
     scores = H * S * S
     assert activations_per_row(graph, (1, 2), train(), "cpu") == GPT2_BLOCK
-    assert activations_per_row(graph, (1, 2), train(precision="bf16"), "cpu") == GPT2_BLOCK / 2 + 2 * scores
-    assert activations_per_row(graph, (1, 2), train(attention="vanilla"), "cuda") == GPT2_BLOCK + 4 * scores
+    assert (
+        activations_per_row(graph, (1, 2), train(precision="bf16"), "cpu")
+        == GPT2_BLOCK / 2 + 2 * scores
+    )
+    assert (
+        activations_per_row(graph, (1, 2), train(attention="vanilla"), "cuda")
+        == GPT2_BLOCK + 4 * scores
+    )
     textbook = train(attention="vanilla", precision="bf16")
     assert activations_per_row(graph, (1, 2), textbook, "cuda") == GPT2_BLOCK / 2 + 6 * scores
     # Final norm and head keep their inputs; the embedding nothing.
@@ -59,7 +85,9 @@ def test_recomputed_blocks_keep_their_inputs():
     using, one = alone()
     again = msgspec.structs.replace(one, recompute=True)
     head = 4 * S * 2 * D
-    assert using.memory_of(again, 2, 3, 0, piped=False).activations == 2 * (3 * (4 * 4 * S * D + head) + GPT2_BLOCK)
+    assert using.memory_of(again, 2, 3, 0, piped=False).activations == 2 * (
+        3 * (4 * 4 * S * D + head) + GPT2_BLOCK
+    )
     assert using.memory_of(one, 2, 3, 0, piped=False).activations == 2 * 3 * (4 * GPT2_BLOCK + head)
     # A stage without blocks has none to hold.
     ends = msgspec.structs.replace(again, units=(5, 6))
@@ -68,13 +96,25 @@ def test_recomputed_blocks_keep_their_inputs():
 
 def test_splits_divide_what_they_name():
     graph = models.graph(TIED)
-    splits = {"attn.qkv": "n", "attn": "n", "attn.out": "n", "mlp.up": "f", "mlp.act": "f", "mlp.down": "f"}
+    splits = {
+        "attn.qkv": "n",
+        "attn": "n",
+        "attn.out": "n",
+        "mlp.up": "f",
+        "mlp.act": "f",
+        "mlp.down": "f",
+    }
     # Inputs of norms and of the column-split matrices stay whole.
     kept = 4 * S * (2 * D + 2 * D) + 4 * S * (3 * D + D + 2 * F) / 4
     assert activations_per_row(graph, (1, 2), train(), "cuda", splits=splits, ways=4) == kept
     rows = dict.fromkeys([op.name for op in graph.block], "b") | {RESIDUAL: "b"}
-    assert activations_per_row(graph, (1, 2), train(), "cuda", splits=rows, ways=4) == GPT2_BLOCK / 4
-    assert activations_per_row(graph, (1, 2), train(), "cuda", splits=rows, ways=4, recompute=True) == S * D
+    assert (
+        activations_per_row(graph, (1, 2), train(), "cuda", splits=rows, ways=4) == GPT2_BLOCK / 4
+    )
+    assert (
+        activations_per_row(graph, (1, 2), train(), "cuda", splits=rows, ways=4, recompute=True)
+        == S * D
+    )
     # Biases of row-split matrices and norms stay whole: 2 x 2 D of norms, D of each.
     block = graph.parameters(1, 2)
     assert local_parameters(graph, (1, 2), splits, 4) == (block - 6 * D) / 4 + 6 * D
@@ -86,7 +126,10 @@ def test_a_tied_table_counts_once_on_one_stage_and_at_both_ends_of_a_pipeline():
     assert local_parameters(graph, (0, 6), {}, 1) == graph.parameters()
     assert local_parameters(graph, (0, 1), {}, 1) == table + positions
     assert local_parameters(graph, (5, 6), {}, 1) == table + 2 * D
-    assert local_parameters(graph, (0, 3), {}, 1) + local_parameters(graph, (3, 6), {}, 1) == graph.parameters() + table
+    assert (
+        local_parameters(graph, (0, 3), {}, 1) + local_parameters(graph, (3, 6), {}, 1)
+        == graph.parameters() + table
+    )
     blocks = 4 * graph.parameters(1, 2) + positions + 2 * D
     # Where one end needs it whole the device holds it whole.
     assert local_parameters(graph, (0, 6), {"tok": "v", "head": "v"}, 2) == blocks + table / 2
@@ -127,11 +170,17 @@ def test_microbatches_in_flight_hold_activations_and_buffers():
 
 
 def test_a_heads_gradient_is_kept_for_every_microbatch_in_flight():
-    """It is made in the forward pass, in the working precision, of what a device holds of the head."""
+    """It is made in the forward pass, in the working precision, of what a device holds of the
+    head."""
     there = cluster([[device()] * 2])
-    whole, chunked = (costs(there, plain(logits_chunk=chunk), precision="bf16") for chunk in (None, 1000))
+    whole, chunked = (
+        costs(there, plain(logits_chunk=chunk), precision="bf16") for chunk in (None, 1000)
+    )
     last = stage(mesh(0), (8,), (3, 6))
-    more = [chunked.memory_of(last, 2, d, 0).activations - whole.memory_of(last, 2, d, 0).activations for d in (1, 4)]
+    more = [
+        chunked.memory_of(last, 2, d, 0).activations - whole.memory_of(last, 2, d, 0).activations
+        for d in (1, 4)
+    ]
     assert more == [0, 3 * 2 * V * D]
     first = stage(mesh(0), (8,), (0, 3))
     assert chunked.memory_of(first, 2, 4, 0) == whole.memory_of(first, 2, 4, 0)
@@ -144,12 +193,17 @@ def test_buffers_of_sums_and_gathers():
     found = using.memory_of(bucketed, 4, 1, 0, piped=False)
     # Whole sums keep a bucket for every gradient, scattered ones reuse theirs.
     assert (found.buffers, found.framework) == (4 * using.graph.parameters(), 11)
-    assert using.memory_of(msgspec.structs.replace(bucketed, zero=2), 4, 1, 0, piped=False).buffers == 1000
+    assert (
+        using.memory_of(msgspec.structs.replace(bucketed, zero=2), 4, 1, 0, piped=False).buffers
+        == 1000
+    )
     # Full sharding holds two gathered units, of which the block is the largest here.
     gathered = using.memory_of(msgspec.structs.replace(bucketed, zero=3), 4, 1, 0, piped=False)
     assert gathered.buffers == 1000 + 2 * 2 * using.graph.parameters(1, 2)
     assert gathered.weights == 2 * using.graph.parameters() / 2
-    alone = using.memory_of(stage(mesh(0), (8,), grad_sync=GradSync(bucket_bytes=1000)), 8, 1, 0, piped=False)
+    alone = using.memory_of(
+        stage(mesh(0), (8,), grad_sync=GradSync(bucket_bytes=1000)), 8, 1, 0, piped=False
+    )
     assert alone.buffers == 0
 
 
@@ -164,11 +218,15 @@ def test_replicas_keep_what_they_last_agreed_on_and_the_outer_momentum():
 
 
 def test_what_replicas_keep_is_divided_where_zero_divides_the_state():
-    there = cluster([[device()] * 2], [[device()] * 2], links=(Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6),))
+    there = cluster(
+        [[device()] * 2], [[device()] * 2], links=(Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6),)
+    )
     graph, took = models.graph(TIED), []
     for zero in (0, 1):
         replicas = [pipeline([stage(mesh(a, a + 1), (2, 2), zero=zero)], 1, (1,)) for a in (0, 2)]
-        meeting = estimate(plan(there, *replicas, sync=Sync(every=30)), graph, there, plain(meeting_passes=300))
+        meeting = estimate(
+            plan(there, *replicas, sync=Sync(every=30)), graph, there, plain(meeting_passes=300)
+        )
         apart = estimate(plan(there, *replicas), graph, there, plain())
         added = meeting.memory[0].optimizer - apart.memory[0].optimizer
         assert added == pytest.approx(8 * graph.parameters() / (1 + zero))

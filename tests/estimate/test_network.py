@@ -90,7 +90,9 @@ def test_messages_take_size_over_rate_and_share_the_line_but_not_their_windows()
 @pytest.mark.parametrize(("each", "seconds"), [(1, 2.001), (2, 2.001), (4, 3.201)])
 def test_messages_between_hosts_share_the_line_of_their_sites(each, seconds):
     sites = [[device()] * each], [[device()] * each]
-    there = network(cluster(*sites, links=(Link(a="A", b="B", rtt_s=0.099, bandwidth=1e9, window=4 * 10**7),)))
+    there = network(
+        cluster(*sites, links=(Link(a="A", b="B", rtt_s=0.099, bandwidth=1e9, window=4 * 10**7),))
+    )
     hop = there.flows_s([Flow(k, each + k, 8e8) for k in range(each)], 1)
     assert hop == pytest.approx((seconds, 0.0495))
     # Who sends several messages makes them one after another.
@@ -107,7 +109,9 @@ def test_hosts_of_a_site_have_ways_out_of_their_own_and_devices_of_a_host_ports(
     assert apart == pytest.approx(max(size / wire.line, size / wire.rate) + 1e-3)
     assert together == pytest.approx(max(2 * size / wire.line, size / wire.rate) + 1e-3)
     local = there.local_rate[there.hosts[0]]
-    assert there.flows_s([Flow(0, 1, size), Flow(1, 0, size)], 1).busy == pytest.approx(size / local + 1e-3)
+    assert there.flows_s([Flow(0, 1, size), Flow(1, 0, size)], 1).busy == pytest.approx(
+        size / local + 1e-3
+    )
     assert there.flows_s([], 1) == (0.0, 0.0)
 
 
@@ -165,22 +169,27 @@ def test_hierarchical_all_reduce_crosses_the_wide_area_once():
     link = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6)
     there = network(cluster([[device()] * 4], [[device()] * 4], links=(link,)))
     group, size = tuple(range(8)), 8e6
-    # Inside: 3 steps of a quarter at 1e10, twice. Across: one rank of each site, which is ready, is sent all of the
-    # other's sum.
+    # Inside: 3 steps of a quarter at 1e10, twice. Across: one rank of each site, which is ready, is
+    # sent all of the other's sum.
     inside = 3 * LOCAL_DELAY_S + 3 / 4 * size / 1e10
     across = 0.05 + 0.001 + size / 1e6
-    assert there.all_reduce_s(group, size, topology="hierarchical") == pytest.approx(2 * inside + across)
+    assert there.all_reduce_s(group, size, topology="hierarchical") == pytest.approx(
+        2 * inside + across
+    )
     # One ring of 14 steps: all eight hops, then the six in a row with both wide ones among them.
     flat = 2 * 7 / 8 * size / 1e6
     assert there.all_reduce_s(group, size) == pytest.approx(flat + 4 * 0.051 + 10 * LOCAL_DELAY_S)
     # Inside one site there is nothing to cross.
-    assert there.all_reduce_s((0, 1), size, topology="hierarchical") == there.all_reduce_s((0, 1), size)
+    assert there.all_reduce_s((0, 1), size, topology="hierarchical") == there.all_reduce_s(
+        (0, 1), size
+    )
 
 
 def test_what_goes_straight_shares_the_line_between_sites_and_the_way_out_of_a_host():
     link = Link(a="A", b="B", rtt_s=1e-6, bandwidth=1e8)
     by_two, each = (
-        network(cluster(*([hosts] * 2), links=(link,)), message_s=0.0) for hosts in ([[device()] * 2], [[device()]] * 2)
+        network(cluster(*([hosts] * 2), links=(link,)), message_s=0.0)
+        for hosts in ([[device()] * 2], [[device()]] * 2)
     )
     for made in (by_two, each):  # Four pairs each way, whatever hosts they are of.
         assert made.direct_s((0, 1, 2, 3), 1e6) == pytest.approx(4e6 / 1e8, rel=5e-3)
@@ -190,8 +199,8 @@ def test_what_goes_straight_shares_the_line_between_sites_and_the_way_out_of_a_h
 
 
 def simulated_ring(delays, busy, steps):
-    """When the last part arrives: each rank passes on what it received before, over a wire that carries one part at a
-    time."""
+    """When the last part arrives: each rank passes on what it received before, over a wire that
+    carries one part at a time."""
     n = len(delays)
     arrived, free = [0.0] * n, [0.0] * n
     for _ in range(steps):
@@ -204,18 +213,23 @@ def simulated_ring(delays, busy, steps):
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 6), st.data(), st.sampled_from(["reduce_scatter", "all_reduce"]))
 def test_rings_against_a_simulation_of_every_part(n, data, kind):
-    """The formula adds the longest way and the slowest wire's work; a ring needs each, and at most both."""
+    """The formula adds the longest way and the slowest wire's work; a ring needs each, and at most
+    both."""
     rtts = [data.draw(st.floats(1e-4, 0.3)) for _ in range(n)]
     rates = [data.draw(st.floats(1e5, 1e9)) for _ in range(n)]
     names = "ABCDEF"
-    links = [Link(a=names[i], b=names[(i + 1) % n], rtt_s=rtts[i], bandwidth=rates[i]) for i in range(n)]
+    links = [
+        Link(a=names[i], b=names[(i + 1) % n], rtt_s=rtts[i], bandwidth=rates[i]) for i in range(n)
+    ]
     links = links[: 1 if n == 2 else n]
     there = network(cluster(*([[device()]] for _ in range(n)), links=tuple(links)))
     size, steps = 1e6, (n - 1) * (2 if kind == "all_reduce" else 1)
     found = getattr(there, f"{kind}_s")(range(n), size)
     if n == 2:
         rtts, rates = rtts[:1] * 2, rates[:1] * 2
-    exact = simulated_ring([rtt / 2 + 1e-3 for rtt in rtts], [size / n / rate for rate in rates], steps)
+    exact = simulated_ring(
+        [rtt / 2 + 1e-3 for rtt in rtts], [size / n / rate for rate in rates], steps
+    )
     assert exact * (1 - 1e-9) <= found <= 2 * exact
     if len(set(rtts)) == len(set(rates)) == 1:
         assert found == pytest.approx(exact)
@@ -227,12 +241,17 @@ def test_a_ring_of_gloo_waits_for_an_answer_at_every_step():
     there = cluster([[device(), device()]], [[device(), device()]], links=(link,))
     gloo = {"ring_answered": True, "collectives": 2, "message_s": 0.0}
     found, ranks = network(there, **gloo), (0, 1, 2, 3)
-    # The answer, then a quarter of the bytes; unless so few may be under way that their round trips take longer.
+    # The answer, then a quarter of the bytes; unless so few may be under way that their round trips
+    # take longer.
     assert found.all_reduce_s(ranks, 4e6) == pytest.approx(6 * (0.1 + 0.1))
-    assert network(there, collective_bytes=2e5, **gloo).all_reduce_s(ranks, 4e6) == pytest.approx(6 * 1e6 / 2e6)
+    assert network(there, collective_bytes=2e5, **gloo).all_reduce_s(ranks, 4e6) == pytest.approx(
+        6 * 1e6 / 2e6
+    )
     # Two messages at a time hide each other's answers, and share the line.
     assert found.all_gather_s(ranks, 4.0, messages=4) == pytest.approx(4 / 2 * 3 * 0.1, rel=1e-4)
-    assert found.all_gather_s(ranks, 4.0, messages=4, at_once=1) == pytest.approx(4 * 3 * 0.1, rel=1e-4)
+    assert found.all_gather_s(ranks, 4.0, messages=4, at_once=1) == pytest.approx(
+        4 * 3 * 0.1, rel=1e-4
+    )
     assert found.all_gather_s(ranks, 32e6, messages=2) == pytest.approx(3 * 0.8)
 
 
@@ -245,22 +264,29 @@ def test_an_engine_may_be_another_between_cpus():
 def changed(there: Cluster, site: dict[str, float], host: dict[str, float]) -> Cluster:
     """The same cluster with other figures of every site and of every host."""
     sites = tuple(msgspec.structs.replace(each, **site) for each in there.sites)
-    hosts = msgspec.structs.replace(there, sites=sites).with_hosts(lambda each: msgspec.structs.replace(each, **host))
+    hosts = msgspec.structs.replace(there, sites=sites).with_hosts(
+        lambda each: msgspec.structs.replace(each, **host)
+    )
     assert isinstance(hosts, Cluster)
     return hosts
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    plans(), st.sampled_from(ENGINES), st.sampled_from([1e6, 1e8, 1e10]), st.sampled_from([1.0, 3.0, 100.0]),
+    plans(),
+    st.sampled_from(ENGINES),
+    st.sampled_from([1e6, 1e8, 1e10]),
+    st.sampled_from([1.0, 3.0, 100.0]),
     st.sampled_from(["lan_bandwidth", "lan_rtt_s", "nic"]),
-)  # fmt: skip
+)
 def test_no_faster_local_network_or_card_makes_a_plan_slower(
     case: tuple[Cluster, Plan], name: str, rate: float, times: float, what: str
 ) -> None:
     there, made = case
     figures = {"lan_bandwidth": rate, "lan_rtt_s": 1e-3, "nic": rate}
-    better = figures | {what: figures[what] / times if what == "lan_rtt_s" else figures[what] * times}
+    better = figures | {
+        what: figures[what] / times if what == "lan_rtt_s" else figures[what] * times
+    }
     graph, engine = models.graph(made.model), named(name)
 
     def step_s(known: dict[str, float]) -> float:
@@ -271,7 +297,9 @@ def test_no_faster_local_network_or_card_makes_a_plan_slower(
     assert after <= before * (1 + 1e-9)
 
 
-def test_what_hosts_of_a_site_exchange_goes_at_the_rate_of_its_local_network_and_their_cards() -> None:
+def test_what_hosts_of_a_site_exchange_goes_at_the_rate_of_its_local_network_and_their_cards() -> (
+    None
+):
     there = cluster([[device()], [device()]])
     assert LINE_BANDWIDTH == UNKNOWN_BANDWIDTH
     for site, host, rate, rtt_s in (

@@ -1,5 +1,5 @@
-"""A step of any plan: sums of gradients, pipelines' edges and ties, replicas, money and energy by hand; and what holds
-for random plans that no technique emits."""
+"""A step of any plan: sums of gradients, pipelines' edges and ties, replicas, money and energy by
+hand; and what holds for random plans that no technique emits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_what_nobody_knows_is_foretold_widely():
     def interval(**changes) -> tuple[float, float]:
         there = cluster([[device(**changes)]])
         engine = plain(interval=(0.7, 1.5))
-        return estimate(plan(there, single(mesh(0), (8,))), models.graph(TIED), there, engine).interval
+        return estimate(
+            plan(there, single(mesh(0), (8,))), models.graph(TIED), there, engine
+        ).interval
 
     assert interval() == (0.7, 1.5)
     assert interval(flops={}) == interval(flops={"bf16": 1e12}) == (0.2, 2.0)
@@ -70,7 +72,9 @@ def test_networks_that_were_measured_are_told_narrowly():
         there = cluster([[device()] * 2], [[device()] * 2], links=(link,))
         there = there.with_hosts(lambda host: msgspec.structs.replace(host, local_rate=local_rate))
         engine = plain(interval=(0.5, 2.0), network_interval=(0.1, 9.0), probed_interval=(0.9, 1.1))
-        return estimate(plan(there, single(mesh(0, 1, 2, 3), (2,) * 4)), models.graph(TIED), there, engine).interval
+        return estimate(
+            plan(there, single(mesh(0, 1, 2, 3), (2,) * 4)), models.graph(TIED), there, engine
+        ).interval
 
     # Nearly all of the step is communication over the long line.
     assert interval("measured", 1e10) == pytest.approx((0.9, 1.1), rel=0.01)
@@ -78,7 +82,8 @@ def test_networks_that_were_measured_are_told_narrowly():
         assert interval(*unknown) == pytest.approx((0.1, 9.0), rel=0.02)
 
 
-# -- sums of gradients -------------------------------------------------------------------------------------------------
+# -- sums of gradients
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_data_parallel_step_by_hand():
@@ -88,7 +93,12 @@ def test_data_parallel_step_by_hand():
     passes = using.passes(stage(mesh(0), (4,)), [2])
     update = stage_time(using, stage(mesh(0), (4,)), [2], 1).update
     gradients = 4 * using.graph.parameters()
-    messages = sum(len(op.weights) for unit, count in using.graph.kinds(0, 6) for _ in range(count) for op in unit)
+    messages = sum(
+        len(op.weights)
+        for unit, count in using.graph.kinds(0, 6)
+        for _ in range(count)
+        for op in unit
+    )
     summed = messages * 2 * HOP + gradients / 1e6
     assert found.seconds == pytest.approx(2 * (passes.forward + passes.backward) + summed + update)
     assert (found.compute, found.communication) == pytest.approx(
@@ -110,13 +120,18 @@ def test_buckets_save_round_trips_and_bits_save_bytes():
     assert exposed() == pytest.approx(2 * HOP + gradients / 1e6)
     assert exposed(bucket_bytes=gradients // 4) == pytest.approx(4 * 2 * HOP + gradients / 1e6)
     # Straight to the other, which is ready; or says so first, and then the message comes.
-    ahead, late = (costs(sites(), plain(direct=True, receives_ahead=ready)) for ready in (True, False))
+    ahead, late = (
+        costs(sites(), plain(direct=True, receives_ahead=ready)) for ready in (True, False)
+    )
     assert exposed(ahead, bits=8) == pytest.approx(HOP + gradients / 4e6)
-    assert exposed(late, bits=8) == pytest.approx(2 * HOP - using.engine.message_s + gradients / 4e6)
+    assert exposed(late, bits=8) == pytest.approx(
+        2 * HOP - using.engine.message_s + gradients / 4e6
+    )
 
 
 def test_rows_that_divide_unevenly_take_the_time_of_all_of_them():
-    """Ten sequences in four microbatches are two of three and two of two; whoever is half as fast reads five."""
+    """Ten sequences in four microbatches are two of three and two of two; whoever is half as fast
+    reads five."""
     there = cluster([[device(), device(flops={"fp32": 5e11}, bandwidth=5e10)]])
     using = costs(there, plain(), UNTIED)
     uneven = single(mesh(0, 1), (10, 5), 4)
@@ -139,9 +154,13 @@ def test_overlap_hides_all_but_the_last_bucket():
     there = cluster([[device(flops={"fp32": 1e8})]], [[device(flops={"fp32": 1e8})]], links=(WIDE,))
     one = stage(mesh(0, 1), (4, 4), grad_sync=GradSync(bucket_bytes=100_000))
     plainly, hidden, slow = (
-        costs(there, plain(overlap=share), seq_len=length) for share, length in ((0, 16), (0.5, 16), (0.5, 128))
+        costs(there, plain(overlap=share), seq_len=length)
+        for share, length in ((0, 16), (0.5, 16), (0.5, 128))
     )
-    summed, cover = stage_time(plainly, one, [4, 4], 1).exposed, plainly.passes(one, [4, 4]).backward
+    summed, cover = (
+        stage_time(plainly, one, [4, 4], 1).exposed,
+        plainly.passes(one, [4, 4]).backward,
+    )
     buckets = -(-4 * plainly.graph.parameters() // 100_000)
     assert summed - cover / 2 > summed / buckets
     assert stage_time(hidden, one, [4, 4], 1).exposed == pytest.approx(summed - cover / 2)
@@ -158,9 +177,16 @@ def test_zero_levels_exchange_when_and_what_they_must():
     def times(zero, microbatches):
         sync = GradSync(bucket_bytes=10**9)
         found = stage_time(
-            using, stage(mesh(0, 1), (4, 4), zero=zero, grad_sync=sync), [2 * microbatches] * 2, microbatches
+            using,
+            stage(mesh(0, 1), (4, 4), zero=zero, grad_sync=sync),
+            [2 * microbatches] * 2,
+            microbatches,
         )
-        extra = (found.passes.forward - usual.forward, found.passes.backward - usual.backward, found.exposed)
+        extra = (
+            found.passes.forward - usual.forward,
+            found.passes.backward - usual.backward,
+            found.exposed,
+        )
         return pytest.approx(extra), found.sent["A"]
 
     # One ring member of two sends half a tensor each time it is scattered or gathered.
@@ -177,7 +203,12 @@ def test_zero_levels_exchange_when_and_what_they_must():
 def test_hybrid_sharding_sums_parts_between_sites():
     using = costs(sites(2, 2), plain())
     gradients = 4 * using.graph.parameters()
-    one = stage(mesh(0, 1, 2, 3, site=2, data=2), (2, 2, 2, 2), zero=3, grad_sync=GradSync(bucket_bytes=10**9))
+    one = stage(
+        mesh(0, 1, 2, 3, site=2, data=2),
+        (2, 2, 2, 2),
+        zero=3,
+        grad_sync=GradSync(bucket_bytes=10**9),
+    )
     found = stage_time(using, one, [2] * 4, 1)
     # Two rings share the line, each with half of the gradients.
     assert found.exposed == pytest.approx(2 * HOP + gradients / 1e6)
@@ -190,17 +221,25 @@ def test_hierarchical_sums_cross_the_wide_area_once():
     using = costs(sites(3, 3), plain())
     gradients = 4 * using.graph.parameters()
     flat, tree = (
-        stage_time(using, 
-            stage(mesh(*range(6)), (2, 2, 1, 1, 1, 1), grad_sync=GradSync(bucket_bytes=10**9, topology=topology)),
-            [2] * 6, 1,
-        ) for topology in ("flat", "hierarchical")
-    )  # fmt: skip
+        stage_time(
+            using,
+            stage(
+                mesh(*range(6)),
+                (2, 2, 1, 1, 1, 1),
+                grad_sync=GradSync(bucket_bytes=10**9, topology=topology),
+            ),
+            [2] * 6,
+            1,
+        )
+        for topology in ("flat", "hierarchical")
+    )
     assert flat.sent == pytest.approx({"A": 2 * 5 / 6 * gradients, "B": 2 * 5 / 6 * gradients})
     assert tree.sent == pytest.approx({"A": gradients, "B": gradients})
     assert tree.exposed < flat.exposed
 
 
-# -- pipelines ---------------------------------------------------------------------------------------------------------
+# -- pipelines
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_edges_carry_a_microbatch_once_between_as_many_hosts_as_both_stages_have():
@@ -213,12 +252,18 @@ def test_edges_carry_a_microbatch_once_between_as_many_hosts_as_both_stages_have
     assert down == up
     assert down[0] == pytest.approx((size / 1e6 + 1e-3, 0.05))
     alone = [stage(mesh(0, 1), (4, 4), (0, 3)), stage(mesh(2), (8,), (3, 6))]
-    assert edges(pipeline(alone, 2, (2, 1), bits=16), using)[0][0] == pytest.approx((size / 1e6 + 1e-3, 0.05))
+    assert edges(pipeline(alone, 2, (2, 1), bits=16), using)[0][0] == pytest.approx(
+        (size / 1e6 + 1e-3, 0.05)
+    )
     # Windows are each pair's own: half the bytes in half the time.
     narrow = costs(there, plain(window=10**4))
     rate = 1e4 / 0.101
-    assert edges(pipeline(stages, 2, (2, 1), bits=16), narrow)[0][0].busy == pytest.approx(size / 2 / rate + 1e-3)
-    more = msgspec.structs.replace(pipeline(stages, 2, (2, 1), bits=16), edges=(Edge(bits=16, streams=2),))
+    assert edges(pipeline(stages, 2, (2, 1), bits=16), narrow)[0][0].busy == pytest.approx(
+        size / 2 / rate + 1e-3
+    )
+    more = msgspec.structs.replace(
+        pipeline(stages, 2, (2, 1), bits=16), edges=(Edge(bits=16, streams=2),)
+    )
     assert edges(more, narrow)[0][0].busy == pytest.approx(size / 4 / rate + 1e-3)
 
 
@@ -231,7 +276,9 @@ def test_pipeline_step_by_hand():
     update = stage_time(using, replica.stages[0], [8], 1).update
     found = step(replica, using)
     # There and back; the first stage then knows the second one's gradient norm, sent long before.
-    assert found.seconds == pytest.approx(a.forward + hop + b.forward + b.backward + hop + a.backward + update)
+    assert found.seconds == pytest.approx(
+        a.forward + hop + b.forward + b.backward + hop + a.backward + update
+    )
     assert found.compute + found.communication + found.bubble == pytest.approx(found.seconds)
     assert sent_by(replica, using) == {"A": 4 * 8 * 16 * 64, "B": 4 * 8 * 16 * 64}
 
@@ -246,37 +293,47 @@ def test_tied_tables_meet_while_other_stages_work():
         using.graph = msgspec.structs.replace(using.graph, tied=tied)
         return step(made, using).seconds
 
-    # The head's part is on its way beside the activations' gradient, which takes longer; so are the rows sent back.
+    # The head's part is on its way beside the activations' gradient, which takes longer; so are the
+    # rows sent back.
     assert table < 4 * 8 * 16 * 64 / 1e6 + 1e-3 + 0.05
     assert seconds() == seconds(tied=False)
-    # Where little else is sent, the first stage waits for the table, which left when the last stage's passes were done.
+    # Where little else is sent, the first stage waits for the table, which left when the last
+    # stage's passes were done.
     thin = pipeline([stage(mesh(0), (1,), (0, 3)), stage(mesh(1), (1,), (3, 6))], 1, (1, 1))
     using = costs(there, plain())
     first, last = (using.passes(one, [1]) for one in thin.stages)
     update = stage_time(using, thin.stages[0], [1], 1).update
     down = 4 * 16 * 64 / 1e6 + 1e-3 + 0.05
-    assert seconds(thin) == pytest.approx(first.forward + down + last.forward + last.backward + table + update)
-    # Activations and the rows of 16 tokens leave the first site, their gradients and the whole table the second.
+    assert seconds(thin) == pytest.approx(
+        first.forward + down + last.forward + last.backward + table + update
+    )
+    # Activations and the rows of 16 tokens leave the first site, their gradients and the whole
+    # table the second.
     assert sent_by(thin, using) == {"A": 2 * 4 * 16 * 64, "B": 4 * 16 * 64 + 4 * 96 * 64}
     # Its bytes, and those of the rows sent back, keep the first stage's processors from its passes.
     moved = costs(there, plain(move_cost=2.0, socket_s=1e-7))
     crossing = 4 * 96 * 64 + 4 * 16 * 64
     assert tie(thin, moved).taken == pytest.approx(2 * 1e-7 * crossing)
     assert Tie(across=1.0, taken=0.2).waits([5.0, 4.0], [4.5, 3.9]) == [0.2, 0.0]
-    # Without receives posted ahead both ends wait for it there and back; as a collective, for its sum.
+    # Without receives posted ahead both ends wait for it there and back; as a collective, for its
+    # sum.
     late = seconds(receives_ahead=False) - seconds(receives_ahead=False, tied=False)
     assert late == pytest.approx(2 * table)
-    assert seconds(ties_collective=True) - seconds(tied=False) == pytest.approx(2 * HOP + 4 * 96 * 64 / 1e6)
+    assert seconds(ties_collective=True) - seconds(tied=False) == pytest.approx(
+        2 * HOP + 4 * 96 * 64 / 1e6
+    )
 
 
 def test_the_longest_round_of_waiting_decides_and_not_the_fill():
-    """A last stage with a slow update begins its next step late, while the first one waits for nothing but it."""
+    """A last stage with a slow update begins its next step late, while the first one waits for
+    nothing but it."""
     using = costs(cluster([[device(), device(bandwidth=1e6)]]), plain(), UNTIED)
     replica = pipeline([stage(mesh(0), (8,), (0, 5)), stage(mesh(1), (8,), (5, 6))], 4, (2, 1))
     times = [stage_time(using, one, [8], 4) for one in replica.stages]
     own = 4 * (times[1].passes.forward + times[1].passes.backward) + times[1].update
-    # Its update alone takes longer than the rest of the step, so it never waits for passes of the first stage; only
-    # for the gradient norm, which that one knows after the last backward pass has come back.
+    # Its update alone takes longer than the rest of the step, so it never waits for passes of the
+    # first stage; only for the gradient norm, which that one knows after the last backward pass has
+    # come back.
     hop = 5e-6 + 1e-3 + 4 * 2 * 16 * 64 / 1e10
     norm = hop + times[0].passes.backward + 1e-3 + 5e-6
     assert times[1].update > 0.02 > norm
@@ -286,7 +343,8 @@ def test_the_longest_round_of_waiting_decides_and_not_the_fill():
     assert found.bubble == pytest.approx(norm)
 
 
-# -- replicas, money, energy -------------------------------------------------------------------------------------------
+# -- replicas, money, energy
+#   -------------------------------------------------------------------------------------------
 
 
 def test_replicas_exchange_their_changes_every_so_often():
@@ -295,7 +353,9 @@ def test_replicas_exchange_their_changes_every_so_often():
     replicas = [single(mesh(rank), (4,)) for rank in range(2)]
 
     def priced(**changes):
-        return estimate(plan(there, *replicas, sync=Sync(**{"every": 10} | changes)), graph, there, plain())
+        return estimate(
+            plan(there, *replicas, sync=Sync(**{"every": 10} | changes)), graph, there, plain()
+        )
 
     alone = step(replicas[0], costs(there, plain())).seconds
     size = 4 * graph.parameters()
@@ -329,7 +389,9 @@ def test_money_is_devices_by_the_hour_and_bytes_that_leave_sites():
     alone = estimate(plan(there, single(mesh(0), (8,))), graph, there, plain())
     assert alone.usd == pytest.approx(2.0 * alone.run_s / 3600)
     # A deadline cuts time, bytes and tokens alike.
-    half = estimate(plan(there, single(mesh(0, 1), (4, 4)), deadline_s=found.run_s / 2), graph, there, plain())
+    half = estimate(
+        plan(there, single(mesh(0, 1), (4, 4)), deadline_s=found.run_s / 2), graph, there, plain()
+    )
     assert half.usd == pytest.approx(found.usd / 2)
     assert half.run_s == found.run_s / 2
     assert half.loss == pytest.approx(loss(graph.parameters(), 50 * 8 * 16))
@@ -344,7 +406,8 @@ def test_replicas_in_one_site_send_only_what_leaves_it():
     graph = models.graph(TIED)
     replicas = [single(mesh(rank), (2,)) for rank in range(3)]
     found = estimate(plan(there, *replicas, sync=Sync(every=10), batch=6), graph, there, plain())
-    # A ring of three with one hop out of each site; each hop carries two thirds of the parameters, twice.
+    # A ring of three with one hop out of each site; each hop carries two thirds of the parameters,
+    # twice.
     assert found.usd == pytest.approx(100 / 10 * 2 * 2 * 2 / 3 * 4 * graph.parameters())
 
 
@@ -356,7 +419,10 @@ def test_speed_counts_the_models_arithmetic_over_the_data_sheets():
     assert found.tflops_per_device == pytest.approx(flops / 2 / 1e12)
     assert found.mfu == pytest.approx(flops / 4e12)
     unknown = cluster([[device(flops={})]])
-    assert estimate(plan(unknown, single(mesh(0), (8,))), models.graph(TIED), unknown, plain()).mfu is None
+    assert (
+        estimate(plan(unknown, single(mesh(0), (8,))), models.graph(TIED), unknown, plain()).mfu
+        is None
+    )
 
 
 def test_plans_for_other_clusters_and_models_are_refused():
@@ -371,7 +437,8 @@ def test_plans_for_other_clusters_and_models_are_refused():
         estimate(plan(there, wrong), graph, there, plain())
 
 
-# -- any plan ----------------------------------------------------------------------------------------------------------
+# -- any plan
+#   ------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -394,7 +461,11 @@ def faster_link(link: Link, what: str, window: int) -> Link:
     times = {size: seconds / 3 for size, seconds in link.transfer_s.items()}
     under_way = {count: 2 * found for count, found in link.in_flight.items()}
     changes = {
-        "trip": {"rtt_s": link.rtt_s / 3, "transfer_s": times, "bandwidth": link.bandwidth and 3 * link.bandwidth},
+        "trip": {
+            "rtt_s": link.rtt_s / 3,
+            "transfer_s": times,
+            "bandwidth": link.bandwidth and 3 * link.bandwidth,
+        },
         "line": {"bandwidth": 3 * (link.bandwidth or 1e9)},
         "window": {"window": 2 * (link.window or window), "in_flight": under_way},
         "loss": {"loss": None},
@@ -409,9 +480,15 @@ def faster_host(there: Cluster, name: str, what: str) -> Cluster:
         return one.but(flops={dtype: 3 * flops for dtype, flops in one.sheet.flops.items()})
 
     def changed(host):
-        return msgspec.structs.replace(host, devices=tuple(map(better, host.devices))) if host.name == name else host
+        return (
+            msgspec.structs.replace(host, devices=tuple(map(better, host.devices)))
+            if host.name == name
+            else host
+        )
 
-    made = (msgspec.structs.replace(site, hosts=tuple(map(changed, site.hosts))) for site in there.sites)
+    made = (
+        msgspec.structs.replace(site, hosts=tuple(map(changed, site.hosts))) for site in there.sites
+    )
     return msgspec.structs.replace(there, sites=tuple(made))
 
 
@@ -423,9 +500,13 @@ def test_no_faster_link_or_device_makes_a_plan_slower(case, name, data):
     if there.links and data.draw(st.booleans()):
         place = data.draw(st.integers(0, len(there.links) - 1))
         link = faster_link(
-            there.links[place], data.draw(st.sampled_from(["trip", "line", "window", "loss"])), engine.window
+            there.links[place],
+            data.draw(st.sampled_from(["trip", "line", "window", "loss"])),
+            engine.window,
         )
-        better = msgspec.structs.replace(there, links=(*there.links[:place], link, *there.links[place + 1 :]))
+        better = msgspec.structs.replace(
+            there, links=(*there.links[:place], link, *there.links[place + 1 :])
+        )
     else:
         host = data.draw(st.sampled_from([host.name for host in there.hosts]))
         better = faster_host(there, host, data.draw(st.sampled_from(["arithmetic", "memory"])))

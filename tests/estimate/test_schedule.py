@@ -1,4 +1,5 @@
-"""The pipeline simulation against an independent one, closed forms, and what can only make it faster."""
+"""The pipeline simulation against an independent one, closed forms, and what can only make it
+faster."""
 
 from __future__ import annotations
 
@@ -15,12 +16,22 @@ DIRECT = Hop(0.0, 0.0)
 
 
 def ends(forward, backward, down, up, microbatches, depths, *, awaited=False, ahead=True):
-    return simulate(forward, backward, down, up, microbatches, depths, sends_awaited=awaited, receives_ahead=ahead).ends
+    return simulate(
+        forward,
+        backward,
+        down,
+        up,
+        microbatches,
+        depths,
+        sends_awaited=awaited,
+        receives_ahead=ahead,
+    ).ends
 
 
 def reference(forward, backward, down, up, microbatches, depths, awaited):
-    """Another simulation of the same rules, by the clock: at each moment what has ended is sent, and what can start
-    starts; then the clock goes on to the next moment at which anything is due."""
+    """Another simulation of the same rules, by the clock: at each moment what has ended is sent,
+    and what can start starts; then the clock goes on to the next moment at which anything is
+    due."""
     stages, clock = len(forward), 0.0
     queues = [pass_order(microbatches, depth) for depth in depths]
     arrived = {(0, "forward", i): 0.0 for i in range(microbatches)}
@@ -56,7 +67,9 @@ def reference(forward, backward, down, up, microbatches, depths, awaited):
 
 
 def seconds(least=0.0):
-    return st.integers(int(least * 8), 40).map(lambda eighths: eighths / 8)  # Eighths add up exactly.
+    return st.integers(int(least * 8), 40).map(
+        lambda eighths: eighths / 8
+    )  # Eighths add up exactly.
 
 
 @st.composite
@@ -77,7 +90,9 @@ def test_simulation_agrees_with_an_independent_one(pipeline, awaited):
     assert ends(*pipeline, awaited=awaited) == reference(*pipeline, awaited)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (1, 7), (2, 4), (3, 3), (4, 8), (5, 2)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [(1, 1), (1, 7), (2, 4), (3, 3), (4, 8), (5, 2)]
+)
 def test_equal_stages_without_delays_take_microbatches_plus_stages_less_one(stages, microbatches):
     depths = [stages - i for i in range(stages)]
     wires = [DIRECT] * (stages - 1)
@@ -97,7 +112,8 @@ def test_more_in_flight_hides_a_long_wire():
     def last(depth):
         return ends([1.0, 1.0], [2.0, 2.0], [hop], [hop], 8, [depth, 1])[0]
 
-    # A microbatch is away for 6 + 1 + 2 + 6: with so many in flight that stage 1 never waits, 1 + 6 + 8 x 3 + 6 + 2.
+    # A microbatch is away for 6 + 1 + 2 + 6: with so many in flight that stage 1 never waits, 1 + 6
+    # + 8 x 3 + 6 + 2.
     assert last(8) == 39
     assert last(1) == 8 * 18
     assert last(1) > last(2) > last(4) > last(8)
@@ -105,12 +121,15 @@ def test_more_in_flight_hides_a_long_wire():
 
 def test_awaited_sends_block_the_sender():
     hop = Hop(1.0, 2.0)
-    # f0 ends at 1 and arrives at 4; b0 ends at 4 + 1 + 1 = 6 and arrives at 9; the last pass ends at 10.
-    simulated = simulate([1.0, 1.0], [1.0, 1.0], [hop], [hop], 1, [1, 1], sends_awaited=True, receives_ahead=True)
+    # f0 ends at 1 and arrives at 4; b0 ends at 4 + 1 + 1 = 6 and arrives at 9; the last pass ends
+    # at 10.
+    simulated = simulate(
+        [1.0, 1.0], [1.0, 1.0], [hop], [hop], 1, [1, 1], sends_awaited=True, receives_ahead=True
+    )
     assert simulated.ends == [10.0, 9.0]
     assert simulated.sending == [3.0, 3.0]
-    # Stage 0 is blocked until 4, then until 8; stage 1 runs f0 and b0 from 4 to 6, is blocked until 9, then runs f1 and
-    # b1 until 11.
+    # Stage 0 is blocked until 4, then until 8; stage 1 runs f0 and b0 from 4 to 6, is blocked until
+    # 9, then runs f1 and b1 until 11.
     assert ends([1.0, 1.0], [1.0, 1.0], [hop], [hop], 2, [2, 1], awaited=True)[0] == 11 + 3 + 1
     # Not awaited, messages arrive at 4 and 5, stage 1 runs from 4 to 8.
     assert ends([1.0, 1.0], [1.0, 1.0], [hop], [hop], 2, [2, 1])[0] == 8 + 3 + 1
@@ -124,18 +143,35 @@ def test_receives_just_in_time_cost_another_delay_a_message():
 def test_a_wire_carries_one_message_at_a_time():
     # Forward passes end at 1, 2, 3; the wire takes 5 each: arrivals at 6, 11, 16.
     spans = simulate(
-        [1.0, 1.0], [1.0, 1.0], [Hop(5.0, 0.0)], [DIRECT], 3, [3, 1], sends_awaited=False, receives_ahead=True
+        [1.0, 1.0],
+        [1.0, 1.0],
+        [Hop(5.0, 0.0)],
+        [DIRECT],
+        3,
+        [3, 1],
+        sends_awaited=False,
+        receives_ahead=True,
     ).spans
-    assert [span.start for span in spans if (span.stage, span.kind) == (1, "forward")] == [6, 11, 16]
+    assert [span.start for span in spans if (span.stage, span.kind) == (1, "forward")] == [
+        6,
+        11,
+        16,
+    ]
 
 
 @settings(max_examples=150, deadline=None)
 @given(pipelines(), st.booleans(), st.booleans())
-def test_no_stage_has_more_in_flight_than_its_depth_and_none_overlaps_itself(pipeline, awaited, ahead):
+def test_no_stage_has_more_in_flight_than_its_depth_and_none_overlaps_itself(
+    pipeline, awaited, ahead
+):
     microbatches, depths = pipeline[4:]
     spans = simulate(*pipeline, sends_awaited=awaited, receives_ahead=ahead).spans
     for stage, depth in enumerate(depths):
-        own = sorted((span.start, span.end, span.kind) for span in spans if span.stage == stage and span.kind != "send")
+        own = sorted(
+            (span.start, span.end, span.kind)
+            for span in spans
+            if span.stage == stage and span.kind != "send"
+        )
         assert len(own) == 2 * microbatches
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(own))
         begun = 0
@@ -155,11 +191,22 @@ def test_nothing_that_gets_faster_makes_a_pipeline_slower(pipeline, awaited, ahe
     before = max(ends(*pipeline, awaited=awaited, ahead=ahead))
     old = which[place]
     which[place] = Hop(old.busy / 2, old.delay / 4) if isinstance(old, Hop) else old / 2
-    assert max(ends(forward, backward, down, up, microbatches, depths, awaited=awaited, ahead=ahead)) <= before
+    assert (
+        max(ends(forward, backward, down, up, microbatches, depths, awaited=awaited, ahead=ahead))
+        <= before
+    )
 
 
 def test_stages_that_are_free_later_start_later():
     found = simulate(
-        [1.0, 1.0], [2.0, 2.0], [DIRECT], [DIRECT], 1, [1, 1], sends_awaited=False, receives_ahead=True, starts=[0, 5]
+        [1.0, 1.0],
+        [2.0, 2.0],
+        [DIRECT],
+        [DIRECT],
+        1,
+        [1, 1],
+        sends_awaited=False,
+        receives_ahead=True,
+        starts=[0, 5],
     )
     assert found.ends == [10.0, 8.0]

@@ -19,8 +19,13 @@ MOVE_COST, PASSES = 1.5, {32: 3.0, 8: 10.0}
 
 
 def sites(*counts, **changes):
-    there = cluster(*([[CPU] * count] for count in counts), links=(msgspec.structs.replace(LINK, **changes),))
-    return costs(there, plain(cpu={"move_cost": MOVE_COST}, coding_passes=PASSES, direct=True, local_rate=1e8))
+    there = cluster(
+        *([[CPU] * count] for count in counts), links=(msgspec.structs.replace(LINK, **changes),)
+    )
+    return costs(
+        there,
+        plain(cpu={"move_cost": MOVE_COST}, coding_passes=PASSES, direct=True, local_rate=1e8),
+    )
 
 
 def summed(using, bits=32, bucket_bytes=10**4, **changes):
@@ -37,7 +42,10 @@ def test_a_core_adds_inside_encodes_its_share_and_carries_what_crosses(bits):
     carried = 2 * whole * bits / 32 * 1e-8  # As much comes as goes.
     found = summed(using, bits)
     assert found.busy == pytest.approx(MOVE_COST * (inside + coding + carried))
-    assert found.sent == {"A": pytest.approx(whole * bits / 32), "B": pytest.approx(whole * bits / 32)}
+    assert found.sent == {
+        "A": pytest.approx(whole * bits / 32),
+        "B": pytest.approx(whole * bits / 32),
+    }
 
 
 def test_every_message_of_every_round_wakes_its_threads():
@@ -46,7 +54,10 @@ def test_every_message_of_every_round_wakes_its_threads():
     def woken(zero, bucket_bytes, microbatches, ranks=(0, 1)):
         rows = (8,) * len(ranks)
         made = stage(mesh(*ranks), rows, zero=zero, grad_sync=GradSync(bucket_bytes=bucket_bytes))
-        asked = [costs(there, plain(cpu={"move_cost": 1.0, "message_busy_s": each})) for each in (0.0, 0.5)]
+        asked = [
+            costs(there, plain(cpu={"move_cost": 1.0, "message_busy_s": each}))
+            for each in (0.0, 0.5)
+        ]
         plainly, busy = (sync(using, made, microbatches).busy for using in asked)
         return busy - plainly
 
@@ -77,9 +88,15 @@ def test_a_link_of_which_neither_probe_nor_engine_says_anything_takes_nothing():
 def test_an_unknown_link_takes_what_the_engine_says_of_the_part_of_a_core_that_a_site_has():
     def busy(share, cpus):
         slow = CPU.but(share=share)
-        there = cluster([[slow] * 2], [[CPU] * 2], links=(msgspec.structs.replace(LINK, busy_s=None),))
-        there = there.with_hosts(lambda host: msgspec.structs.replace(host, cpus=cpus, local_rate=1e8))
-        return summed(costs(there, plain(cpu={"move_cost": 1.0, "socket_s": 1e-8}, direct=True))).busy
+        there = cluster(
+            [[slow] * 2], [[CPU] * 2], links=(msgspec.structs.replace(LINK, busy_s=None),)
+        )
+        there = there.with_hosts(
+            lambda host: msgspec.structs.replace(host, cpus=cpus, local_rate=1e8)
+        )
+        return summed(
+            costs(there, plain(cpu={"move_cost": 1.0, "socket_s": 1e-8}, direct=True))
+        ).busy
 
     whole = 4 * costs(cluster([[CPU]]), plain()).graph.parameters()
     inside, carried = whole / 1e8, 2 * whole * 1e-8
@@ -97,7 +114,9 @@ def test_inside_a_host_processors_move_bytes_as_fast_as_they_are(share, cpus, pa
 
 
 @pytest.mark.parametrize(("zero", "microbatches", "copies"), [(1, 3, 1), (2, 3, 3)])
-def test_a_rank_that_sums_its_own_part_copies_it_adds_the_others_and_puts_it_in_place(zero, microbatches, copies):
+def test_a_rank_that_sums_its_own_part_copies_it_adds_the_others_and_puts_it_in_place(
+    zero, microbatches, copies
+):
     using = costs(cluster([[CPU] * 2]), plain(cpu={"move_cost": 1.0}, local_rate=1e30))
     by = GradSync(bucket_bytes=10**4)
     found = sync(using, stage(mesh(0, 1), (6, 6), grad_sync=by, zero=zero), microbatches)
@@ -111,13 +130,16 @@ def test_fewer_bits_fill_no_fewer_buckets():
 
 
 def test_the_way_of_the_last_sum_never_hides_behind_arithmetic():
-    """Of what goes straight the last bucket still has a whole way before it, however long the passes are."""
+    """Of what goes straight the last bucket still has a whole way before it, however long the
+    passes are."""
     using = sites(2, 2)
     by = GradSync(topology="hierarchical", bucket_bytes=10**4)
     one = stage(mesh(0, 1, 2, 3), (2, 2, 2, 2), grad_sync=by)
     found = sync(using, one, 1)
     assert found.trip == LINK.rtt_s / 2
-    assert found.exposed(found.reduce, 1e9) == pytest.approx(found.trip + (found.reduce - found.trip) * found.last)
+    assert found.exposed(found.reduce, 1e9) == pytest.approx(
+        found.trip + (found.reduce - found.trip) * found.last
+    )
     assert found.exposed(found.reduce, 0.0) == found.reduce
     assert stage_time(using, one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), (
         "in `plain` nothing overlaps"
@@ -132,4 +154,6 @@ def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():
         alone = stage_time(using, replica.stages[index], [8], 4).passes
         found = timed_stage(replica, index, using).passes
         carried = MOVE_COST * size * LINK.busy_s
-        assert (found.forward - alone.forward, found.backward - alone.backward) == pytest.approx((carried, carried))
+        assert (found.forward - alone.forward, found.backward - alone.backward) == pytest.approx(
+            (carried, carried)
+        )

@@ -1,4 +1,5 @@
-"""Bytes and seconds of a step's exchanges, by hand and against the estimate that they are part of."""
+"""Bytes and seconds of a step's exchanges, by hand and against the estimate that they are part
+of."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def test_a_ring_of_four_sends_one_and_a_half_tensors_over_each_hop():
     (stage,) = found.plan.replicas[0].stages
     size = costs.graph.parameters() * stage.grad_sync.bits / 8
     (crossing,) = between_sites(traffic(found.plan, costs), costs.network).values()
-    # Flat: 2 (n - 1) / n on each of two hops between the sites; by site: 2 (2 - 1) / 2 on each of two.
+    # Flat: 2 (n - 1) / n on each of two hops between the sites; by site: 2 (2 - 1) / 2 on each of
+    # two.
     each = 1.5 if stage.grad_sync.topology == "flat" else 1.0
     assert crossing == pytest.approx({"gradients": 2 * each * size})
 
@@ -35,7 +37,12 @@ def test_sites_send_what_the_estimate_charges_them_for(technique):
         costs = costs_of(candidate.plan, one.cluster)
         found = traffic(candidate.plan, costs)
         assert all(e.seconds >= e.latency_s >= 0 for e in found)
-        sites = {costs.network.sites[r] for s in candidate.plan.replicas for t in s.stages for r in t.mesh.ranks}
+        sites = {
+            costs.network.sites[r]
+            for s in candidate.plan.replicas
+            for t in s.stages
+            for r in t.mesh.ranks
+        }
         crossing = between_sites(found, costs.network)
         assert bool(crossing) == (len(sites) > 1)
 

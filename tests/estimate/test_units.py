@@ -1,4 +1,5 @@
-"""Times of units that were measured go before the roofline: alone, in a crowd, between counts of rows, and divided."""
+"""Times of units that were measured go before the roofline: alone, in a crowd, between counts of
+rows, and divided."""
 
 from __future__ import annotations
 
@@ -14,12 +15,24 @@ SEQ_LEN = 16
 
 def timed(rows: int, forward_s: float, backward_s: float, together: int = 1) -> UnitTime:
     return UnitTime(
-        model=models.graph(TIED).units_hash, unit="block", dtype="fp32", rows=rows, seq_len=SEQ_LEN,
-        forward_s=forward_s, backward_s=backward_s, together=together,
-    )  # fmt: skip
+        model=models.graph(TIED).units_hash,
+        unit="block",
+        dtype="fp32",
+        rows=rows,
+        seq_len=SEQ_LEN,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        together=together,
+    )
 
 
-def block_s(*times: UnitTime, rows: int, splits: dict[str, str] | None = None, ways: int = 1, **changes: object):
+def block_s(
+    *times: UnitTime,
+    rows: int,
+    splits: dict[str, str] | None = None,
+    ways: int = 1,
+    **changes: object,
+):
     one = device(units=times, **changes)
     using = costs(cluster([[one, one]]), plain(), seq_len=SEQ_LEN)
     return using.unit_s(0, using.graph.block, rows, splits or {}, ways)
@@ -32,7 +45,9 @@ def test_a_unit_takes_what_it_was_timed_at_and_lies_on_a_line_between():
     assert block_s(*times, rows=8) == pytest.approx((0.7, 1.4))
     assert block_s(times[0], rows=8) == pytest.approx((0.4, 0.8))
     # Where small ones take their overheads alone, noise must not make large ones cheaper.
-    assert block_s(timed(4, 0.3, 0.6), timed(8, 0.29, 0.61), rows=256) == pytest.approx((0.29, 0.61 + 248 / 4 * 0.01))
+    assert block_s(timed(4, 0.3, 0.6), timed(8, 0.29, 0.61), rows=256) == pytest.approx(
+        (0.29, 0.61 + 248 / 4 * 0.01)
+    )
     assert block_s(*times, rows=2, pace=1.5) == pytest.approx((0.15, 0.3))
 
 

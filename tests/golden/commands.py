@@ -54,7 +54,18 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("init",),
     ASKED,
     (*ASKED, "--why", "--diff", "data", "1", "--show"),
-    (*ASKED, "--tokens", "16M", "--technique", "data", "--technique", "zero2", "--technique", "diloco", "--all"),
+    (
+        *ASKED,
+        "--tokens",
+        "16M",
+        "--technique",
+        "data",
+        "--technique",
+        "zero2",
+        "--technique",
+        "diloco",
+        "--all",
+    ),
     (*ASKED, "--objective", "fewest_devices", "--tolerance", "0.5"),
     (
         *ASKED,
@@ -81,7 +92,19 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
         "--export-to",
         "t.toml",
     ),
-    ("plan", "--model", "gpt2", "--cluster", "cluster.yaml", "--wan-bits", "8", "-o", "p.json", "--html", "p.html"),
+    (
+        "plan",
+        "--model",
+        "gpt2",
+        "--cluster",
+        "cluster.yaml",
+        "--wan-bits",
+        "8",
+        "-o",
+        "p.json",
+        "--html",
+        "p.html",
+    ),
     ("plan", "--model", "124M", "--cluster", "slm-cost/a100-80"),
     ("plan", "--fit", "model", "--cluster", "fabric/tacc-tacc"),
     ("plan", "--fit", "batch", "--model", "gpt2", "--cluster", "fabric/bris-star"),
@@ -169,12 +192,26 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 
 @contextmanager
 def desk() -> Iterator[Path]:
-    """A folder with some text, a run.yaml and a cluster file, as the working folder; all caches are in it too."""
+    """A folder with some text, a run.yaml and a cluster file, as the working folder; all caches are
+    in it too."""
     rng, before, cache = random.Random(7), Path.cwd(), os.environ.get("FARSPAN_CACHE")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "docs").mkdir()
-        words = ["time", "year", "people", "way", "day", "thing", "life", "world", "school", "state", "family", "group"]
+        words = [
+            "time",
+            "year",
+            "people",
+            "way",
+            "day",
+            "thing",
+            "life",
+            "world",
+            "school",
+            "state",
+            "family",
+            "group",
+        ]
         for number in range(40):
             text = " ".join(rng.choice(words) for _ in range(200))
             (folder / "docs" / f"{number:02}.txt").write_text(f"Document {number}\n\n{text}.\n")

@@ -1,8 +1,8 @@
 """What farspan says of many seeded questions: `python -m tests.golden.freeze --out FILE [--whole]`.
 
-The dump holds estimates of every engine, the plans that techniques make and that searches choose, what `--json` prints,
-and exit codes. Two trees on one machine and Python are compared by their dumps (`--against OLD`); `golden.json.xz` is
-the part of one that the tests repeat.
+The dump holds estimates of every engine, the plans that techniques make and that searches choose,
+what `--json` prints, and exit codes. Two trees on one machine and Python are compared by their
+dumps (`--against OLD`); `golden.json.xz` is the part of one that the tests repeat.
 """
 
 from __future__ import annotations
@@ -40,9 +40,32 @@ GOLDEN = Path(__file__).parent / "golden.json.xz"
 ENGINES = ("farspan", "torch2024", "alpa2022")
 WORLDS, UNPLANNED, SELECTED = 45, 60, 12
 #: Of hashes, dates, versions and measured times nothing is kept.
-VOLATILE = {"hash", "version", "checked", "created", "commit", "date", "inputs", "took_s", "environment", "corpus_hash"}
-#: Sentences for people, which may be said better: left out with `--no-prose`, as is all of a problem but its code.
-PROSE = {"why", "unchosen", "assumptions", "findings", "evidence", "notes", "against", "left_out", "unknown", "choice"}
+VOLATILE = {
+    "hash",
+    "version",
+    "checked",
+    "created",
+    "commit",
+    "date",
+    "inputs",
+    "took_s",
+    "environment",
+    "corpus_hash",
+}
+#: Sentences for people, which may be said better: left out with `--no-prose`, as is all of a
+#: problem but its code.
+PROSE = {
+    "why",
+    "unchosen",
+    "assumptions",
+    "findings",
+    "evidence",
+    "notes",
+    "against",
+    "left_out",
+    "unknown",
+    "choice",
+}
 
 
 def rankings(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
@@ -50,7 +73,9 @@ def rankings(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
     for seed in numbers:
         asked = world(seed, folder)
         for name in ENGINES:
-            found = rank(asked.model, asked.cluster, asked.train, engine(name), objective=asked.objective)
+            found = rank(
+                asked.model, asked.cluster, asked.train, engine(name), objective=asked.objective
+            )
             yield (
                 f"rank {asked.name} {name}",
                 {
@@ -67,16 +92,23 @@ def estimates(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
     for seed in numbers:
         plan, cluster = unplanned(seed, folder)
         for name in ENGINES:
-            yield f"estimate {seed} {name}", estimate(plan, models.graph(plan.model), cluster, engine(name)).as_json()
+            yield (
+                f"estimate {seed} {name}",
+                estimate(plan, models.graph(plan.model), cluster, engine(name)).as_json(),
+            )
 
 
 def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
-    """What selections choose where each trial takes a seeded share more or less than predicted; the paper's too."""
+    """What selections choose where each trial takes a seeded share more or less than predicted; the
+    paper's too."""
     for seed in numbers:
         asked = world(seed, folder)
 
         def measure(plan: Plan, step_s: float) -> Trial:
-            at, stages = [device.index for device in plan.devices], [len(one.stages) for one in plan.replicas]
+            at, stages = (
+                [device.index for device in plan.devices],
+                [len(one.stages) for one in plan.replicas],
+            )
             drawn = zlib.crc32(f"{plan.technique} {at} {stages}".encode()) % 1000
             if drawn > 900:
                 return Trial(plan="", status="oom", took_s=12.0)
@@ -84,7 +116,10 @@ def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
             return Trial(plan="", status="ok", took_s=12.0, steps=(took,) * 3, step_s=took)
 
         question = SelectionTask(
-            model=asked.model, train=asked.train, engine=engine("farspan"), objective=asked.objective
+            model=asked.model,
+            train=asked.train,
+            engine=engine("farspan"),
+            objective=asked.objective,
         )
         found = select(asked.cluster, question, measure, budget_s=200.0)
         yield (
@@ -93,7 +128,10 @@ def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
                 "chosen": found.ranking.chosen,
                 "ended": found.ended,
                 "spent_s": found.spent_s,
-                "tried": [(one.technique, one.where, trial.status, trial.step_s) for one, trial in found.tried],
+                "tried": [
+                    (one.technique, one.where, trial.status, trial.step_s)
+                    for one, trial in found.tried
+                ],
                 "candidates": [_listed(one) for one in found.ranking.listed],
             },
         )
@@ -216,7 +254,9 @@ def read(path: Path) -> dict[str, Any]:
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the dump here")
-    parser.add_argument("--whole", action="store_true", help="all questions, not only those that the tests repeat")
+    parser.add_argument(
+        "--whole", action="store_true", help="all questions, not only those that the tests repeat"
+    )
     parser.add_argument("--no-prose", action="store_true", help="without sentences for people")
     parser.add_argument("--against", type=Path, help="say how it differs from this older dump")
     given = parser.parse_args()

@@ -1,4 +1,5 @@
-"""A run folder that an earlier farspan left behind, stopped in the middle, is still good for everything."""
+"""A run folder that an earlier farspan left behind, stopped in the middle, is still good for
+everything."""
 
 from __future__ import annotations
 
@@ -13,18 +14,25 @@ import pytest
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the run and its corpus; the run's record names the corpus where it lies now."""
+    """The folder with the run and its corpus; the run's record names the corpus where it lies
+    now."""
     folder = tmp_path_factory.mktemp("old")
     with tarfile.open(Path(__file__).parent / "run-0.tar.xz") as packed:
         packed.extractall(folder, filter="data")
     record = folder / "run" / "run.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"corpus": str(folder / "corpus")}))
+    record.write_text(
+        json.dumps(json.loads(record.read_text()) | {"corpus": str(folder / "corpus")})
+    )
     return folder
 
 
 def answer(old: Path, *words: str) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-m", "farspan", *words, "--json"], cwd=old, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "farspan", *words, "--json"],
+        cwd=old,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
@@ -33,7 +41,9 @@ def answer(old: Path, *words: str) -> dict[str, object]:
 
 def test_it_reports_exports_generates_resumes_and_embeds(old: Path) -> None:
     assert answer(old, "report", "run")["measurement"]
-    assert answer(old, "generate", "time", "--run", "run", "--tokens", "4")["step"] == 1000  # The best
+    assert (
+        answer(old, "generate", "time", "--run", "run", "--tokens", "4")["step"] == 1000
+    )  # The best
     assert answer(old, "export", "run", "--out", "model")
     assert (old / "model" / "model.safetensors").exists()
     resumed = answer(old, "resume", "run", "--trust")["measurement"]

@@ -1,4 +1,5 @@
-"""Seeded questions for the planner: clusters of the catalogue's devices, models and trainings of many shapes."""
+"""Seeded questions for the planner: clusters of the catalogue's devices, models and trainings of
+many shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class World(NamedTuple):
 
 
 def world(seed: int, folder: Path) -> World:
-    """A cluster of one to three sites with up to four devices each, some of them heterogeneous, and a job for it."""
+    """A cluster of one to three sites with up to four devices each, some of them heterogeneous, and
+    a job for it."""
     rng = random.Random(seed)
     known = _known()
     sites = {}
@@ -47,14 +49,22 @@ def world(seed: int, folder: Path) -> World:
         sites[f"s{s}"] = {"hosts": hosts} | ({"lease": "8h"} if rng.random() < 0.2 else {})
     names = list(sites)
     links = [
-        {"between": [a, b], "rtt": f"{rng.choice((1, 8, 57, 103))}ms", "bandwidth": rng.choice(("1Gbit/s", "10Gbit/s"))}
+        {
+            "between": [a, b],
+            "rtt": f"{rng.choice((1, 8, 57, 103))}ms",
+            "bandwidth": rng.choice(("1Gbit/s", "10Gbit/s")),
+        }
         for i, a in enumerate(names)
         for b in names[i + 1 :]
     ]
     path = folder / f"world-{seed}.yaml"
     path.write_text(yaml.safe_dump({"sites": sites, "links": links}))
     cluster, model = load_cluster(path), model_of(rng.choice(MODELS))
-    common = [p for p in ("fp32", "bf16", "fp16") if all(p in device.sheet.dtypes for device in cluster.devices)]
+    common = [
+        p
+        for p in ("fp32", "bf16", "fp16")
+        if all(p in device.sheet.dtypes for device in cluster.devices)
+    ]
     train = TrainSpec(
         steps=rng.choice((10, 1000, 20_000)),
         batch=rng.choice((8, 16, 64, 96)),
@@ -65,19 +75,29 @@ def world(seed: int, folder: Path) -> World:
         wan_bits=rng.choice((32, 32, 16, 8)),
     )
     priced = all(device.usd_per_hour is not None for device in cluster.devices)
-    objective = rng.choice(("time", "time", "fewest_devices", *(("cost", "loss_per_dollar") if priced else ())))
+    objective = rng.choice(
+        ("time", "time", "fewest_devices", *(("cost", "loss_per_dollar") if priced else ()))
+    )
     return World(f"world {seed}", model, cluster, train, objective)
 
 
 def unplanned(seed: int, folder: Path) -> tuple[Plan, Cluster]:
-    """A plan that no technique emits, on a cluster of the catalogue's devices with as many sites as it has."""
+    """A plan that no technique emits, on a cluster of the catalogue's devices with as many sites as
+    it has."""
     rng, plan = random.Random(10_000 + seed), random_plan(seed)
-    kinds, at = [rng.choice(_known()) for _ in plan.devices], [device.site for device in plan.devices]
+    kinds, at = (
+        [rng.choice(_known()) for _ in plan.devices],
+        [device.site for device in plan.devices],
+    )
     names = sorted(set(at))
     sites = {
         site: {
             "hosts": {
-                f"h-{site}": {"devices": [_entry(kind) for kind, there in zip(kinds, at, strict=True) if there == site]}
+                f"h-{site}": {
+                    "devices": [
+                        _entry(kind) for kind, there in zip(kinds, at, strict=True) if there == site
+                    ]
+                }
             }
         }
         for site in names
@@ -91,7 +111,9 @@ def unplanned(seed: int, folder: Path) -> tuple[Plan, Cluster]:
     path.write_text(yaml.safe_dump({"sites": sites, "links": links}))
     devices, count = list[PlannedDevice](), dict.fromkeys(names, 0)
     for kind, device in zip(kinds, plan.devices, strict=True):
-        devices.append(replace(device, host=f"h-{device.site}", index=count[device.site], kind=kind))
+        devices.append(
+            replace(device, host=f"h-{device.site}", index=count[device.site], kind=kind)
+        )
         count[device.site] += 1
     return replace(plan, devices=tuple(devices)), load_cluster(path)
 

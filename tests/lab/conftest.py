@@ -26,16 +26,26 @@ Start = Callable[..., Status]
 
 def two(name: str) -> str:
     """The text of a lab of two sites, 20 ms apart; its name is of this run alone."""
-    return f"name: {OWN}-{name}\nsites: {{utah: {{}}, star: {{}}}}\nlinks: [{{between: [utah, star], rtt: 20ms}}]\n"
+    return (
+        f"name: {OWN}-{name}\nsites: {{utah: {{}}, star: {{}}}}\nlinks: [{{between: [utah, star], "
+        f"rtt: 20ms}}]\n"
+    )
 
 
 def parsed(text: str) -> Lab:
-    return spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml")
+    return spec.read(
+        convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml"
+    )
 
 
 def traces() -> list[str]:
-    """What there is of this run's labs on the machine: folders, processes, control groups, mounts, interfaces."""
-    found = [str(path) for parent in [Path("/run"), *devices.parents()] for path in parent.glob(f"farspan-lab-{OWN}*")]
+    """What there is of this run's labs on the machine: folders, processes, control groups, mounts,
+    interfaces."""
+    found = [
+        str(path)
+        for parent in [Path("/run"), *devices.parents()]
+        for path in parent.glob(f"farspan-lab-{OWN}*")
+    ]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes()
@@ -54,13 +64,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of forty short papers."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(40):
-        words = " ".join(f"{word}{number % 7}" for word in ("wind", "list", "blow", "where", "they")) * 30
+        words = (
+            " ".join(f"{word}{number % 7}" for word in ("wind", "list", "blow", "where", "they"))
+            * 30
+        )
         (folder / f"{number:02}.txt").write_text(f"Paper {number}\n\n{words}.\n")
     return folder
 
 
 def occupants(namespaces: list[int]) -> list[str]:
-    """Processes in network namespaces that are held open here, so that no number of theirs can mean another."""
+    """Processes in network namespaces that are held open here, so that no number of theirs can mean
+    another."""
     held, found = [os.fstat(fd).st_ino for fd in namespaces], []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -101,12 +115,15 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Status]:
-    """Three sites: 20 ms between utah and star, next to nothing between star and mass, nothing between the others."""
+    """Three sites: 20 ms between utah and star, next to nothing between star and mass, nothing
+    between the others."""
     name = f"{OWN}-links"
-    yield state.up(parsed(
-        f"name: {name}\nsites: {{utah: {{}}, star: {{}}, mass: {{}}}}\n"
-        "links: [{between: [utah, star], rtt: 20ms}, {between: [star, mass], rtt: 0.1ms}]\n"
-    ))  # fmt: skip
+    yield state.up(
+        parsed(
+            f"name: {name}\nsites: {{utah: {{}}, star: {{}}, mass: {{}}}}\n"
+            "links: [{between: [utah, star], rtt: 20ms}, {between: [star, mass], rtt: 0.1ms}]\n"
+        )
+    )
     state.down(name)
     assert traces() == []
 
@@ -118,12 +135,15 @@ class Peer:
         # Whoever measures delays must not wait for a core behind whatever else the machine does.
         first = ["chrt", "--fifo", "1"] if lab.realtime and words[0] in ("ping", "echo") else []
         command = [*state.enter(lab, site), *first, sys.executable, str(PEER), *map(str, words)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
     def result(self, after_s: float = 0.0) -> Any:
-        """What it prints at its end. Who listens ends when its input does: `after_s` is for what is under way."""
+        """What it prints at its end. Who listens ends when its input does: `after_s` is for what is
+        under way."""
         time.sleep(after_s)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()

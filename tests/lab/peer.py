@@ -1,4 +1,5 @@
-"""What a process does in a site: `python peer.py PART WORDS...` prints `ready`, then its result as JSON."""
+"""What a process does in a site: `python peer.py PART WORDS...` prints `ready`, then its result as
+JSON."""
 
 from __future__ import annotations
 
@@ -93,7 +94,11 @@ def sink() -> object:
         first = first or time.monotonic()
         digest.update(data)
         total += len(data)
-    return {"bytes": total, "sha256": digest.hexdigest(), "seconds": time.monotonic() - (first or 0)}
+    return {
+        "bytes": total,
+        "sha256": digest.hexdigest(),
+        "seconds": time.monotonic() - (first or 0),
+    }
 
 
 def pour(host: str, size: str) -> object:

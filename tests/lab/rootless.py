@@ -10,7 +10,9 @@ def main() -> None:
     name = f"{OWN}-nobody"
     lab = state.up(parsed(two("nobody")))
     try:
-        assert {(device.speed, device.memory) for site in lab.lab.sites for device in site.devices} == {(None, None)}
+        assert {
+            (device.speed, device.memory) for site in lab.lab.sites for device in site.devices
+        } == {(None, None)}
         assert "not in force" in lab.lab.notes[-1]
         echo = Peer(lab, "star", "echo")
         # Nothing here goes before other processes, so the delay may be longer.

@@ -1,4 +1,5 @@
-"""What a lab's line carries in a step is what the plan's list of communications says (`semantics.communications`)."""
+"""What a lab's line carries in a step is what the plan's list of communications says
+(`semantics.communications`)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from farspan_lab.cluster import of_lab
 from tests.lab.conftest import OWN, parsed, traces
 
 TWO = (
-    f"name: {OWN}-carried\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, mass], rtt: 4ms}}]\n"
+    f"name: {OWN}-carried\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, "
+    f"mass], rtt: 4ms}}]\n"
 )
 #: Steps of a short and of a long run: what both send once falls out of the difference.
 SHORT, LONG = 20, 60
@@ -45,13 +47,18 @@ def lab():
 
 
 def carried(lab: str, technique: str, steps: int, text: Path, folder: Path) -> tuple[int, Plan]:
-    """Bytes that the line carried while a run of so many steps went on, both ways, headers and all."""
+    """Bytes that the line carried while a run of so many steps went on, both ways, headers and
+    all."""
     config = RunConfig(
-        data=DataConfig(source=str(text), val="10%"), tokenizer=TokenizerConfig(vocab=300),
+        data=DataConfig(source=str(text), val="10%"),
+        tokenizer=TokenizerConfig(vocab=300),
         model=ModelConfig(layers=3, d_model=96, heads=2, context=32, tied=False),
-        train=TrainConfig(steps=steps, batch=BatchConfig(global_=12), precision="fp32", validate_every=1000),
-        parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique), checkpoint=CheckpointConfig(every="1h"),
-    )  # fmt: skip
+        train=TrainConfig(
+            steps=steps, batch=BatchConfig(global_=12), precision="fp32", validate_every=1000
+        ),
+        parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique),
+        checkpoint=CheckpointConfig(every="1h"),
+    )
     run = training.make(folder, config, best_plan(resolve(config, trial=False), config.parallel))
     before = sum(way.bytes for way in state.status(lab).traffic)
     training.train(run)
@@ -61,31 +68,45 @@ def carried(lab: str, technique: str, steps: int, text: Path, folder: Path) -> t
 def listed(plan: Plan, lab: str) -> float:
     """Bytes of a step between the sites, by the list."""
     cluster = of_lab(state.status(lab))
-    costs = Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, engine(plan.engine)))
+    costs = Costs(
+        models.graph(plan.model), plan.train, Network(cluster, plan.devices, engine(plan.engine))
+    )
     return sum(
-        size for exchange in traffic(plan, costs) for (a, b), size in exchange.by_hosts.items()
+        size
+        for exchange in traffic(plan, costs)
+        for (a, b), size in exchange.by_hosts.items()
         if costs.network.site(a) != costs.network.site(b)
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("technique", ["zero2", "pipeshard"])
 def test_a_line_carries_what_the_list_says(lab: str, technique: str, text: Path, tmp_path: Path):
-    (short, plan), (long, _) = (carried(lab, technique, steps, text, tmp_path / f"{steps}") for steps in (SHORT, LONG))
+    (short, plan), (long, _) = (
+        carried(lab, technique, steps, text, tmp_path / f"{steps}") for steps in (SHORT, LONG)
+    )
     assert {device.site for device in plan.devices} == {"utah", "mass"}
     step = (long - short) / (LONG - SHORT)
-    # Headers of packets, their acknowledgements, and what workers tell one another beside: the gradient's norm, each
-    # second that they live.
+    # Headers of packets, their acknowledgements, and what workers tell one another beside: the
+    # gradient's norm, each second that they live.
     assert step == pytest.approx(listed(plan, lab), rel=0.05)
 
 
-def test_parts_of_a_checkpoint_arrive_though_rank_0_still_copies_its_own(lab: str, text: Path, tmp_path: Path):
+def test_parts_of_a_checkpoint_arrive_though_rank_0_still_copies_its_own(
+    lab: str, text: Path, tmp_path: Path
+):
     config = RunConfig(
-        data=DataConfig(source=str(text), val="10%"), tokenizer=TokenizerConfig(vocab=300),
+        data=DataConfig(source=str(text), val="10%"),
+        tokenizer=TokenizerConfig(vocab=300),
         model=ModelConfig(layers=4, d_model=512, heads=4, context=32, tied=False),
-        train=TrainConfig(steps=3, batch=BatchConfig(global_=12), precision="fp32", validate_every=1000),
-        parallel=ParallelConfig(cluster=f"lab:{lab}", technique="pipeshard"), checkpoint=CheckpointConfig(every="1h"),
-    )  # fmt: skip
-    run = training.make(tmp_path / "run", config, best_plan(resolve(config, trial=False), config.parallel))
+        train=TrainConfig(
+            steps=3, batch=BatchConfig(global_=12), precision="fp32", validate_every=1000
+        ),
+        parallel=ParallelConfig(cluster=f"lab:{lab}", technique="pipeshard"),
+        checkpoint=CheckpointConfig(every="1h"),
+    )
+    run = training.make(
+        tmp_path / "run", config, best_plan(resolve(config, trial=False), config.parallel)
+    )
     assert {device.site for device in run.load_plan().devices} == {"utah", "mass"}
     training.train(run)
     assert list((run.path / "checkpoints").glob("step-*"))

@@ -1,5 +1,6 @@
-"""Ten faults in runs on two and three sites: each run goes on by itself to the losses of the same run without them, or
-ends with its cause where that was to be expected. `benchmarks/chaos.py` makes sixty and more."""
+"""Ten faults in runs on two and three sites: each run goes on by itself to the losses of the same
+run without them, or ends with its cause where that was to be expected. `benchmarks/chaos.py` makes
+sixty and more."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ from tests.app.supervised import Watched, made
 from tests.lab.conftest import OWN, parsed, traces
 from tests.launch.test_launchers import TRAIN
 
-TWO = f"name: {OWN}-two\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, mass], rtt: 20ms}}]\n"
+TWO = (
+    f"name: {OWN}-two\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, "
+    f"mass], rtt: 20ms}}]\n"
+)
 THREE = f"""name: {OWN}-three
 sites: {{utah: {{}}, star: {{}}, mass: {{}}}}
 links:
@@ -61,23 +65,35 @@ def lab(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(scope="module")
-def calm(lab: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunFolder]:
+def calm(
+    lab: str, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., RunFolder]:
     """Makes runs on a lab by a technique, which nothing disturbs; each once."""
     return functools.cache(
-        lambda technique, reshuffle=True: undisturbed(lab, technique, text, tmp_path_factory.mktemp("calm"), reshuffle)
+        lambda technique, reshuffle=True: undisturbed(
+            lab, technique, text, tmp_path_factory.mktemp("calm"), reshuffle
+        )
     )
 
 
 def undisturbed(lab: str, technique: str, text: Path, folder: Path, reshuffle: bool) -> RunFolder:
     config = RunConfig(
-        data=DataConfig(source=str(text), val="10%"), tokenizer=TokenizerConfig(vocab=300),
+        data=DataConfig(source=str(text), val="10%"),
+        tokenizer=TokenizerConfig(vocab=300),
         model=ModelConfig(layers=3, d_model=32, heads=2, context=32),
         train=TrainConfig(
-            steps=STEPS, batch=BatchConfig(global_=6), precision="fp32", validate_every=STEPS, reshuffle=reshuffle
+            steps=STEPS,
+            batch=BatchConfig(global_=6),
+            precision="fp32",
+            validate_every=STEPS,
+            reshuffle=reshuffle,
         ),
-        parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique), checkpoint=CheckpointConfig(every="500ms"),
-    )  # fmt: skip
-    run = training.make(folder / "calm", config, best_plan(resolve(config, trial=False), config.parallel))
+        parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique),
+        checkpoint=CheckpointConfig(every="500ms"),
+    )
+    run = training.make(
+        folder / "calm", config, best_plan(resolve(config, trial=False), config.parallel)
+    )
     training.train(run)
     return run
 
@@ -97,14 +113,17 @@ def test_seeded_faults_leave_the_losses_as_they_are_bit_by_bit(lab, calm, tmp_pa
 def test_a_link_that_is_cut_for_good_makes_another_plan_with_the_same_losses(lab, calm, tmp_path):
     if "three" in lab:
         pytest.skip("two sites are enough")
-    # One order of documents: where it changes, what rounding adds in 190 steps grows from 2e-7 to 2e-5.
+    # One order of documents: where it changes, what rounding adds in 190 steps grows from 2e-7 to
+    # 2e-5.
     run = calm("data", reshuffle=False)
     result = disturb(run, tmp_path / "disturbed", [parse("cut:utah>mass@60")])
     (made,) = result.injected
     assert made.replanned and result.problem is None
     assert result.comparison is not None and result.comparison.worst <= 1e-5
     after = RunFolder(tmp_path / "disturbed").load_plan()
-    assert {device.host for device in after.devices} == {"utah"} and after.train == run.load_plan().train
+    assert {device.host for device in after.devices} == {
+        "utah"
+    } and after.train == run.load_plan().train
     with_cut = state.status(lab).lab.links
     assert all(link.up for link in with_cut), "what was cut is mended in the end"
 
@@ -143,12 +162,20 @@ def test_who_stops_a_run_that_waits_for_a_host_is_heard(lab, calm, tmp_path):
     assert refusal.value.problem.code == "interrupted" and time.monotonic() - waits[0] < 5
 
 
-# -- faults in words ---------------------------------------------------------------------------------------------------
+# -- faults in words
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "text",
-    ["kill:1@20", "stop:0@save", "stop:3@7+1.5s", "cut:utah-mass@recovery+8s", "cut:a>b-2@90", "cut:a-1-b@5"],
+    [
+        "kill:1@20",
+        "stop:0@save",
+        "stop:3@7+1.5s",
+        "cut:utah-mass@recovery+8s",
+        "cut:a>b-2@90",
+        "cut:a-1-b@5",
+    ],
 )
 def test_a_fault_reads_as_it_is_written(text):
     if text == "cut:a-1-b@5":
@@ -156,7 +183,9 @@ def test_a_fault_reads_as_it_is_written(text):
     assert str(parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "kill", "kill:a@3", "cut:1@3", "kill:1", "stop:1@now", "cut:a@5", "kill:1@20+"])
+@pytest.mark.parametrize(
+    "text", ["", "kill", "kill:a@3", "cut:1@3", "kill:1", "stop:1@now", "cut:a@5", "kill:1@20+"]
+)
 def test_what_is_no_fault_is_refused(text):
     with pytest.raises(Refusal, match="this is no fault"):
         parse(text)
@@ -170,13 +199,22 @@ def test_drawn_faults_are_the_same_for_a_seed_and_possible():
         for fault in faults:
             assert isinstance(fault, Injection) and 2 <= fault.step < 98
             assert (fault.rank is None) == fault.kind.startswith("cut") == (fault.sites is not None)
-            assert fault.rank in (None, 0, 1, 2, 3) and (fault.sites is None or tuple(sorted(fault.sites)) in links)
-    assert {fault.kind for seed in range(20) for fault in drawn(seed, 3, 2, (), 50)} == {"kill", "stop"}
+            assert fault.rank in (None, 0, 1, 2, 3) and (
+                fault.sites is None or tuple(sorted(fault.sites)) in links
+            )
+    assert {fault.kind for seed in range(20) for fault in drawn(seed, 3, 2, (), 50)} == {
+        "kill",
+        "stop",
+    }
 
 
 def test_wrong_faults_are_refused_before_anything_starts(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "farspan", "chaos", "nowhere"], capture_output=True, text=True, cwd=tmp_path, timeout=60
+        [sys.executable, "-m", "farspan", "chaos", "nowhere"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
     )
     assert done.returncode == 22 and "this is not a farspan run" in done.stderr
 
@@ -185,14 +223,17 @@ def test_faults_that_the_run_cannot_have_are_refused(tmp_path):
     run = Watched(made(tmp_path / "run", tiny.plan(replace(TRAIN, steps=6))))
     run.train()
     for words, says in (
-        (["--faults", "-2"], "0 to 3 fit into its 6 steps"), (["--faults", "99"], "0 to 3 fit"),
+        (["--faults", "-2"], "0 to 3 fit into its 6 steps"),
+        (["--faults", "99"], "0 to 3 fit"),
         (["--fault", "kill:9@3"], "the run has ranks 0 to 0"),
         (["--fault", "cut:a-b@3"], "the run's cluster is no lab"),
         ([], "neither --fault nor --faults"),
-    ):  # fmt: skip
+    ):
         done = subprocess.run(
-            [sys.executable, "-m", "farspan", "chaos", str(run.run.path), *words], capture_output=True, text=True,
+            [sys.executable, "-m", "farspan", "chaos", str(run.run.path), *words],
+            capture_output=True,
+            text=True,
             timeout=60,
-        )  # fmt: skip
+        )
         assert done.returncode in (2, 15) and says in done.stderr, done.stderr
         assert not (tmp_path / "run-chaos").exists()

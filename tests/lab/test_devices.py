@@ -16,7 +16,8 @@ from farspan_lab.lab import Device
 from tests.lab.conftest import OWN, Start, parsed
 
 needs_groups = pytest.mark.skipif(
-    sys.platform != "linux" or not devices.parents(), reason="waits for control groups that can be written"
+    sys.platform != "linux" or not devices.parents(),
+    reason="waits for control groups that can be written",
 )
 #: Computes for so many seconds; prints its processor time over the time that passed.
 BUSY = """
@@ -63,11 +64,18 @@ def test_a_worker_starts_at_full_speed_and_is_held_to_its_share_when_it_has_star
 
     def said(code: str, **environment: str) -> list[str]:
         done = subprocess.run(
-            [*words, code, "1"], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+            [*words, code, "1"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, **environment},
         )
         return done.stdout.splitlines()
 
-    started = said(f"{see}\nfrom farspan.runtime.device import hold; hold()\n{see}\n{BUSY}", FARSPAN_STARTING="1")
+    started = said(
+        f"{see}\nfrom farspan.runtime.device import hold; hold()\n{see}\n{BUSY}",
+        FARSPAN_STARTING="1",
+    )
     assert started[:2] == [free, held] and float(started[2]) < 0.12
     # One that ended before it was held leaves nothing to what comes next.
     assert said(see, FARSPAN_STARTING="1") == [free]
@@ -76,8 +84,15 @@ def test_a_worker_starts_at_full_speed_and_is_held_to_its_share_when_it_has_star
 
 @pytest.mark.parametrize(
     ("speed", "cores", "turn_ms"),
-    # 5 ms with a quarter of them, 10 ms with 1 ms of them (the kernel's least), and both cores' 2.5 of 5 ms at once.
-    [(None, 1, 0.0), (1.0, 1, 0.0), (0.25, 1, 3.75**2 / 5 / 2), (0.1, 1, 9**2 / 10 / 2), (0.5, 2, 2.5**2 / 5 / 2)],
+    # 5 ms with a quarter of them, 10 ms with 1 ms of them (the kernel's least), and both cores' 2.5
+    # of 5 ms at once.
+    [
+        (None, 1, 0.0),
+        (1.0, 1, 0.0),
+        (0.25, 1, 3.75**2 / 5 / 2),
+        (0.1, 1, 9**2 / 10 / 2),
+        (0.5, 2, 2.5**2 / 5 / 2),
+    ],
 )
 def test_a_message_waits_for_half_of_the_rest_of_a_period_that_is_used_up(speed, cores, turn_ms):
     found = devices.turn_s(Device(speed=speed, cores=cores, memory=None))
@@ -86,16 +101,21 @@ def test_a_message_waits_for_half_of_the_rest_of_a_period_that_is_used_up(speed,
 
 @needs_groups
 def test_a_device_that_takes_more_memory_than_it_has_is_killed_alone(start: Start):
-    lab = start(f"name: {OWN}-memory\nsites: {{utah: {{devices: [{{memory: 100MB}}, {{memory: 400MB}}]}}}}")
+    lab = start(
+        f"name: {OWN}-memory\nsites: {{utah: {{devices: [{{memory: 100MB}}, {{memory: 400MB}}]}}}}"
+    )
     greedy = [sys.executable, "-c", "print(len(bytearray(200_000_000)))"]
     killed, fine = (
-        subprocess.run([*state.enter(lab, "utah", index), *greedy], capture_output=True, text=True) for index in (0, 1)
+        subprocess.run([*state.enter(lab, "utah", index), *greedy], capture_output=True, text=True)
+        for index in (0, 1)
     )
     assert killed.returncode == -signal.SIGKILL
     assert (fine.returncode, fine.stdout) == (0, "200000000\n")
 
 
-def test_a_process_runs_on_the_cores_of_its_device_in_the_folder_it_came_from(start: Start, tmp_path: Path):
+def test_a_process_runs_on_the_cores_of_its_device_in_the_folder_it_came_from(
+    start: Start, tmp_path: Path
+):
     lab = start(f"name: {OWN}-cores\nsites: {{utah: {{devices: 2}}, star: {{}}}}")
     found = "[list(os.sched_getaffinity(0)), os.getcwd(), os.getpid(), dict(os.environ)]"
     for site in lab.lab.sites:
@@ -103,8 +123,10 @@ def test_a_process_runs_on_the_cores_of_its_device_in_the_folder_it_came_from(st
             code = f"import json, os; print(json.dumps({found}))"
             process = subprocess.Popen(
                 [*state.enter(lab, site.name, index), sys.executable, "-c", code],
-                stdout=subprocess.PIPE, cwd=tmp_path, env={**os.environ, "GIVEN": "a b"},
-            )  # fmt: skip
+                stdout=subprocess.PIPE,
+                cwd=tmp_path,
+                env={**os.environ, "GIVEN": "a b"},
+            )
             cores, folder, pid, environment = json.loads(process.communicate()[0])
             assert (tuple(cores), folder, pid) == (device.cpus, str(tmp_path), process.pid)
             assert (environment["GIVEN"], environment["GLOO_SOCKET_IFNAME"]) == ("a b", "wan0")
@@ -136,4 +158,6 @@ def test_what_the_machine_cannot_give_is_said():
     assert [note for note in short.notes if "cores [7] ask for 250%" in note]
     assert [note for note in short.notes if "relay" in note]
     assert "not in force" in without.notes[-1]
-    assert {(device.speed, device.memory) for site in without.sites for device in site.devices} == {(None, None)}
+    assert {(device.speed, device.memory) for site in without.sites for device in site.devices} == {
+        (None, None)
+    }

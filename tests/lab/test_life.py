@@ -21,11 +21,16 @@ from tests.lab.conftest import OWN, Peer, Start, play, traces, two
 
 FARSPAN = [sys.executable, "-m", "farspan"]
 #: Leaves its terminal, its session and its parent.
-DAEMON = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        time.sleep(600)\n"
+DAEMON = (
+    "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        "
+    "time.sleep(600)\n"
+)
 
 
 def refused(code: str, done: subprocess.CompletedProcess[str]) -> None:
-    assert done.stderr.startswith(f"error[{code}]: ") and done.returncode == EXIT_CODES[code], done.stdout + done.stderr
+    assert done.stderr.startswith(f"error[{code}]: ") and done.returncode == EXIT_CODES[code], (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.fixture
@@ -43,7 +48,9 @@ def test_the_commands_from_up_to_down(file: Path):
     assert farspan_lab("up", str(file)).returncode == 0
     done = farspan_lab("exec", "utah", "--device", "0", "--", "sh", "-c", "hostname; exit 7")
     assert (done.stdout, done.returncode) == ("utah\n", 7)
-    done = farspan_lab("link", "utah", "star", "--rtt", "80ms", "--bandwidth", "1Mbit/s", "--one-way", "--json")
+    done = farspan_lab(
+        "link", "utah", "star", "--rtt", "80ms", "--bandwidth", "1Mbit/s", "--one-way", "--json"
+    )
     assert '"delay_s":0.04,"jitter_s":0.0,"bandwidth":125000.0' in done.stdout
     assert '"delay_s":0.01,"jitter_s":0.0,"bandwidth":null' in done.stdout
     refused("run-exists", farspan_lab("up", str(file)))
@@ -113,7 +120,9 @@ def test_a_site_that_takes_its_interface_down_harms_no_other(start: Start):
     lab = start(two("life"))
     subprocess.run([*state.enter(lab, "star"), "ip", "link", "set", "wan0", "down"], check=True)
     assert play(lab, "utah", "ping", "star", 2, 0.5) == [None, None]
-    assert [one.dropped for one in state.status(lab.lab.name).traffic if one.source == "utah"] == [2]
+    assert [one.dropped for one in state.status(lab.lab.name).traffic if one.source == "utah"] == [
+        2
+    ]
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.5])
@@ -163,7 +172,12 @@ def test_an_unprivileged_user_has_the_network(nobody: list[str]):
     python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     probe = [*nobody, python, "-c", "import farspan_lab.state, yaml; farspan_lab.state._unshare()"]
     if subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip("waits for root, a Python that others may run, and user namespaces that may open /dev/net/tun")
+        pytest.skip(
+            "waits for root, a Python that others may run, and user namespaces that may open "
+            "/dev/net/tun"
+        )
     script = Path(__file__).with_name("rootless.py")
-    done = subprocess.run([*nobody, python, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*nobody, python, str(script)], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "fine\n", done.stderr

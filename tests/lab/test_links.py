@@ -25,8 +25,8 @@ def traffic(lab: Status, source: str, target: str) -> Traffic:
 @pytest.mark.parametrize("rtt_ms", [20, 57, 103])
 def test_the_round_trip_is_the_one_asked_for(lab, rtt_ms):
     change(lab, "utah", "star", delay_s=rtt_ms / 2000)
-    # So many that they take seconds, and the shortest of them: others also wait for a core, which a virtual machine's
-    # host may lend elsewhere, for seconds at times.
+    # So many that they take seconds, and the shortest of them: others also wait for a core, which a
+    # virtual machine's host may lend elsewhere, for seconds at times.
     count, trips, most = max(40, min(400, round(4000 / rtt_ms))), [], 1.03 * rtt_ms / 1000 + 0.0005
     for _ in range(3):
         echo = Peer(lab, "star", "echo")
@@ -41,7 +41,12 @@ def test_every_site_has_its_name_and_all_know_it(lab):
     addresses = {"utah": "10.77.1.1", "star": "10.77.2.1", "mass": "10.77.3.1"}
     for site, address in addresses.items():
         found = play(lab, site, "names", *addresses, platform.node(), "localhost")
-        assert found == {"me": site, **addresses, platform.node(): address, "localhost": "127.0.0.1"}
+        assert found == {
+            "me": site,
+            **addresses,
+            platform.node(): address,
+            "localhost": "127.0.0.1",
+        }
 
 
 def test_sites_without_a_link_cannot_reach_each_other_and_hear_so_at_once(lab):
@@ -138,7 +143,9 @@ def test_jitter_varies_the_delay_and_keeps_the_order(lab):
     assert [number for number, _ in came] == list(range(200))
     delays = sorted(at - left[number] for number, at in came)
     assert delays[0] >= 0.01
-    assert delays[180] - delays[20] > 0.008  # 8 tenths of an even spread over 20 ms; order takes some of it
+    assert (
+        delays[180] - delays[20] > 0.008
+    )  # 8 tenths of an even spread over 20 ms; order takes some of it
 
 
 def test_tcp_has_what_the_status_says(lab):

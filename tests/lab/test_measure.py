@@ -1,4 +1,5 @@
-"""What `farspan probe` finds in a lab is what the lab was asked to be, survives a file, and prices a plan."""
+"""What `farspan probe` finds in a lab is what the lab was asked to be, survives a file, and prices
+a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ MODEL = models.family("gpt2").shape(d_model=64, layers=2, heads=2, vocab_size=25
 
 @pytest.mark.timed
 def test_a_lab_is_measured_as_it_was_made(start, tmp_path, monkeypatch):
-    for name, few in {"STREAMS": (1, 4), "SEQUENCES": (1, 4), "ALLREDUCE_BYTES": (8, 1_000_000)}.items():
+    for name, few in {
+        "STREAMS": (1, 4),
+        "SEQUENCES": (1, 4),
+        "ALLREDUCE_BYTES": (8, 1_000_000),
+    }.items():
         monkeypatch.setattr(measuring, name, few)
     made = start(
         f"name: {OWN}-measured\nsites: {{utah: {{devices: 2}}, star: {{}}}}\n"
@@ -32,34 +37,52 @@ def test_a_lab_is_measured_as_it_was_made(start, tmp_path, monkeypatch):
     found = measuring.measure(asked, MODEL, lambda text: None, dtypes=("fp32",)).cluster
     assert set(found.allreduce_s) == {8, 1_000_000}
     (link,) = found.links
-    assert (link.rtt_s, link.bandwidth) == (pytest.approx(0.02, rel=0.25), pytest.approx(25e6, rel=0.25))
+    assert (link.rtt_s, link.bandwidth) == (
+        pytest.approx(0.02, rel=0.25),
+        pytest.approx(25e6, rel=0.25),
+    )
     two, one = found.hosts
     assert two.local_rate is not None and two.local_rate > 0 and one.local_rate is None
     # Every unit over every number of sequences: alone, and while the neighbour did the same.
     graph, kinds = models.graph(MODEL), ("embedding", "block", "head")
     ways = {(unit, rows) for unit in kinds for rows in measuring.SEQUENCES}
-    for device, counts in ((two.devices[0], (1, 2)), (two.devices[1], (1, 2)), (one.devices[0], (1,))):
+    for device, counts in (
+        (two.devices[0], (1, 2)),
+        (two.devices[1], (1, 2)),
+        (one.devices[0], (1,)),
+    ):
         for together in counts:
             times = [time for time in device.times.units if time.together == together]
             assert {(time.unit, time.rows) for time in times} == ways and len(times) == len(ways)
-        assert all(time.model == graph.units_hash and time.seq_len == MODEL.context for time in device.times.units)
+        assert all(
+            time.model == graph.units_hash and time.seq_len == MODEL.context
+            for time in device.times.units
+        )
         assert all(time.forward_s > 0 and time.backward_s > 0 for time in device.times.units)
 
     save_cluster(found, tmp_path / "measured.yaml", "Measured.")
     read = load_cluster(tmp_path / "measured.yaml")
     assert [host.local_rate for host in read.hosts] == [host.local_rate for host in found.hosts]
-    assert [device.times.units for device in read.devices] == [device.times.units for device in found.devices]
+    assert [device.times.units for device in read.devices] == [
+        device.times.units for device in found.devices
+    ]
 
     # What two neighbours took together is what a plan for both counts on.
     train = TrainSpec(steps=1, batch=8, seq_len=MODEL.context, precision="fp32")
     costs = Task(MODEL, graph, found.first(2), train, engine("farspan"), "c").costs
-    (timed,) = [t for t in two.devices[0].times.units if (t.unit, t.rows, t.together) == ("block", 4, 2)]
-    assert costs.unit_s(0, graph.block, 4, {}, 1) == pytest.approx((timed.forward_s, timed.backward_s))
+    (timed,) = [
+        t for t in two.devices[0].times.units if (t.unit, t.rows, t.together) == ("block", 4, 2)
+    ]
+    assert costs.unit_s(0, graph.block, 4, {}, 1) == pytest.approx(
+        (timed.forward_s, timed.backward_s)
+    )
 
 
 def test_workers_have_the_cores_that_they_share_as_they_share_them():
-    lab = parsed("name: x\nsites: {utah: {devices: 4}, star: {devices: [{speed: 50%}, {speed: 50%}]}}\n"
-                 "links: [{between: [utah, star], rtt: 20ms}]\n")  # fmt: skip
+    lab = parsed(
+        "name: x\nsites: {utah: {devices: 4}, star: {devices: [{speed: 50%}, {speed: 50%}]}}\n"
+        "links: [{between: [utah, star], rtt: 20ms}]\n"
+    )
     utah, star = devices.placed(lab, [0, 1], [Path("/groups")]).sites
     both = msgspec.structs.replace(lab, sites=(utah, star))
     # Four threads on one core; and two that get half of another one each, as they were measured.

@@ -37,18 +37,40 @@ BAD = [
     (TWO + "links: [{between: [utah, star], rtt: 2h}]", "out-of-range", "links[0].rtt"),
     (TWO + "links: [{between: [utah, star], rtt: 57 parsecs}]", "out-of-range", "57 parsecs"),
     (TWO + "links: [{between: [utah, star], rtt: .nan}]", "out-of-range", "links[0].rtt"),
-    (TWO + "links: [{between: [utah, star], rtt: 5ms, jitter: 6ms}]", "out-of-range", "links[0].jitter"),
-    (TWO + "links: [{between: [utah, star], rtt: 5ms, loss: 100%}]", "out-of-range", "links[0].loss"),
-    (TWO + "links: [{between: [utah, star], rtt: 5ms, bandwidth: 0}]", "out-of-range", "links[0].bandwidth"),
-    (TWO + "links: [{between: [utah, star], rtt: 5ms, bandwidth: 1e300}]", "out-of-range", "links[0].bandwidth"),
-    (TWO + "links: [{between: [utah, star], rtt: 5ms}, {between: [star, utah], rtt: 5ms}]", "out-of-range", "above"),
+    (
+        TWO + "links: [{between: [utah, star], rtt: 5ms, jitter: 6ms}]",
+        "out-of-range",
+        "links[0].jitter",
+    ),
+    (
+        TWO + "links: [{between: [utah, star], rtt: 5ms, loss: 100%}]",
+        "out-of-range",
+        "links[0].loss",
+    ),
+    (
+        TWO + "links: [{between: [utah, star], rtt: 5ms, bandwidth: 0}]",
+        "out-of-range",
+        "links[0].bandwidth",
+    ),
+    (
+        TWO + "links: [{between: [utah, star], rtt: 5ms, bandwidth: 1e300}]",
+        "out-of-range",
+        "links[0].bandwidth",
+    ),
+    (
+        TWO + "links: [{between: [utah, star], rtt: 5ms}, {between: [star, utah], rtt: 5ms}]",
+        "out-of-range",
+        "above",
+    ),
     (TWO + "links: [{between: [utah, star], rtt: 5ms, lost: 1%}]", "unknown-key", "links[0].loss"),
     (TWO + "window: 1", "out-of-range", "window"),
     (TWO + "version: 2", "out-of-range", "version"),
 ]
 
 
-@pytest.mark.parametrize(("text", "code", "word"), BAD, ids=[text[-48:].strip() for text, _, _ in BAD])
+@pytest.mark.parametrize(
+    ("text", "code", "word"), BAD, ids=[text[-48:].strip() for text, _, _ in BAD]
+)
 def test_what_cannot_be_a_lab_is_refused_with_its_place(text, code, word):
     with pytest.raises(Refusal) as refusal:
         parsed(text)
@@ -64,9 +86,10 @@ def test_links_go_both_ways_and_the_default_fills_the_gaps():
     )
     values = {"delay_s": 0.0285, "jitter_s": 0.001, "bandwidth": 125e6, "loss": 0.001}
     assert set(lab.links) == {
-        Link(source="a", target="b", **values), Link(source="b", target="a", **values),
+        Link(source="a", target="b", **values),
+        Link(source="b", target="a", **values),
         *(Link(source=a, target=b, delay_s=0.005) for a, b in ("ac", "ca", "bc", "cb")),
-    }  # fmt: skip
+    }
     assert lab.notes == ()
 
 
@@ -79,9 +102,12 @@ def test_a_window_fills_the_longest_link_unless_it_is_given():
 def test_the_labs_of_the_published_slices_have_their_round_trips_and_unlike_devices():
     labs = {name: spec.load_lab(name) for name in spec.named()}
     assert {name: round(2000 * lab.links[0].delay_s, 1) for name, lab in labs.items()} == {
-        "fabric/bris-star": 95.9, "fabric/gat-amst": 103.0, "fabric/tacc-tacc": 0.1, "fabric/utah-gpn": 20.2,
+        "fabric/bris-star": 95.9,
+        "fabric/gat-amst": 103.0,
+        "fabric/tacc-tacc": 0.1,
+        "fabric/utah-gpn": 20.2,
         "fabric/utah-mass": 57.4,
-    }  # fmt: skip
+    }
     for lab in labs.values():
         assert [len(site.devices) for site in lab.sites] == [2, 2]
         assert all(sum(device.speed for device in site.devices) <= 0.9 for site in lab.sites)

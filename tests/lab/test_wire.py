@@ -14,12 +14,21 @@ GAPS = st.lists(st.tuples(st.floats(0, 0.05), st.integers(40, 65_000)), min_size
 
 
 def packet(size: int, gso: int = 0) -> bytes:
-    """A packet of `size` bytes behind its virtio_net_hdr: 52 bytes of headers, segments of `gso`."""
-    return b"\x01\x01" + (52).to_bytes(2, "little") + gso.to_bytes(2, "little") + bytes(4) + bytes(size)
+    """A packet of `size` bytes behind its virtio_net_hdr: 52 bytes of headers, segments of
+    `gso`."""
+    return (
+        b"\x01\x01"
+        + (52).to_bytes(2, "little")
+        + gso.to_bytes(2, "little")
+        + bytes(4)
+        + bytes(size)
+    )
 
 
 def wire(**values: float) -> Wire:
-    return Wire(Link(source="a", target="b", **{"delay_s": 0.02, **values}), out=-1, rng=random.Random(1))
+    return Wire(
+        Link(source="a", target="b", **{"delay_s": 0.02, **values}), out=-1, rng=random.Random(1)
+    )
 
 
 def test_a_packet_counts_as_the_segments_it_is_cut_into():

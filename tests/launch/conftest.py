@@ -21,7 +21,9 @@ def up(text: str) -> Status:
         state._unshare()
     except Refusal as refusal:
         pytest.skip(f"waits for a system that allows labs: {refusal.problem.fact}")
-    return state.up(spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml"))
+    return state.up(
+        spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml")
+    )
 
 
 @pytest.fixture

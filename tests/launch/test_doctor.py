@@ -1,4 +1,5 @@
-"""Doctor's findings, each made to happen on the real kernel: links, firewalls, names, keys, clocks, versions."""
+"""Doctor's findings, each made to happen on the real kernel: links, firewalls, names, keys, clocks,
+versions."""
 
 from __future__ import annotations
 
@@ -39,14 +40,20 @@ def refused(cluster, found):
 
 
 def inside(lab, site, script):
-    done = subprocess.run([*state.enter(lab, site), "sh", "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [*state.enter(lab, site), "sh", "-c", script], capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def change(lab, values, *, one_way=False):
-    state.change(lab.lab.name, ["utah", "star"], spec.link_values(values, "test") if "up" not in values else values,
-                 one_way=one_way)  # fmt: skip
+    state.change(
+        lab.lab.name,
+        ["utah", "star"],
+        spec.link_values(values, "test") if "up" not in values else values,
+        one_way=one_way,
+    )
 
 
 @pytest.fixture
@@ -85,7 +92,11 @@ def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lab, cluster, di
 def test_a_link_that_is_cut_both_ways_is_named_twice(lab, cluster):
     state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
     began = time.monotonic()
-    cut = [finding for finding in refused(cluster, examine(cluster, streams=())) if "is cut" in finding.what]
+    cut = [
+        finding
+        for finding in refused(cluster, examine(cluster, streams=()))
+        if "is cut" in finding.what
+    ]
     assert time.monotonic() - began < 60
     assert {finding.where for finding in cut} == {"link utah -> star", "link star -> utah"}
 
@@ -94,7 +105,10 @@ def test_a_link_that_is_cut_both_ways_is_named_twice(lab, cluster):
 @pytest.mark.parametrize("verdict", ["drop", "reject with tcp reset"])
 def test_a_firewall_says_who_must_open_what(lab, cluster, verdict):
     rule = f"ip saddr 10.77.1.1 tcp flags syn / syn,ack {verdict}"
-    nft = "PATH=$PATH:/usr/sbin; nft add table ip f && nft 'add chain ip f i { type filter hook input priority 0; }'"
+    nft = (
+        "PATH=$PATH:/usr/sbin; nft add table ip f && nft 'add chain ip f i { type filter hook "
+        "input priority 0; }'"
+    )
     inside(lab, "star", f"{nft} && nft 'add rule ip f i {rule}'")
     (finding,) = refused(cluster, examine(cluster, streams=()))
     assert finding.where == "link utah -> star"
@@ -109,7 +123,9 @@ def test_a_name_that_one_host_does_not_know(cluster):
     sites[1] = msgspec.structs.replace(sites[1], hosts=(star,))
     changed = msgspec.structs.replace(cluster, sites=tuple(sites))
     found = refused(changed, examine(changed, streams=()))
-    assert [(finding.where, "star.invalid" in finding.what) for finding in found] == [("link utah -> star", True)]
+    assert [(finding.where, "star.invalid" in finding.what) for finding in found] == [
+        ("link utah -> star", True)
+    ]
 
 
 @pytest.mark.parametrize("interface", ["eth99", "lo"])
@@ -124,7 +140,9 @@ def test_an_interface_that_cannot_be_used(cluster, interface):
 
 
 def test_a_host_whose_command_fails_is_unreachable_with_its_words():
-    host = Host(name="far", devices=(CPU,), enter=("sh", "-c", "echo 'no such container: far' >&2; exit 3"))
+    host = Host(
+        name="far", devices=(CPU,), enter=("sh", "-c", "echo 'no such container: far' >&2; exit 3")
+    )
     cluster = Cluster(sites=(Site(name="a", hosts=(host,)),))
     (finding,) = refused(cluster, examine(cluster, streams=()))
     assert (finding.code, finding.where) == ("host-unreachable", "host far")
@@ -152,7 +170,9 @@ def test_a_host_whose_shell_prints_as_it_starts_is_told_how_to_be_silent():
         assert "'Welcome to far'" in problem.fact and "~/.bashrc" in problem.remedy
 
 
-@pytest.mark.parametrize(("reads", "resets", "failed"), [(0, True, "route"), (1, True, "route"), (1, False, "timeout")])
+@pytest.mark.parametrize(
+    ("reads", "resets", "failed"), [(0, True, "route"), (1, True, "route"), (1, False, "timeout")]
+)
 def test_a_connection_that_is_reset_or_silent_is_a_way_that_failed(reads, resets, failed):
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
@@ -161,13 +181,19 @@ def test_a_connection_that_is_reset_or_silent_is_a_way_that_failed(reads, resets
             with connection:
                 connection.recv(reads)
                 if resets:
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                 while not resets and connection.recv(16):
                     continue
 
         answered = pool.submit(answer)
         found = agent.reach(
-            "127.0.0.1", server.getsockname()[1], "0" * 32, deadline=0.5 if failed == "timeout" else 10.0, pings=3
+            "127.0.0.1",
+            server.getsockname()[1],
+            "0" * 32,
+            deadline=0.5 if failed == "timeout" else 10.0,
+            pings=3,
         )
         answered.result(timeout=10)
     assert found["failed"] == failed and found["fact"]
@@ -186,24 +212,47 @@ def test_an_agent_ends_with_who_asks_it():
 
 
 def facts(**changes):
-    packages = {"farspan": "0.1.0", "torch": "2.13.0", "ray": None, "numpy": "2.0.0", "nvidia-nccl-cu12": None}
-    base = {"hostname": "x", "python": "3.11.7", "system": "Linux", "packages": packages, "cpus": 4, "nvidia": Nvidia(),
-            "interfaces": {"e0": "10.0.0.1"}, "memory": 10**10, "disk_free": 10**12}  # fmt: skip
+    packages = {
+        "farspan": "0.1.0",
+        "torch": "2.13.0",
+        "ray": None,
+        "numpy": "2.0.0",
+        "nvidia-nccl-cu12": None,
+    }
+    base = {
+        "hostname": "x",
+        "python": "3.11.7",
+        "system": "Linux",
+        "packages": packages,
+        "cpus": 4,
+        "nvidia": Nvidia(),
+        "interfaces": {"e0": "10.0.0.1"},
+        "memory": 10**10,
+        "disk_free": 10**12,
+    }
     return HostFacts(**{**base, **changes, "packages": packages | changes.get("packages", {})})
 
 
 def pair(a, b, device=CPU, **way):
     hosts = tuple(Host(name=name, devices=(device,)) for name in "ab")
     cluster = Cluster(sites=tuple(Site(name=f"s{host.name}", hosts=(host,)) for host in hosts))
-    ways = tuple(HostPath(a=x, b=y, rtt_s=0.01, interface="e0", **way) for x, y in (("a", "b"), ("b", "a")))
+    ways = tuple(
+        HostPath(a=x, b=y, rtt_s=0.01, interface="e0", **way) for x, y in (("a", "b"), ("b", "a"))
+    )
     return findings(cluster, Examination(hosts={"a": a, "b": b}, unreachable={}, ways=ways))
 
 
 @pytest.mark.parametrize(
     ("package", "version", "severity"),
-    [("torch", "2.11.0", "refused"), ("torch", "2.13.1", "warned"), ("torch", "3.13.0", "refused"),
-     ("farspan", "0.2.0", "refused"), ("torch", "2.13.0+cpu", "warned"), ("numpy", "1.26.0", None)],
-)  # fmt: skip
+    [
+        ("torch", "2.11.0", "refused"),
+        ("torch", "2.13.1", "warned"),
+        ("torch", "3.13.0", "refused"),
+        ("farspan", "0.2.0", "refused"),
+        ("torch", "2.13.0+cpu", "warned"),
+        ("numpy", "1.26.0", None),
+    ],
+)
 def test_versions_refuse_majors_and_minors_and_warn_of_patches(package, version, severity):
     found = pair(facts(), facts(packages={package: version}))
     assert [finding.severity for finding in found] == ([severity] if severity else [])
@@ -212,7 +261,10 @@ def test_versions_refuse_majors_and_minors_and_warn_of_patches(package, version,
 
 
 def test_other_findings_of_a_host():
-    assert [f.code for f in pair(facts(), facts(python="3.9.1"))] == ["version-mismatch", "version-mismatch"]
+    assert [f.code for f in pair(facts(), facts(python="3.9.1"))] == [
+        "version-mismatch",
+        "version-mismatch",
+    ]
     assert [f.what for f in pair(facts(), facts(packages={"torch": None}))] == ["b lacks torch"]
     assert [f.code for f in pair(facts(), facts(disk_free=10**9))] == ["disk-full"]
     gpu, one = msgspec.structs.replace(CPU, backend="cuda"), Nvidia(gpus=(Gpu(name="NVIDIA A30"),))
@@ -224,8 +276,10 @@ def test_other_findings_of_a_host():
 
 
 def test_gpus_that_a_hosts_pytorch_cannot_use_stop_a_run_on_them_alone():
-    there = {"nvidia": Nvidia(gpus=(Gpu(name="NVIDIA A30", driver="580.95.05"),)),
-             "wheel": Wheel(torch="2.13.0+cpu", cuda=None)}  # fmt: skip
+    there = {
+        "nvidia": Nvidia(gpus=(Gpu(name="NVIDIA A30", driver="580.95.05"),)),
+        "wheel": Wheel(torch="2.13.0+cpu", cuda=None),
+    }
     gpu = msgspec.structs.replace(CPU, backend="cuda")
     for device, severity in ((gpu, "refused"), (CPU, "warned")):
         found = pair(facts(**there), facts(**there), device=device)
@@ -235,7 +289,9 @@ def test_gpus_that_a_hosts_pytorch_cannot_use_stop_a_run_on_them_alone():
         assert found[0].remedy.startswith("on a: pip install torch==2.13.0+cu130")
 
 
-@pytest.mark.parametrize(("python", "old"), [("3.11.3", True), ("3.11.4", False), ("3.12.0", False)])
+@pytest.mark.parametrize(
+    ("python", "old"), [("3.11.3", True), ("3.11.4", False), ("3.12.0", False)]
+)
 def test_a_python_is_old_by_all_of_its_version(python, old):
     found = pair(facts(python=python), facts(python=python))
     assert [(f.severity, f.code) for f in found] == [("refused", "version-mismatch")] * 2 * old
@@ -247,11 +303,15 @@ def test_the_package_asks_for_the_python_that_doctor_asks_for():
     assert project["requires-python"].split(",")[0] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
 
 
-@pytest.mark.parametrize(("given", "why"), [("en0", None), ("lo0", "interface lo0 is seen by that machine alone")])
+@pytest.mark.parametrize(
+    ("given", "why"), [("en0", None), ("lo0", "interface lo0 is seen by that machine alone")]
+)
 def test_an_interface_of_a_system_that_names_none_is_taken_as_given(given, why):
     host = Host(name="a", devices=(CPU,), interface=given)
     cluster = Cluster(sites=(Site(name="s", hosts=(host,)),))
-    found = findings(cluster, Examination(hosts={"a": facts(interfaces={})}, unreachable={}, ways=()))
+    found = findings(
+        cluster, Examination(hosts={"a": facts(interfaces={})}, unreachable={}, ways=())
+    )
     assert [f.what for f in found] == ([why] if why else [])
 
 
@@ -262,7 +322,9 @@ def test_an_interface_that_cannot_be_named_is_to_be_given():
         rendezvous.interface(a, b, way)
     problem = refusal.value.problem
     assert (problem.code, problem.where) == ("host-unreachable", "link a -> b")
-    assert "10.0.0.b" in problem.fact and problem.remedy == "set interface: of a in the cluster file"
+    assert (
+        "10.0.0.b" in problem.fact and problem.remedy == "set interface: of a in the cluster file"
+    )
     assert rendezvous.interface(msgspec.structs.replace(a, interface="en0"), b, way) == "en0"
     with pytest.raises(Refusal, match="lo, which only that machine sees"):
         rendezvous.interface(a, b, msgspec.structs.replace(way, interface="lo"))
@@ -272,8 +334,13 @@ def test_an_interface_that_cannot_be_named_is_to_be_given():
 def test_interfaces_that_only_one_machine_sees_are_refused(interface):
     hosts = tuple(Host(name=name, devices=(CPU,)) for name in "ab")
     cluster = Cluster(sites=(Site(name="s", hosts=hosts),))
-    ways = (HostPath(a="a", b="b", rtt_s=0.01, interface=interface), HostPath(a="b", b="a", rtt_s=0.01, interface="e0"))
-    (finding,) = findings(cluster, Examination(hosts={"a": facts(), "b": facts()}, unreachable={}, ways=ways))
+    ways = (
+        HostPath(a="a", b="b", rtt_s=0.01, interface=interface),
+        HostPath(a="b", b="a", rtt_s=0.01, interface="e0"),
+    )
+    (finding,) = findings(
+        cluster, Examination(hosts={"a": facts(), "b": facts()}, unreachable={}, ways=ways)
+    )
     assert (finding.severity, finding.where) == ("refused", "link a -> b")
 
 
@@ -281,11 +348,14 @@ def test_interfaces_that_only_one_machine_sees_are_refused(interface):
 def test_rounds_hold_every_pair_once_and_no_name_twice(count):
     names = [str(i) for i in range(count)]
     found = rounds(names)
-    assert sorted(tuple(sorted(p)) for r in found for p in r) == sorted(itertools.combinations(names, 2))
+    assert sorted(tuple(sorted(p)) for r in found for p in r) == sorted(
+        itertools.combinations(names, 2)
+    )
     assert all(len({name for p in r for name in p}) == 2 * len(r) for r in found)
 
 
-# -- over ssh, with a real server in one site and doctor in the other -------------------------------------------------
+# -- over ssh, with a real server in one site and doctor in the other
+#   -------------------------------------------------
 
 
 @pytest.fixture
@@ -296,15 +366,32 @@ def ssh(lab, tmp_path):
     folder = tmp_path / ".ssh"
     folder.mkdir(mode=0o700)
     for key in ("host", "user", "stranger"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True
+        )
     shutil.copy(folder / "user.pub", folder / "authorized_keys")
     Path("/run/sshd").mkdir(exist_ok=True)
     server = subprocess.Popen(
-        [*state.enter(lab, "star"), "/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", "-h", str(folder / "host"),
-         "-p", "22", "-o", f"AuthorizedKeysFile={folder}/authorized_keys", "-o", "StrictModes=no",
-         "-o", "PidFile=none"],
+        [
+            *state.enter(lab, "star"),
+            "/usr/sbin/sshd",
+            "-D",
+            "-e",
+            "-f",
+            "/dev/null",
+            "-h",
+            str(folder / "host"),
+            "-p",
+            "22",
+            "-o",
+            f"AuthorizedKeysFile={folder}/authorized_keys",
+            "-o",
+            "StrictModes=no",
+            "-o",
+            "PidFile=none",
+        ],
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     connect = "import socket; socket.create_connection(('10.77.2.1', 22))"
     listens = [*state.enter(lab, "star"), sys.executable, "-c", connect]
     until = time.monotonic() + 60
@@ -321,15 +408,35 @@ def doctor_over_ssh(lab, folder, key="user", port=22, name="star"):
     address = "10.77.2.1" if name == "star" else "nowhere.invalid"
     (folder / "config").write_text(
         f"Host {name}\n HostName {address}\n Port {port}\n User {os.environ.get('USER', 'root')}\n"
-        f" IdentityFile {folder}/{key}\n IdentitiesOnly yes\n UserKnownHostsFile {folder}/known_hosts\n"
+        f" IdentityFile {folder}/{key}\n IdentitiesOnly yes\n UserKnownHostsFile "
+        f"{folder}/known_hosts\n"
     )
-    ssh = ("ssh", "-F", str(folder / "config"), "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", name)
-    hosts = (Host(name="utah", devices=(CPU,), address="10.77.1.1", enter=()),
-             Host(name=name, devices=(CPU,), address="10.77.2.1", python=sys.executable, enter=ssh))  # fmt: skip
+    ssh = (
+        "ssh",
+        "-F",
+        str(folder / "config"),
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ConnectTimeout=5",
+        name,
+    )
+    hosts = (
+        Host(name="utah", devices=(CPU,), address="10.77.1.1", enter=()),
+        Host(name=name, devices=(CPU,), address="10.77.2.1", python=sys.executable, enter=ssh),
+    )
     cluster = Cluster(sites=tuple(Site(name=f"s-{host.name}", hosts=(host,)) for host in hosts))
     save_cluster(cluster, folder / "cluster.yaml", "test")
-    words = [*state.enter(lab, "utah"), sys.executable, "-m", "farspan", "doctor", "--json", "--cluster",
-             str(folder / "cluster.yaml")]  # fmt: skip
+    words = [
+        *state.enter(lab, "utah"),
+        sys.executable,
+        "-m",
+        "farspan",
+        "doctor",
+        "--json",
+        "--cluster",
+        str(folder / "cluster.yaml"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     return msgspec.json.decode(done.stdout)
 
@@ -342,9 +449,12 @@ def test_doctor_over_ssh_sees_both_hosts(lab, ssh):
 
 @pytest.mark.parametrize(
     ("wrong", "cause", "remedy"),
-    [({"key": "stranger"}, "authentication", "ssh-copy-id star"), ({"port": 23}, "port", "port 22 of star"),
-     ({"name": "nowhere"}, "name", "~/.ssh/config")],
-)  # fmt: skip
+    [
+        ({"key": "stranger"}, "authentication", "ssh-copy-id star"),
+        ({"port": 23}, "port", "port 22 of star"),
+        ({"name": "nowhere"}, "name", "~/.ssh/config"),
+    ],
+)
 def test_what_ssh_fails_at_is_told_apart(lab, ssh, wrong, cause, remedy):
     found = doctor_over_ssh(lab, ssh, **wrong)
     (finding,) = [f for f in found["findings"] if f["severity"] == "refused"]
@@ -359,9 +469,12 @@ def test_ssh_gets_its_command_in_one_quoted_word():
 
 
 def test_a_client_of_a_process_is_told_from_the_process():
-    """What a lab enters by becomes the command; ssh and containers' tools stay, and signals end them alone."""
+    """What a lab enters by becomes the command; ssh and containers' tools stay, and signals end
+    them alone."""
     device = CPU.but(enter=("docker", "exec", "-i", "gpu1"))
-    assert by_client(Host(name="far", devices=(CPU,))) and by_client(Host(name="far", devices=(device,), enter=()), 0)
+    assert by_client(Host(name="far", devices=(CPU,))) and by_client(
+        Host(name="far", devices=(device,), enter=()), 0
+    )
     assert not by_client(Host(name="here", devices=(CPU,), enter=()), 0)
     assert not by_client(Host(name="lab", devices=(CPU,), enter=("sh", "-c", 'exec "$@"', "sh")), 0)
 
@@ -369,7 +482,8 @@ def test_a_client_of_a_process_is_told_from_the_process():
 def test_doctor_of_this_machine_alone(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(
-        f"sites: {{a: {{hosts: {{{socket.gethostname()}: {{devices: [{{kind: cpu-avx2, memory: 1GB}}]}}}}}}}}\n"
+        f"sites: {{a: {{hosts: {{{socket.gethostname()}: {{devices: [{{kind: cpu-avx2, memory: "
+        f"1GB}}]}}}}}}}}\n"
     )
     words = [sys.executable, "-m", "farspan", "doctor", "--cluster", str(file)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
@@ -378,20 +492,33 @@ def test_doctor_of_this_machine_alone(tmp_path):
 
 
 def test_doctor_of_a_cluster_asks_each_host_for_its_gpus_and_its_pytorch(tmp_path):
-    """The agent finds a recorded driver on the path, and asks the PyTorch of these tests, which is a CPU wheel."""
+    """The agent finds a recorded driver on the path, and asks the PyTorch of these tests, which is
+    a CPU wheel."""
     if torch.cuda.is_available():
         pytest.skip("this PyTorch can use GPUs")
     file = tmp_path / "c.yaml"
     file.write_text(f"sites: {{a: {{hosts: {{{socket.gethostname()}: {{devices: [h100]}}}}}}}}\n")
     words = [sys.executable, "-m", "farspan", "doctor", "--cluster", str(file), "--json"]
     path = f"{smi.install(tmp_path / 'bin', smi.H100)}:{os.environ['PATH']}"
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env={**os.environ, "PATH": path})
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=300, env={**os.environ, "PATH": path}
+    )
     (finding,) = [f for f in json.loads(done.stdout)["findings"] if f["code"] == "device-unusable"]
-    assert finding["severity"] == "refused" and "550.90.07" in finding["fact"] and "cu126" in finding["remedy"]
+    assert (
+        finding["severity"] == "refused"
+        and "550.90.07" in finding["fact"]
+        and "cu126" in finding["remedy"]
+    )
 
 
-GPU = {"name": "NVIDIA H100 80GB HBM3", "memory": 81559 * 2**20, "driver": "550.90.07", "capability": [9, 0],
-       "uuid": smi.H100["uuid"], "mig": False}  # fmt: skip
+GPU = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "memory": 81559 * 2**20,
+    "driver": "550.90.07",
+    "capability": [9, 0],
+    "uuid": smi.H100["uuid"],
+    "mig": False,
+}
 PLAIN = {"capability": None, "uuid": "", "mig": False}
 
 
@@ -400,16 +527,33 @@ PLAIN = {"capability": None, "uuid": "", "mig": False}
     [
         ((smi.H100,), {}, [GPU], ""),
         ((smi.H100,), {"lacking": ("compute_cap",)}, [GPU | PLAIN], ""),
-        ((smi.H100 | {"memory.total": "[N/A]", "compute_cap": "[N/A]"},), {},
-         [GPU | {"memory": 0, "capability": None}], ""),
-        ((smi.A100_MIG,), {}, [{"name": "NVIDIA A100-SXM4-40GB", "memory": 40960 * 2**20, "driver": "580.82.07",
-                                "capability": [8, 0], "uuid": smi.A100_MIG["uuid"], "mig": True}], ""),
+        (
+            (smi.H100 | {"memory.total": "[N/A]", "compute_cap": "[N/A]"},),
+            {},
+            [GPU | {"memory": 0, "capability": None}],
+            "",
+        ),
+        (
+            (smi.A100_MIG,),
+            {},
+            [
+                {
+                    "name": "NVIDIA A100-SXM4-40GB",
+                    "memory": 40960 * 2**20,
+                    "driver": "580.82.07",
+                    "capability": [8, 0],
+                    "uuid": smi.A100_MIG["uuid"],
+                    "mig": True,
+                }
+            ],
+            "",
+        ),
         ((), {"said": smi.FAILED, "code": 9}, [], "couldn't communicate with the NVIDIA driver"),
         ((), {"said": smi.NONE, "code": 6}, [], ""),
         ((), {"said": smi.FALLEN, "code": 15}, [], "Unknown Error"),
         ((), {"seconds": 60}, [], "has not answered within 1 s"),
     ],
-)  # fmt: skip
+)
 def test_what_nvidia_smi_was_recorded_to_say(tmp_path, monkeypatch, cards, how, gpus, failure):
     monkeypatch.setenv("PATH", f"{smi.install(tmp_path, *cards, **how)}:{os.environ['PATH']}")
     monkeypatch.setattr(agent, "DRIVER_S", 1.0 if how.get("seconds") else 10.0)
@@ -419,8 +563,13 @@ def test_what_nvidia_smi_was_recorded_to_say(tmp_path, monkeypatch, cards, how, 
 
 
 def test_two_gpus_keep_the_order_of_their_numbers(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{smi.install(tmp_path, smi.GTX1080, smi.SECOND)}:{os.environ['PATH']}")
-    assert [gpu["uuid"] for gpu in agent.nvidia()["gpus"]] == [smi.GTX1080["uuid"], smi.SECOND["uuid"]]
+    monkeypatch.setenv(
+        "PATH", f"{smi.install(tmp_path, smi.GTX1080, smi.SECOND)}:{os.environ['PATH']}"
+    )
+    assert [gpu["uuid"] for gpu in agent.nvidia()["gpus"]] == [
+        smi.GTX1080["uuid"],
+        smi.SECOND["uuid"],
+    ]
 
 
 def test_a_machine_without_nvidia_smi_has_no_gpus(tmp_path, monkeypatch):

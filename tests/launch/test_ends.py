@@ -1,4 +1,5 @@
-"""What a run is told of its workers' ends, and finds of earlier ones; rank 0 in the default folder of another host."""
+"""What a run is told of its workers' ends, and finds of earlier ones; rank 0 in the default folder
+of another host."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from tests.launch.test_launchers import LONG, TRAIN, worker_of
 
 
 class Scripted(Workers):
-    """Shell scripts, one a rank, on the rank's host; `held`, as behind a client, if they are to be."""
+    """Shell scripts, one a rank, on the rank's host; `held`, as behind a client, if they are to
+    be."""
 
     scripts: tuple[str, ...] = ()
     held = False
@@ -43,9 +45,13 @@ class Scripted(Workers):
         before = [sys.executable, "-m", "farspan.launch.stop_on_stdin"] if self.held else []
         for rank, script in enumerate(self.scripts):
             yield HostProcess(
-                hosts[self.plan.devices[rank].host], (rank,), [*before, "sh", "-c", script],
-                log=self.log(f"rank-{rank}"), keep_open=self.keep_open, said=b"\n" if self.held else None,
-            )  # fmt: skip
+                hosts[self.plan.devices[rank].host],
+                (rank,),
+                [*before, "sh", "-c", script],
+                log=self.log(f"rank-{rank}"),
+                keep_open=self.keep_open,
+                said=b"\n" if self.held else None,
+            )
 
 
 def scripted(run, *scripts, kind=Scripted, cluster=None):
@@ -68,16 +74,22 @@ def far(tmp_path):
     (tmp_path / "home").mkdir()
     device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
     return Host(
-        name="far", devices=(device,), address="127.0.0.1", enter=("env", f"HOME={tmp_path}/home"),
-        python=sys.executable, folder=FAR_FOLDER,
-    )  # fmt: skip
+        name="far",
+        devices=(device,),
+        address="127.0.0.1",
+        enter=("env", f"HOME={tmp_path}/home"),
+        python=sys.executable,
+        folder=FAR_FOLDER,
+    )
 
 
 @pytest.fixture
 def far_run(tmp_path):
     """A run of one worker, on that host."""
     plan = tiny.plan(TRAIN, micro_rows=2)
-    return tiny.run_folder(tmp_path / "run", replace(plan, devices=(replace(plan.devices[0], host="far"),)))
+    return tiny.run_folder(
+        tmp_path / "run", replace(plan, devices=(replace(plan.devices[0], host="far"),))
+    )
 
 
 def on_disk(folder, tmp_path):
@@ -85,13 +97,16 @@ def on_disk(folder, tmp_path):
     return tmp_path / "home" / str(folder).removeprefix("~/")
 
 
-# -- rank 0 on another host --------------------------------------------------------------------------------------------
+# -- rank 0 on another host
+#   --------------------------------------------------------------------------------------------
 
 
 def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, far_run, tmp_path):
     plan, cached = far_run.load_plan(), tmp_path / "models--of--tests"
     model, linked = cached / "blobs", cached / "snapshots" / "0123"
-    huggingface.export(model, dict(drawn(plan.model, 5)), plan.model, tokenizer=far_run.tokenizer, end_of_text=0)
+    huggingface.export(
+        model, dict(drawn(plan.model, 5)), plan.model, tokenizer=far_run.tokenizer, end_of_text=0
+    )
     # As in the cache of Hugging Face.
     linked.mkdir(parents=True)
     for path in model.iterdir():
@@ -105,7 +120,9 @@ def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, fa
     for name in TOKEN_FILES:
         (tmp_path / "corpus" / name).unlink()
     assert load(on_disk(there.record, tmp_path), RunRecord).initial == f"{there.path}/initial"
-    with launch("local", plan, far_run, Cluster(sites=(Site(name="far", hosts=(far,)),))) as workers:
+    with launch(
+        "local", plan, far_run, Cluster(sites=(Site(name="far", hosts=(far,)),))
+    ) as workers:
         events = list(workers)
     assert isinstance(events[-1], Finished) and events[-1].reason == "done"
 
@@ -123,7 +140,9 @@ def test_what_an_earlier_start_said_on_another_host_is_not_the_cause(far, tmp_pa
     run = tiny.run_folder(tmp_path / "run", plan)
     logs = on_disk(run_folder(far, plan, run).logs, tmp_path)
     logs.mkdir(parents=True)
-    old = Problem(code="non-finite", what="the loss is not finite", where="step 3", fact="nan", remedy="none")
+    old = Problem(
+        code="non-finite", what="the loss is not finite", where="step 3", fact="nan", remedy="none"
+    )
     save(old, logs / "rank-1.problem.json")
     cluster = Cluster(sites=(Site(name="both", hosts=(*tiny.this_machine(plan).hosts, far)),))
     problem = ended(scripted(run, "exit 0", "exit 28", cluster=cluster))
@@ -146,7 +165,8 @@ def test_what_workers_on_another_host_say_names_the_run_where_farspan_was_asked(
     assert remedies == {f"farspan resume '{run.path}'"}
 
 
-# -- half of an event --------------------------------------------------------------------------------------------------
+# -- half of an event
+#   ------------------------------------------------------------------------------------------------
 
 #: As rank 0 begins: what is unfinished is cut off, and more is written.
 WRITES = """
@@ -191,16 +211,20 @@ def test_half_an_event_stays_on_the_host_where_it_was_written(far, far_run, tmp_
     assert far_run.events.read_bytes() == whole * 2
 
 
-# -- how workers ended -------------------------------------------------------------------------------------------------
+# -- how workers ended
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("code", "found"), [(137, -9), (143, -15), (139, -11), (130, 130), (255, 255), (128, 128), (24, 24), (0, 0)]
+    ("code", "found"),
+    [(137, -9), (143, -15), (139, -11), (130, 130), (255, 255), (128, 128), (24, 24), (0, 0)],
 )
 def test_the_code_of_a_signal_is_told_from_others(tmp_path, code, found):
     (host,) = tiny.this_machine(tiny.plan(TRAIN)).hosts
     with open(tmp_path / "log", "wb") as log:
-        process = HostProcess(host, (0,), ["sh", "-c", f"exit {code}"], log=log, keep_open=log.fileno())
+        process = HostProcess(
+            host, (0,), ["sh", "-c", f"exit {code}"], log=log, keep_open=log.fileno()
+        )
         process.wait(timeout=60)
     assert process.poll() == found
 
@@ -220,8 +244,17 @@ class Served(Scripted):
     """Beside a service, which says that it was asked to end."""
 
     def start(self):
-        script = f"cd {self.run.path}; trap 'touch asked; exit 0' TERM; touch up; while :; do sleep 0.05; done"
-        yield HostProcess(self.hosts[0], (), ["sh", "-c", script], log=self.log("service"), keep_open=self.keep_open)
+        script = (
+            f"cd {self.run.path}; trap 'touch asked; exit 0' TERM; touch up; while :; do sleep "
+            "0.05; done"
+        )
+        yield HostProcess(
+            self.hosts[0],
+            (),
+            ["sh", "-c", script],
+            log=self.log("service"),
+            keep_open=self.keep_open,
+        )
         yield from super().start()
 
 
@@ -252,7 +285,9 @@ class Torchrun(torchrun.Launch):
 
     def start(self):
         words = ["sh", "-c", "exit 28"]
-        yield HostProcess(self.hosts[0], (0, 1), words, log=self.log("rank-0"), keep_open=self.keep_open)
+        yield HostProcess(
+            self.hosts[0], (0, 1), words, log=self.log("rank-0"), keep_open=self.keep_open
+        )
 
 
 def test_what_torchrun_said_of_an_earlier_start_is_not_the_cause(tmp_path):
@@ -263,13 +298,20 @@ def test_what_torchrun_said_of_an_earlier_start_is_not_the_cause(tmp_path):
     assert problem.fact.endswith("last words: none")
 
 
-def test_a_worker_sees_the_gpu_that_ray_gave_and_no_command_line_shows_its_secret(tmp_path, monkeypatch):
+def test_a_worker_sees_the_gpu_that_ray_gave_and_no_command_line_shows_its_secret(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("ray", reason="waits for farspan[ray]")
     from farspan.launch.ray_driver import RankActor
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     actor = RankActor()
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
     actor.start(str(tmp_path), environment, "0b5e55ed" * 4)
     try:
         line = Path(f"/proc/{actor._process.pid}/cmdline").read_bytes()

@@ -1,5 +1,5 @@
-"""Whatever is killed with SIGKILL, launcher, actor or what lies between: nobody trains on, what was done is saved, and
-who was lost is named."""
+"""Whatever is killed with SIGKILL, launcher, actor or what lies between: nobody trains on, what was
+done is saved, and who was lost is named."""
 
 from __future__ import annotations
 
@@ -41,19 +41,23 @@ try:
 except Refusal as refusal:
     problem = refusal.problem
 print(msgspec.json.encode(problem).decode())
-"""
+"""  # noqa: E501
 #: What is asked to end has ended within this, on a busy machine.
 END_S = 60.0
 
 
-def started(tmp_path: Path, launcher: str, trained: bool = True) -> tuple[RunFolder, subprocess.Popen[bytes]]:
-    """A run of two workers that would go on for hours, and the process that launched it, once it trains, or has started
-    its workers."""
+def started(
+    tmp_path: Path, launcher: str, trained: bool = True
+) -> tuple[RunFolder, subprocess.Popen[bytes]]:
+    """A run of two workers that would go on for hours, and the process that launched it, once it
+    trains, or has started its workers."""
     plan = tiny.plan(LONG, rows=(4, 4), micro_rows=4)
     run = tiny.run_folder(tmp_path / "run", plan)
     here = tiny.this_machine(plan).with_hosts(lambda host: replace(host, address="127.0.0.1"))
     save_cluster_json(here, run.cluster)
-    process = subprocess.Popen([sys.executable, "-c", DRIVE, str(run.path), launcher], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVE, str(run.path), launcher], stdout=subprocess.PIPE
+    )
 
     def trains() -> bool:
         assert process.poll() is None, process.communicate()
@@ -88,7 +92,8 @@ def workers_of(run: RunFolder) -> dict[int, int]:
     return {
         pid: parent
         for pid, parent in processes(str(run.path), "farspan.runtime.worker").items()
-        if not processes("torch.distributed.run", str(run.path)).keys() & {pid} and pid not in holders(run)
+        if not processes("torch.distributed.run", str(run.path)).keys() & {pid}
+        and pid not in holders(run)
     }
 
 
@@ -154,7 +159,9 @@ def test_workers_whose_launcher_is_killed_while_they_start_do_not_train_on(tmp_p
 def test_what_lies_between_launcher_and_workers_is_killed(tmp_path, killed):
     run, process = started(tmp_path, "torchrun")
     (holder,) = holders(run)
-    agent = next(pid for pid, parent in processes("torch.distributed.run").items() if parent == holder)
+    agent = next(
+        pid for pid, parent in processes("torch.distributed.run").items() if parent == holder
+    )
     os.kill(holder if killed == "held" else agent, signal.SIGKILL)
     problem = said(process)
     assert (problem.code, problem.what) == ("worker-lost", "rank 0 on here was lost")
@@ -165,7 +172,10 @@ def test_what_lies_between_launcher_and_workers_is_killed(tmp_path, killed):
 def test_a_torchrun_that_gets_sigterm_from_elsewhere_ends_as_asked(tmp_path):
     run, process = started(tmp_path, "torchrun")
     (holder,) = holders(run)
-    os.kill(next(pid for pid, parent in processes("torch.distributed.run").items() if parent == holder), signal.SIGTERM)
+    os.kill(
+        next(pid for pid, parent in processes("torch.distributed.run").items() if parent == holder),
+        signal.SIGTERM,
+    )
     out, _ = process.communicate(timeout=END_S)
     assert out == b"null\n"
     ends_and_has_saved(run)
@@ -176,7 +186,9 @@ def test_whom_a_second_request_ends_at_once_saves_nothing(tmp_path):
     process.send_signal(signal.SIGUSR1)
     problem = said(process)
     eventually(lambda: not processes(str(run.path)))
-    assert problem.code in ("interrupted", "worker-lost") and not list(run.checkpoints.glob("step-*"))
+    assert problem.code in ("interrupted", "worker-lost") and not list(
+        run.checkpoints.glob("step-*")
+    )
 
 
 @pytest.mark.parametrize("killed", ["actor", "worker", "raylet"])
@@ -184,7 +196,9 @@ def test_what_ray_runs_a_worker_by_is_killed(tmp_path, killed):
     needs("ray")
     run, process = started(tmp_path, "ray")
     (worker, actor), *_ = sorted(workers_of(run).items())
-    pid = {"actor": actor, "worker": worker, "raylet": next(iter(processes("/raylet/raylet")))}[killed]
+    pid = {"actor": actor, "worker": worker, "raylet": next(iter(processes("/raylet/raylet")))}[
+        killed
+    ]
     os.kill(pid, signal.SIGKILL)
     problem = said(process)
     assert (problem.code, problem.exit_code) == ("worker-lost", 24)

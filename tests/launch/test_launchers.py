@@ -1,4 +1,5 @@
-"""The same training on two emulated sites by every launcher: the same losses, nothing shared, losses named."""
+"""The same training on two emulated sites by every launcher: the same losses, nothing shared,
+losses named."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.domain.run import HOME
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.launch.launchers import launch, names
-from farspan.launch.launchers.ray import PATIENT, installed, refuse_public, require_ray, require_token
+from farspan.launch.launchers.ray import (
+    PATIENT,
+    installed,
+    refuse_public,
+    require_ray,
+    require_token,
+)
 from farspan.launch.processes import run_folder
 from farspan.runtime.checkpoint import checkpoint
 from farspan_lab import state
@@ -32,9 +39,15 @@ from tests import tiny
 from tests.launch.conftest import up
 
 TRAIN = TrainSpec(
-    steps=6, batch=8, seq_len=16, precision="fp32", optimizer=Optimizer(lr=3e-3),
-    schedule=Schedule(warmup_steps=2), validate_every=3, seed=3,
-)  # fmt: skip
+    steps=6,
+    batch=8,
+    seq_len=16,
+    precision="fp32",
+    optimizer=Optimizer(lr=3e-3),
+    schedule=Schedule(warmup_steps=2),
+    validate_every=3,
+    seed=3,
+)
 #: Longer than any test waits.
 LONG = replace(TRAIN, steps=100_000, validate_every=100_000)
 
@@ -51,7 +64,9 @@ def sites():
 
 def planned(train: TrainSpec = TRAIN):
     devices = tuple(
-        PlannedDevice(host=host, backend="cpu", index=index, threads=1) for host in ("utah", "star") for index in (0, 1)
+        PlannedDevice(host=host, backend="cpu", index=index, threads=1)
+        for host in ("utah", "star")
+        for index in (0, 1)
     )
     return replace(tiny.plan(train, rows=(2, 2, 2, 2), micro_rows=2), devices=devices)
 
@@ -68,7 +83,11 @@ def divided(kind: str, train: TrainSpec = TRAIN):
 
     if kind == "pipeline":
         stages = (stage((0, 1), (0, 2)), stage((2, 3), (2, 4)))
-        made = (Replica(stages=stages, edges=(Edge(bits=32, streams=2),), microbatches=4, in_flight=(4, 4)),)
+        made = (
+            Replica(
+                stages=stages, edges=(Edge(bits=32, streams=2),), microbatches=4, in_flight=(4, 4)
+            ),
+        )
     elif kind == "zero3":
         made = (Replica(stages=(stage((0, 1, 2, 3), zero=3),)),)
     else:
@@ -119,15 +138,23 @@ def test_divided_models_on_two_sites_lose_what_one_process_loses(sites, alone, t
 def left_over(run):
     """Processes of a run, or of a Ray cluster on its hosts, that still live after a while."""
     far = run_folder(Host(name="star", devices=(), folder="/"), run.load_plan(), run).path.name
-    words = ["pgrep", "-af", rf"{run.path.parent.name}|/runs/{far}|ray_node.*farspan-host=(utah|star)"]
+    words = [
+        "pgrep",
+        "-af",
+        rf"{run.path.parent.name}|/runs/{far}|ray_node.*farspan-host=(utah|star)",
+    ]
     deadline = time.monotonic() + 10
-    while (found := subprocess.run(words, capture_output=True, text=True).stdout) and time.monotonic() < deadline:
+    while (
+        found := subprocess.run(words, capture_output=True, text=True).stdout
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
 
 
 def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, tmp_path):
-    train = replace(TRAIN, steps=30, validate_every=10)  # Far more than are made before it can be interrupted.
+    train = replace(
+        TRAIN, steps=30, validate_every=10
+    )  # Far more than are made before it can be interrupted.
     whole = tiny.run_folder(tmp_path / "whole" / "run", planned(train))
     expected = losses(whole, "local", sites[1])
     run = tiny.run_folder(tmp_path / "cut" / "run", planned(train))
@@ -154,7 +181,10 @@ def worker_of(run, rank):
                 environment = (process / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            ours = words[1:3] == [b"-m", b"farspan.runtime.worker"] or words[2:4] == [b"-m", b"farspan.runtime.worker"]
+            ours = words[1:3] == [b"-m", b"farspan.runtime.worker"] or words[2:4] == [
+                b"-m",
+                b"farspan.runtime.worker",
+            ]
             told = {f"{HOME}={run.path.absolute()}".encode(), f"RANK={rank}".encode()}
             if ours and told <= set(environment):
                 return int(process.name)
@@ -165,7 +195,10 @@ def worker_of(run, rank):
 def lost(run, launcher, cluster, harm):
     """What the job ends with when `harm` is done after its first step, and how long that takes."""
     done, ended = list[float](), list[float]()
-    with pytest.raises(Refusal) as refusal, launch(launcher, run.load_plan(), run, cluster) as workers:
+    with (
+        pytest.raises(Refusal) as refusal,
+        launch(launcher, run.load_plan(), run, cluster) as workers,
+    ):
         try:
             for event in workers:
                 if isinstance(event, Step) and not done:
@@ -183,7 +216,9 @@ def test_a_killed_worker_is_named_with_host_rank_and_cause(sites, tmp_path, laun
     if launcher == "ray":
         pytest.importorskip("ray", reason="waits for farspan[ray]")
     run = tiny.run_folder(tmp_path / f"killed-{launcher}", planned(LONG))
-    problem, seconds = lost(run, launcher, sites[1], lambda: os.kill(worker_of(run, 3), signal.SIGKILL))
+    problem, seconds = lost(
+        run, launcher, sites[1], lambda: os.kill(worker_of(run, 3), signal.SIGKILL)
+    )
     assert (problem.code, problem.what) == ("worker-lost", "rank 3 on star was lost")
     assert "SIGKILL" in problem.fact
     assert seconds < 30
@@ -218,7 +253,10 @@ def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_pat
     run = tiny.run_folder(tmp_path / "cut-link", planned(LONG))
     try:
         problem, seconds = lost(
-            run, "local", cluster, lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
+            run,
+            "local",
+            cluster,
+            lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False),
         )
     finally:
         state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
@@ -230,9 +268,15 @@ def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_pat
 @pytest.mark.timed
 @pytest.mark.parametrize(("rank", "host"), [(0, "utah"), (3, "star")])
 @pytest.mark.parametrize("kind", ["pipeline", "replicas"])
-def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(sites, tmp_path, kind, rank, host):
-    run = tiny.run_folder(tmp_path / f"{kind}-{rank}", divided(kind, replace(LONG, checkpoint_every_s=0.01)))
-    problem, took = lost(run, "local", sites[1], lambda: os.kill(worker_of(run, rank), signal.SIGKILL))
+def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(
+    sites, tmp_path, kind, rank, host
+):
+    run = tiny.run_folder(
+        tmp_path / f"{kind}-{rank}", divided(kind, replace(LONG, checkpoint_every_s=0.01))
+    )
+    problem, took = lost(
+        run, "local", sites[1], lambda: os.kill(worker_of(run, rank), signal.SIGKILL)
+    )
     assert (problem.code, problem.what) == ("worker-lost", f"rank {rank} on {host} was lost")
     assert "SIGKILL" in problem.fact
     assert took < 30 and "resume" in problem.remedy
@@ -243,14 +287,21 @@ def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(sites, 
 @pytest.mark.timed
 def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, tmp_path):
     lab, cluster = sites
-    run = tiny.run_folder(tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=30, checkpoint_every_s=0.01)))
+    run = tiny.run_folder(
+        tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=30, checkpoint_every_s=0.01))
+    )
     try:
         problem, took = lost(
-            run, "local", cluster, lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
+            run,
+            "local",
+            cluster,
+            lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False),
         )
     finally:
         state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
-    assert problem.code == "worker-lost" and re.fullmatch(r"rank [23] on star was lost", problem.what)
+    assert problem.code == "worker-lost" and re.fullmatch(
+        r"rank [23] on star was lost", problem.what
+    )
     assert took < 30
     losses(run, "local", cluster)
     *_, last = read_events(run.events)
@@ -261,19 +312,29 @@ def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, 
 def test_a_link_that_is_cut_far_from_rank_0_ends_all_workers_too(tmp_path):
     """Rank 0 hears both ends of it: their connection alone can tell."""
     name, train = f"far-{os.getpid()}", replace(LONG, batch=6)
-    links = ", ".join(f"{{between: [{pair}], rtt: 20ms}}" for pair in ("utah, star", "utah, gpn", "star, gpn"))
+    links = ", ".join(
+        f"{{between: [{pair}], rtt: 20ms}}" for pair in ("utah, star", "utah, gpn", "star, gpn")
+    )
     sites = ", ".join(f"{site}: {{devices: 1}}" for site in ("utah", "star", "gpn"))
     made = up(f"name: {name}\nsites: {{{sites}}}\nlinks: [{links}]\n")
     try:
-        devices = tuple(PlannedDevice(host=host, backend="cpu", index=0, threads=1) for host in ("utah", "star", "gpn"))
+        devices = tuple(
+            PlannedDevice(host=host, backend="cpu", index=0, threads=1)
+            for host in ("utah", "star", "gpn")
+        )
         plan = replace(tiny.plan(train, rows=(2, 2, 2), micro_rows=2), devices=devices)
         run = tiny.run_folder(tmp_path / "far", plan)
         problem, seconds = lost(
-            run, "local", of_lab(made), lambda: state.change(name, ["star", "gpn"], {"up": False}, one_way=False)
+            run,
+            "local",
+            of_lab(made),
+            lambda: state.change(name, ["star", "gpn"], {"up": False}, one_way=False),
         )
     finally:
         state.down(name)
-    assert problem.code == "worker-lost" and re.fullmatch(r"rank (1 on star|2 on gpn) was lost", problem.what)
+    assert problem.code == "worker-lost" and re.fullmatch(
+        r"rank (1 on star|2 on gpn) was lost", problem.what
+    )
     assert "connection" in problem.fact and seconds < 30
     assert not left_over(run)
 
@@ -294,17 +355,31 @@ def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(sites, tmp_
 
 
 def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, alone):
-    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and a secret are all that a worker needs; rank 1 has no folder yet."""
+    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and a secret are all that a worker needs; rank 1
+    has no folder yet."""
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
     elsewhere = tmp_path / "elsewhere" / "run"
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417",
-                   "FARSPAN_SECRET": "of these two workers",
-                   "FARSPAN_CACHE": str(tmp_path / "elsewhere" / "cache")}  # fmt: skip
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29417",
+        "FARSPAN_SECRET": "of these two workers",
+        "FARSPAN_CACHE": str(tmp_path / "elsewhere" / "cache"),
+    }
     processes = [
-        subprocess.Popen([sys.executable, "-m", "farspan.runtime.worker", str(folder / "plan.json"), str(folder)],
-                         env=environment | {"RANK": str(rank)})
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "farspan.runtime.worker",
+                str(folder / "plan.json"),
+                str(folder),
+            ],
+            env=environment | {"RANK": str(rank)},
+        )
         for rank, folder in enumerate((run.path, elsewhere))
-    ]  # fmt: skip
+    ]
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
     assert (elsewhere / "plan.json").read_bytes() == run.plan.read_bytes()
 
@@ -323,14 +398,18 @@ def test_an_interrupt_through_torchrun_saves(sites, tmp_path):
     assert list(run.checkpoints.glob("step-*"))
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- what is refused
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_a_launcher_that_does_not_exist(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     with pytest.raises(Refusal) as refusal:
         launch("torchrum", run.load_plan(), run, Cluster(sites=()))
-    assert (refusal.value.problem.code, refusal.value.problem.remedy) == ("launcher-unusable", "--launcher torchrun")
+    assert (refusal.value.problem.code, refusal.value.problem.remedy) == (
+        "launcher-unusable",
+        "--launcher torchrun",
+    )
     assert names() == ["local", "ray", "torchrun"]
 
 
@@ -358,22 +437,40 @@ def test_ray_must_be_there_and_know_tokens(version, code):
 
 @pytest.fixture(scope="module")
 def ray_home(tmp_path_factory):
-    """Two Ray nodes on loopback, started by hand with a token as a user would: their address, and the environment of
-    who may use them."""
+    """Two Ray nodes on loopback, started by hand with a token as a user would: their address, and
+    the environment of who may use them."""
     if installed("ray") is None:
         pytest.skip("waits for farspan[ray]")
     folder = tmp_path_factory.mktemp("ray-home")
     token, where = folder / "token", "127.0.0.1:26379"
     token.write_text("0123456789abcdef" * 4)
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
-                   "RAY_worker_niceness": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", **PATIENT,
-                   "FARSPAN_CACHE": str(folder / "cache")}  # fmt: skip
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_worker_niceness": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        **PATIENT,
+        "FARSPAN_CACHE": str(folder / "cache"),
+    }
     nodes, head = [], ["--head", "--port=26379", "--include-dashboard=false"]
     for name, joins in (("one", head), ("two", [f"--address={where}"])):
-        start = [*joins, "--node-ip-address=127.0.0.1", "--num-cpus=1", "--disable-usage-stats",
-                 f"--labels=farspan-host={name},site=home"]  # fmt: skip
-        nodes.append(subprocess.Popen([sys.executable, "-m", "farspan.launch.ray_node", *start], env=environment,
-                                      bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))  # fmt: skip
+        start = [
+            *joins,
+            "--node-ip-address=127.0.0.1",
+            "--num-cpus=1",
+            "--disable-usage-stats",
+            f"--labels=farspan-host={name},site=home",
+        ]
+        nodes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "farspan.launch.ray_node", *start],
+                env=environment,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+            )
+        )
         nodes[-1].stdin.write(token.read_bytes() + b"\n")
     yield f"ray:{where}", environment
     for node in reversed(nodes):
@@ -387,7 +484,10 @@ def read(where, environment, hosts):
     deadline = time.monotonic() + 300
     while True:
         done = subprocess.run(show, capture_output=True, env=environment, timeout=120)
-        if not done.returncode and len((found := parse_cluster_json(done.stdout, "ray")).hosts) == hosts:
+        if (
+            not done.returncode
+            and len((found := parse_cluster_json(done.stdout, "ray")).hosts) == hosts
+        ):
             return found
         assert time.monotonic() < deadline, done.stderr
 
@@ -395,17 +495,25 @@ def read(where, environment, hosts):
 def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone, ray_home):
     where, environment = ray_home
     cluster = read(where, environment, hosts=2)
-    assert [(site.name, [host.name for host in site.hosts]) for site in cluster.sites] == [("home", ["one", "two"])]
+    assert [(site.name, [host.name for host in site.hosts]) for site in cluster.sites] == [
+        ("home", ["one", "two"])
+    ]
     assert (cluster.hosts[0].enter, cluster.hosts[0].devices[0].slot.threads) == ((), 1)
     refused = subprocess.run(
         [sys.executable, "-m", "farspan", "cluster", "show", where, "--json"],
-        capture_output=True, env=environment | {"RAY_AUTH_TOKEN": "x" * 64}, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        env=environment | {"RAY_AUTH_TOKEN": "x" * 64},
+        timeout=120,
+    )
     assert b"launcher-unusable" in refused.stdout
     plan = tiny.plan(TRAIN, micro_rows=2)
-    run = tiny.run_folder(tmp_path / "run", replace(plan, devices=(replace(plan.devices[0], host="one"),)))
+    run = tiny.run_folder(
+        tmp_path / "run", replace(plan, devices=(replace(plan.devices[0], host="one"),))
+    )
     train = [sys.executable, "-c", DRIVE, str(run.path), where]
-    subprocess.run(train, check=True, env=environment, input=msgspec.json.encode(cluster), timeout=300)
+    subprocess.run(
+        train, check=True, env=environment, input=msgspec.json.encode(cluster), timeout=300
+    )
     found = [event.loss for event in read_events(run.events) if isinstance(event, Step | Validated)]
     assert found == pytest.approx(alone, abs=1e-6)
 
@@ -425,13 +533,19 @@ steps: 3
     bench = [sys.executable, "-m", "farspan", "bench", "matrix.yaml", "--json"]
 
     def rows():
-        done = subprocess.run(bench, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=900)
+        done = subprocess.run(
+            bench, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=900
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)["rows"]
 
     first = rows()
     found = {(row["cell"]["technique"], row["cell"]["devices"]): row for row in first}
-    for name, used in ((("data", "all"), 2), (("data", "1"), 1), (("published:Pipeshard", "all"), 2)):
+    for name, used in (
+        (("data", "all"), 2),
+        (("data", "1"), 1),
+        (("published:Pipeshard", "all"), 2),
+    ):
         assert (found[name]["status"], found[name]["used"]) == ("ok", used), found[name]["cause"]
     assert rows() == first
 
@@ -446,10 +560,12 @@ from farspan.launch.launchers import launch
 run, cluster = RunFolder(Path(sys.argv[1])), msgspec.json.decode(sys.stdin.buffer.read(), type=Cluster)
 with launch(sys.argv[2], run.load_plan(), run, cluster) as workers:
     list(workers)
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize(("address", "public"), [("8.8.8.8", True), ("10.1.2.3", False), ("192.168.1.1", False)])
+@pytest.mark.parametrize(
+    ("address", "public"), [("8.8.8.8", True), ("10.1.2.3", False), ("192.168.1.1", False)]
+)
 def test_ray_never_listens_on_the_open_internet(address, public):
     host = Host(name="x", devices=(), address=address)
     if public:
@@ -462,5 +578,10 @@ def test_ray_never_listens_on_the_open_internet(address, public):
 def test_a_plan_for_hosts_that_the_cluster_lacks(tmp_path):
     run = tiny.run_folder(tmp_path / "run", planned())
     with pytest.raises(Refusal) as refusal:
-        launch("local", run.load_plan(), run, Cluster(sites=(Site(name="a", hosts=(Host(name="utah", devices=()),)),)))
+        launch(
+            "local",
+            run.load_plan(),
+            run,
+            Cluster(sites=(Site(name="a", hosts=(Host(name="utah", devices=()),)),)),
+        )
     assert refusal.value.problem.code == "plan-mismatch"

@@ -1,4 +1,5 @@
-"""Loss as `farspan probe` counts it: also where datagrams are filtered or doubled, in a file that farspan reads."""
+"""Loss as `farspan probe` counts it: also where datagrams are filtered or doubled, in a file that
+farspan reads."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)
 
 @pytest.mark.parametrize(
     ("arrived", "loss"),
-    [(0, None), (1, MAX_LOSS), (measure.DATAGRAMS // 2, 0.5), (measure.DATAGRAMS, 0.0), (2 * measure.DATAGRAMS, 0.0)],
+    [
+        (0, None),
+        (1, MAX_LOSS),
+        (measure.DATAGRAMS // 2, 0.5),
+        (measure.DATAGRAMS, 0.0),
+        (2 * measure.DATAGRAMS, 0.0),
+    ],
 )
 def test_loss_by_hand(arrived, loss):
     assert measure.lost(arrived) == loss
@@ -23,7 +30,9 @@ def test_loss_by_hand(arrived, loss):
 
 def test_datagrams_that_do_not_arrive_where_streams_do_say_nothing(monkeypatch):
     monkeypatch.setattr(measure, "DATAGRAMS", 20)
-    here, there = (Host(name=name, devices=(), enter=(), address="127.0.0.1") for name in ("here", "there"))
+    here, there = (
+        Host(name=name, devices=(), enter=(), address="127.0.0.1") for name in ("here", "there")
+    )
     with Agent(here) as a, Agent(there) as b:
         counted = measure._loss(a, b)
         assert counted is not None and 0 <= counted < 1
@@ -31,9 +40,13 @@ def test_datagrams_that_do_not_arrive_where_streams_do_say_nothing(monkeypatch):
         assert measure._loss(a, b) is None
 
 
-@pytest.mark.parametrize(("said", "kept"), [((), None), ((Link(a="utah", b="star", rtt_s=0.05, loss=0.001),), 0.001)])
+@pytest.mark.parametrize(
+    ("said", "kept"), [((), None), ((Link(a="utah", b="star", rtt_s=0.05, loss=0.001),), 0.001)]
+)
 def test_loss_that_could_not_be_counted_stays_what_it_was(tmp_path, said, kept):
-    sites = tuple(Site(name=name, hosts=(Host(name=f"{name}1", devices=(CPU,)),)) for name in ("utah", "star"))
+    sites = tuple(
+        Site(name=name, hosts=(Host(name=f"{name}1", devices=(CPU,)),)) for name in ("utah", "star")
+    )
     cluster = Cluster(sites=sites, links=said)
     found = Link(a="utah1", b="star1", rtt_s=0.057, loss=measure.lost(0), origin="measured")
     link = measure.named(found, ("star", "utah"), cluster)

@@ -1,5 +1,5 @@
-"""`farspan probe` of devices with little memory: what fits is measured, the rest is said, and what one dies of is told
-without losing what the others said."""
+"""`farspan probe` of devices with little memory: what fits is measured, the rest is said, and what
+one dies of is told without losing what the others said."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN
 
-BOX = "sites: {here: {hosts: {box: {enter: [], devices: [{kind: cpu-avx2, memory: 4GB, count: 2}]}}}}\n"
+BOX = (
+    "sites: {here: {hosts: {box: {enter: [], devices: [{kind: cpu-avx2, memory: 4GB, count: "
+    "2}]}}}}\n"
+)
 #: Much state for little to compute.
 SPEC = replace(tiny.SPEC, d_model=64, d_ff=128, vocab_size=50_000, context=64)
 
@@ -35,10 +38,24 @@ def probe(folder: Path, cluster: str, spec=SPEC, *words: str) -> subprocess.Pope
     plan = tiny.plan(tiny_train(spec), spec=spec)
     save(plan, folder / "plan.json")
     return subprocess.Popen(
-        [sys.executable, "-m", "farspan", "probe", "--cluster", cluster, "--model", str(folder / "plan.json"),
-         "-o", str(folder / "measured.yaml"), "--json", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "farspan",
+            "probe",
+            "--cluster",
+            cluster,
+            "--model",
+            str(folder / "plan.json"),
+            "-o",
+            str(folder / "measured.yaml"),
+            "--json",
+            *words,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def tiny_train(spec):
@@ -57,14 +74,33 @@ def test_the_killed_probe_of_one_of_two_devices_is_named_and_the_other_is_kept(t
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
         children = Path(f"/proc/{process.pid}/task").glob("*/children")
-        pids = sorted({int(pid) for file in children for pid in file.read_text().split() if is_probe(int(pid))})
+        pids = sorted(
+            {
+                int(pid)
+                for file in children
+                for pid in file.read_text().split()
+                if is_probe(int(pid))
+            }
+        )
     os.kill(pids[1], signal.SIGKILL)
     out, said = process.communicate(timeout=300)
     problem = problem_of(out)
-    assert (process.returncode, problem.code, problem.where) == (21, "out-of-memory", "host box, device 1"), said
-    assert "limit 4 GB" in problem.fact and "peak" in problem.fact and str(tmp_path / "measured.yaml") in problem.fact
+    assert (process.returncode, problem.code, problem.where) == (
+        21,
+        "out-of-memory",
+        "host box, device 1",
+    ), said
+    assert (
+        "limit 4 GB" in problem.fact
+        and "peak" in problem.fact
+        and str(tmp_path / "measured.yaml") in problem.fact
+    )
     first, second = load_cluster(tmp_path / "measured.yaml").devices
-    assert (first.origin, second.origin) == ("measured", "given") and first.times.units and first.times.rates
+    assert (
+        (first.origin, second.origin) == ("measured", "given")
+        and first.times.units
+        and first.times.rates
+    )
     assert "device 1 of box has failed" in (tmp_path / "measured.yaml").read_text()
 
 
@@ -76,7 +112,8 @@ def is_probe(pid: int) -> bool:
 
 
 def test_devices_with_little_memory_are_measured_as_far_as_it_goes(tmp_path):
-    """Under the caps of real control groups: the first has too little to start, the second for the units."""
+    """Under the caps of real control groups: the first has too little to start, the second for the
+    units."""
     if not devices.parents():
         pytest.skip("waits for control groups that can be written")
     name = f"caps-{os.getpid()}"
@@ -87,21 +124,33 @@ def test_devices_with_little_memory_are_measured_as_far_as_it_goes(tmp_path):
     finally:
         state.down(name)
     problem, text = problem_of(out), (tmp_path / "measured.yaml").read_text()
-    assert (process.returncode, problem.code, problem.where) == (21, "out-of-memory", "host utah, device 0"), said
+    assert (process.returncode, problem.code, problem.where) == (
+        21,
+        "out-of-memory",
+        "host utah, device 0",
+    ), said
     assert "limit 60 MB, peak " in problem.fact and "peak unknown" not in problem.fact
     small, capped, free = load_cluster(tmp_path / "measured.yaml").devices
-    assert (small.times.units, capped.times.units, capped.origin, free.origin) == ((), (), "measured", "measured")
+    assert (small.times.units, capped.times.units, capped.origin, free.origin) == (
+        (),
+        (),
+        "measured",
+        "measured",
+    )
     assert free.times.units and capped.times.rates
     assert "device 1 of utah: left out units in fp32 of 1, 2, 4, 8 sequences at a time: " in text
     assert "device 2 of utah: left out" not in text
 
 
-# -- by the bytes alone ------------------------------------------------------------------------------------------------
+# -- by the bytes alone
+#   ------------------------------------------------------------------------------------------------
 
 
 def held() -> int:
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS")
+    )
 
 
 def test_what_would_need_more_than_is_allowed_is_left_out_and_nothing_of_it_stays(monkeypatch):
@@ -112,13 +161,16 @@ def test_what_would_need_more_than_is_allowed_is_left_out_and_nothing_of_it_stay
     assert {unit.rows for unit in whole.times} == {1, 2} and not whole.left_out
     assert held() - before < 60_000_000, "its state alone takes twice as much"
     state, one = unit_timing.bytes_needed(SPEC, 64, 1, "fp32", "cpu")
-    part = unit_timing.unit_times(cpu, SPEC, 64, (1, 2000), ("fp32",), held() + state + one + 10_000_000)
+    part = unit_timing.unit_times(
+        cpu, SPEC, 64, (1, 2000), ("fp32",), held() + state + one + 10_000_000
+    )
     assert {unit.rows for unit in part.times} == {1}
     assert [(left.what, left.rows) for left in part.left_out] == [("units in fp32", (2000,))]
     none = unit_timing.unit_times(cpu, SPEC, 64, (1, 2), ("fp32", "bf16"), held() + 10_000_000)
     assert not none.times and [(left.what, left.rows) for left in none.left_out] == [
-        ("units in fp32", (1, 2)), ("units in bf16", (1, 2))
-    ]  # fmt: skip
+        ("units in fp32", (1, 2)),
+        ("units in bf16", (1, 2)),
+    ]
     assert all(left.needed > left.free >= 0 for left in none.left_out)
 
 

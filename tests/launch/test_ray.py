@@ -1,4 +1,5 @@
-"""Ray's token reaches hosts through standard input alone; a node has a folder of its own, which goes with it."""
+"""Ray's token reaches hosts through standard input alone; a node has a folder of its own, which
+goes with it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from farspan.launch.launchers.ray import installed
 from tests import tiny
 from tests.launch.test_launchers import TRAIN
 
-#: An `enter` command that runs all but Ray; of its node and driver it keeps what they are given, until they are to end.
+#: An `enter` command that runs all but Ray; of its node and driver it keeps what they are given,
+#: until they are to end.
 KEEP = """\
 case "$*" in
   *ray_node*) name=node ;;
@@ -30,10 +32,13 @@ SECRET = "0123456789abcdef" * 4
 
 
 def given(tmp_path: Path, launcher: str, expected: list[str]) -> dict[str, tuple[str, str]]:
-    """Words and standard input of each Ray process that a launcher starts on a host that is entered."""
+    """Words and standard input of each Ray process that a launcher starts on a host that is
+    entered."""
     enter = ("sh", "-c", KEEP.format(folder=tmp_path), "sh")
     device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
-    host = Host(name="here", devices=(device,), address="127.0.0.1", enter=enter, python=sys.executable)
+    host = Host(
+        name="here", devices=(device,), address="127.0.0.1", enter=enter, python=sys.executable
+    )
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     with launch(launcher, run.load_plan(), run, Cluster(sites=(Site(name="here", hosts=(host,)),))):
         deadline = time.monotonic() + 60
@@ -41,7 +46,8 @@ def given(tmp_path: Path, launcher: str, expected: list[str]) -> dict[str, tuple
             assert time.monotonic() < deadline
             time.sleep(0.05)
     return {
-        name: ((tmp_path / f"{name}.words").read_text(), (tmp_path / f"{name}.input").read_text()) for name in expected
+        name: ((tmp_path / f"{name}.words").read_text(), (tmp_path / f"{name}.input").read_text())
+        for name in expected
     }
 
 
@@ -54,18 +60,27 @@ def _ray():
 def test_the_token_of_a_job_is_said_to_each_host(tmp_path):
     found = given(tmp_path, "ray", ["node", "driver"])
     (token,) = {said.splitlines()[0] for _, said in found.values()}
-    secret = found["driver"][1].splitlines()[1]  # Of the run, which the driver hands to its workers.
+    secret = found["driver"][1].splitlines()[
+        1
+    ]  # Of the run, which the driver hands to its workers.
     assert len(secret) == 64 and all(secret not in words for words, _ in found.values())
     assert len(token.strip()) == 64
     for words, _ in found.values():
-        assert token.strip() not in words and "RAY_AUTH_TOKEN" not in words and "RAY_AUTH_MODE=token" in words
+        assert (
+            token.strip() not in words
+            and "RAY_AUTH_TOKEN" not in words
+            and "RAY_AUTH_MODE=token" in words
+        )
         assert "temp-dir" not in words, "folders of this machine mean nothing there"
 
 
 @pytest.mark.parametrize("how", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
 def test_the_token_of_a_user_stands_on_no_command_line(tmp_path, monkeypatch, how):
     (tmp_path / "token").write_text(f"{SECRET}\n")
-    for name, value in {"RAY_AUTH_TOKEN": SECRET, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}.items():
+    for name, value in {
+        "RAY_AUTH_TOKEN": SECRET,
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+    }.items():
         monkeypatch.setenv(name, value) if name == how else monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     words, said = given(tmp_path, "ray:10.0.0.1:6379", ["driver"])["driver"]
@@ -84,12 +99,16 @@ def test_a_node_takes_the_token_from_its_input_and_its_folder_with_it(tmp_path):
     for package in ("ray", "ray/scripts"):
         (tmp_path / package / "__init__.py").touch()
     (tmp_path / "ray" / "scripts" / "scripts.py").write_text(
-        "import os, sys, time\nprint(os.environ['RAY_AUTH_TOKEN'], *sys.argv[1:], flush=True)\ntime.sleep(60)\n"
+        "import os, sys, time\nprint(os.environ['RAY_AUTH_TOKEN'], *sys.argv[1:], "
+        "flush=True)\ntime.sleep(60)\n"
     )
     node = subprocess.Popen(
-        [sys.executable, "-m", "farspan.launch.ray_node", "--head"], bufsize=0, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tmp_path), "RAY_AUTH_TOKEN": "of the user"},
-    )  # fmt: skip
+        [sys.executable, "-m", "farspan.launch.ray_node", "--head"],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "RAY_AUTH_TOKEN": "of the user"},
+    )
     with node:
         assert node.stdin is not None and node.stdout is not None
         node.stdin.write(f"{SECRET}\n".encode())

@@ -1,4 +1,5 @@
-"""GPUs of a Ray cluster that runs: what they are the node says itself, and Ray gives each to one worker alone."""
+"""GPUs of a Ray cluster that runs: what they are the node says itself, and Ray gives each to one
+worker alone."""
 
 from __future__ import annotations
 
@@ -24,9 +25,13 @@ from tests.launch.test_launchers import DRIVE, TRAIN
 
 A100 = {**smi.A100_MIG, "mig.mode.current": "Disabled"}
 RTX5060 = {
-    "name": "NVIDIA GeForce RTX 5060", "memory.total": "8151", "driver_version": "580.95.05", "compute_cap": "12.0",
-    "uuid": "GPU-0c2f5a9d-54a1-3c3e-8f1d-1f0e6b7a4d21", "mig.mode.current": "[N/A]",
-}  # fmt: skip
+    "name": "NVIDIA GeForce RTX 5060",
+    "memory.total": "8151",
+    "driver_version": "580.95.05",
+    "compute_cap": "12.0",
+    "uuid": "GPU-0c2f5a9d-54a1-3c3e-8f1d-1f0e6b7a4d21",
+    "mig.mode.current": "[N/A]",
+}
 #: Every process of the node that has a rank writes down which GPUs it sees.
 SITE = """\
 import json, os
@@ -38,25 +43,41 @@ if "RANK" in os.environ:
 
 
 def node(name: str, *cards: Gpu, gpus: int = 1, accelerator: str | None = None) -> Node:
-    return Node(name=name, address="10.0.0.1", site="home", cpus=8, gpus=gpus, accelerator=accelerator, cards=cards,
-                memory=2**36, here=False)  # fmt: skip
+    return Node(
+        name=name,
+        address="10.0.0.1",
+        site="home",
+        cpus=8,
+        gpus=gpus,
+        accelerator=accelerator,
+        cards=cards,
+        memory=2**36,
+        here=False,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "label", "kind"),
     [
-        ("NVIDIA A100-SXM4-80GB", "A100", "a100-80"), ("NVIDIA A100-PCIE-40GB", "A100", "a100-40-pcie"),
-        ("Quadro RTX 6000", "Quadro-RTX-6000", "rtx6000"), ("Tesla V100-SXM2-16GB", "V100", "v100-16"),
-        ("NVIDIA GeForce RTX 4090", "GeForce-RTX-4090", "rtx4090"), ("NVIDIA H100 80GB HBM3", "H100", "h100"),
-        ("NVIDIA RTX PRO 5000 Blackwell", "RTX-PRO-5000", None), ("NVIDIA H20", "H20", None),
-        ("NVIDIA GeForce GTX 1080", None, None), ("Tesla P100-PCIE-16GB", "P100", "p100-16-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "A100", "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", "A100", "a100-40-pcie"),
+        ("Quadro RTX 6000", "Quadro-RTX-6000", "rtx6000"),
+        ("Tesla V100-SXM2-16GB", "V100", "v100-16"),
+        ("NVIDIA GeForce RTX 4090", "GeForce-RTX-4090", "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", "H100", "h100"),
+        ("NVIDIA RTX PRO 5000 Blackwell", "RTX-PRO-5000", None),
+        ("NVIDIA H20", "H20", None),
+        ("NVIDIA GeForce GTX 1080", None, None),
+        ("Tesla P100-PCIE-16GB", "P100", "p100-16-pcie"),
     ],
-)  # fmt: skip
+)
 def test_a_gpu_is_what_its_driver_calls_it_whatever_rays_label(name, label, kind):
     card = Gpu(name=name, memory=16 * 2**30, driver="580.95.05", capability=(8, 0))
     (device,) = _host(node("a", card, accelerator=label)).devices
     assert (device.kind, device.backend, device.memory) == (kind or name, "cuda", 16 * 2**30)
-    assert bool(device.sheet.flops) == (kind is not None), "what nothing is known of is measured, and never guessed"
+    assert bool(device.sheet.flops) == (kind is not None), (
+        "what nothing is known of is measured, and never guessed"
+    )
 
 
 def test_gpus_that_only_ray_names_are_the_catalogues_and_others_are_refused():
@@ -82,23 +103,41 @@ def test_a_gpu_that_the_catalogue_lacks_is_written_and_read_again(tmp_path):
 
 @pytest.fixture(scope="module")
 def gpu_node(tmp_path_factory):
-    """A Ray node of two GPUs with a recorded driver: its address, the environment of who may use it, and where its
-    workers say what they see."""
+    """A Ray node of two GPUs with a recorded driver: its address, the environment of who may use
+    it, and where its workers say what they see."""
     if installed("ray") is None:
         pytest.skip("waits for farspan[ray]")
     folder = tmp_path_factory.mktemp("ray-gpus")
     token, where = "0123456789abcdef" * 4, "127.0.0.1:26479"
     (folder / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
     environment = {
-        **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_worker_niceness": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", **PATIENT, "FARSPAN_CACHE": str(folder / "cache"),
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_worker_niceness": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        **PATIENT,
+        "FARSPAN_CACHE": str(folder / "cache"),
         "PATH": f"{smi.install(folder / 'bin', A100, RTX5060)}:{os.environ['PATH']}",
         "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
-    }  # fmt: skip
-    start = ["--head", "--port=26479", "--include-dashboard=false", "--node-ip-address=127.0.0.1", "--num-cpus=1",
-             "--num-gpus=2", "--disable-usage-stats", "--labels=farspan-host=one,site=home"]  # fmt: skip
-    with subprocess.Popen([sys.executable, "-m", "farspan.launch.ray_node", *start], env=environment, bufsize=0,
-                          stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:  # fmt: skip
+    }
+    start = [
+        "--head",
+        "--port=26479",
+        "--include-dashboard=false",
+        "--node-ip-address=127.0.0.1",
+        "--num-cpus=1",
+        "--num-gpus=2",
+        "--disable-usage-stats",
+        "--labels=farspan-host=one,site=home",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "farspan.launch.ray_node", *start],
+        env=environment,
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    ) as process:
         assert process.stdin is not None
         process.stdin.write(f"{token}\n".encode())
         yield f"ray:{where}", environment, folder
@@ -121,31 +160,51 @@ def test_ray_gives_each_worker_the_gpu_of_its_plan_alone(tmp_path: Path, gpu_nod
     cluster = read(where, environment)
     devices = cluster.devices
     assert [(one.kind, one.memory) for one in devices] == [
-        ("a100-40", 40960 * 2**20), ("NVIDIA GeForce RTX 5060", 8151 * 2**20)
-    ]  # fmt: skip
+        ("a100-40", 40960 * 2**20),
+        ("NVIDIA GeForce RTX 5060", 8151 * 2**20),
+    ]
     plan = tiny.plan(TRAIN, rows=(4, 4), micro_rows=2)
-    at = [replace(plan.devices[0], host="one", backend="cuda", index=k, kind=devices[k].kind) for k in (1, 0)]
+    at = [
+        replace(plan.devices[0], host="one", backend="cuda", index=k, kind=devices[k].kind)
+        for k in (1, 0)
+    ]
     run = tiny.run_folder(tmp_path / "run", replace(plan, devices=tuple(at)))
     words = [sys.executable, "-c", DRIVE, str(run.path), where]
-    done = subprocess.run(words, env=environment, input=msgspec.json.encode(cluster), capture_output=True, timeout=300)
+    done = subprocess.run(
+        words, env=environment, input=msgspec.json.encode(cluster), capture_output=True, timeout=300
+    )
     seen = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert seen == [["1", "0", "PCI_BUS_ID"], ["0", "0", "PCI_BUS_ID"]]
-    assert b"device-missing" in done.stderr or done.returncode == 0, done.stderr  # Where PyTorch has no GPUs.
+    assert b"device-missing" in done.stderr or done.returncode == 0, (
+        done.stderr
+    )  # Where PyTorch has no GPUs.
 
 
 @pytest.mark.parametrize(
     ("ids", "names", "order"),
     [
-        (["0", "1"], ["NVIDIA A30", "Tesla T4"], [1, 0]), (["1", "0"], ["Tesla T4", "NVIDIA A30"], [0, 1]),
-        (["2", "3"], ["NVIDIA A30", "Tesla T4"], [1, 0]), (["GPU-a", "GPU-b"], ["", ""], [0, 1]),
+        (["0", "1"], ["NVIDIA A30", "Tesla T4"], [1, 0]),
+        (["1", "0"], ["Tesla T4", "NVIDIA A30"], [0, 1]),
+        (["2", "3"], ["NVIDIA A30", "Tesla T4"], [1, 0]),
+        (["GPU-a", "GPU-b"], ["", ""], [0, 1]),
     ],
-)  # fmt: skip
+)
 def test_a_rank_takes_the_actor_with_its_gpu_or_one_of_its_kind(ids, names, order):
     if installed("ray") is None:
         pytest.skip("waits for farspan[ray]")
     from farspan.launch.ray_driver import Spot, takers
 
-    job = Job(address="", hosts=("a", "b"), ranks=("a", "a", "b"), folders={}, caches={}, environment={},
-              threads=(1, 1, 1), gpus=((1, "t4"), (0, "a30"), None))  # fmt: skip
-    spots = [Spot("", 0, "", gpu, name) for gpu, name in zip([*ids, None], [*names, ""], strict=True)]
+    job = Job(
+        address="",
+        hosts=("a", "b"),
+        ranks=("a", "a", "b"),
+        folders={},
+        caches={},
+        environment={},
+        threads=(1, 1, 1),
+        gpus=((1, "t4"), (0, "a30"), None),
+    )
+    spots = [
+        Spot("", 0, "", gpu, name) for gpu, name in zip([*ids, None], [*names, ""], strict=True)
+    ]
     assert takers(job, spots) == [*order, 2]

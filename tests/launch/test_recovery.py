@@ -24,7 +24,12 @@ def watched(path: Path, launcher: str, *, kill: bool) -> tuple[Watched, list[flo
     killed = list[float]()
 
     def at_step(run: Watched, step: int) -> None:
-        if kill and not killed and step >= 60 and any(isinstance(event, Saved) for event in run.events):
+        if (
+            kill
+            and not killed
+            and step >= 60
+            and any(isinstance(event, Saved) for event in run.events)
+        ):
             os.kill(max(workers_of(run.run)), signal.SIGKILL)
             killed.append(time.time())
 

@@ -1,4 +1,5 @@
-"""Who is asked to stop saves first: behind ssh, where no signal arrives, and beside others that end at once."""
+"""Who is asked to stop saves first: behind ssh, where no signal arrives, and beside others that end
+at once."""
 
 from __future__ import annotations
 
@@ -76,21 +77,29 @@ def test_a_held_command_ends_by_itself(script, code):
 
 
 class Unlike(Workers):
-    """Asked to end, the second worker says at once that it failed, as a client of ssh does; the first one is saving."""
+    """Asked to end, the second worker says at once that it failed, as a client of ssh does; the
+    first one is saving."""
 
     def start(self):
         saves = "trap 'sleep 1.5; touch saved; exit 0' TERM"
         for rank, trap in enumerate((saves, "trap 'exit 255' TERM")):
             script = f"cd {self.run.path}; {trap}; touch up-{rank}; while :; do sleep 0.05; done"
             yield HostProcess(
-                self.hosts[0], (rank,), ["sh", "-c", script], log=self.log(f"rank-{rank}"), keep_open=self.keep_open
+                self.hosts[0],
+                (rank,),
+                ["sh", "-c", script],
+                log=self.log(f"rank-{rank}"),
+                keep_open=self.keep_open,
             )
 
 
 def test_after_an_interrupt_nobody_is_ended_because_another_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GRACE_S", 0.3)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
-    with pytest.raises(Refusal), Unlike(run.load_plan(), run, tiny.this_machine(run.load_plan())) as workers:
+    with (
+        pytest.raises(Refusal),
+        Unlike(run.load_plan(), run, tiny.this_machine(run.load_plan())) as workers,
+    ):
         deadline = time.monotonic() + 60
         while not all((run.path / f"up-{rank}").exists() for rank in (0, 1)):
             assert time.monotonic() < deadline
@@ -108,7 +117,9 @@ def far(tmp_path):
     folder = tmp_path / ".ssh"
     folder.mkdir(mode=0o700)
     for key in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True
+        )
     shutil.copy(folder / "user.pub", folder / "authorized_keys")
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
@@ -116,20 +127,55 @@ def far(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        ["/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", "-h", str(folder / "host"), "-p", str(port),
-         "-o", "ListenAddress=127.0.0.1", "-o", f"AuthorizedKeysFile={folder}/authorized_keys",
-         "-o", "StrictModes=no", "-o", "PidFile=none"],
+        [
+            "/usr/sbin/sshd",
+            "-D",
+            "-e",
+            "-f",
+            "/dev/null",
+            "-h",
+            str(folder / "host"),
+            "-p",
+            str(port),
+            "-o",
+            "ListenAddress=127.0.0.1",
+            "-o",
+            f"AuthorizedKeysFile={folder}/authorized_keys",
+            "-o",
+            "StrictModes=no",
+            "-o",
+            "PidFile=none",
+        ],
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    options = ["BatchMode=yes", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR",
-               "IdentitiesOnly=yes", "ConnectionAttempts=20"]  # fmt: skip
-    ssh = ("ssh", "-F", "/dev/null", "-i", str(folder / "user"), "-p", str(port),
-           *(word for option in options for word in ("-o", option)), "127.0.0.1")  # fmt: skip
+    )
+    options = [
+        "BatchMode=yes",
+        "StrictHostKeyChecking=no",
+        "UserKnownHostsFile=/dev/null",
+        "LogLevel=ERROR",
+        "IdentitiesOnly=yes",
+        "ConnectionAttempts=20",
+    ]
+    ssh = (
+        "ssh",
+        "-F",
+        "/dev/null",
+        "-i",
+        str(folder / "user"),
+        "-p",
+        str(port),
+        *(word for option in options for word in ("-o", option)),
+        "127.0.0.1",
+    )
     device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
     yield Host(
-        name="far", devices=(device,), address="127.0.0.1", enter=ssh, python=sys.executable,
+        name="far",
+        devices=(device,),
+        address="127.0.0.1",
+        enter=ssh,
+        python=sys.executable,
         folder=str(tmp_path / "far"),
-    )  # fmt: skip
+    )
     server.terminate()
     server.wait(timeout=60)
 
@@ -148,7 +194,9 @@ def test_an_interrupt_reaches_a_worker_behind_ssh_which_saves(far, tmp_path):
     assert isinstance(last, Finished) and last.reason == "interrupted"
     (saved,) = run.checkpoints.glob("step-*")
     assert checkpoint.verify(saved)
-    assert not subprocess.run(["pgrep", "-f", f"farspan.runtime.worker {tmp_path}"], capture_output=True).stdout
+    assert not subprocess.run(
+        ["pgrep", "-f", f"farspan.runtime.worker {tmp_path}"], capture_output=True
+    ).stdout
 
 
 def test_who_is_ended_behind_ssh_saves_nothing_and_is_gone(far, tmp_path):
@@ -163,5 +211,7 @@ def test_who_is_ended_behind_ssh_saves_nothing_and_is_gone(far, tmp_path):
             if isinstance(event, Step):
                 break
         workers.end()
-        assert not subprocess.run(["pgrep", "-f", f"farspan.runtime.worker {tmp_path}"], capture_output=True).stdout
+        assert not subprocess.run(
+            ["pgrep", "-f", f"farspan.runtime.worker {tmp_path}"], capture_output=True
+        ).stdout
     assert not list((tmp_path / "far").rglob("step-*"))

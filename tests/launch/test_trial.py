@@ -1,4 +1,5 @@
-"""Trials on two emulated sites: what is measured, what they die of, and that nothing is left; runs far from here."""
+"""Trials on two emulated sites: what is measured, what they die of, and that nothing is left; runs
+far from here."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from farspan.domain.plan import PlannedDevice, Sync
 from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.estimate.price import estimate
 from farspan.launch.launchers import launch
-from farspan.launch.trial import WARMUP, Limits, TrialQuery, apart, limits, shortened, start_s, timed, trial
+from farspan.launch.trial import (
+    WARMUP,
+    Limits,
+    TrialQuery,
+    apart,
+    limits,
+    shortened,
+    start_s,
+    timed,
+    trial,
+)
 from farspan.semantics.identity import plan_key
 from farspan_lab import state
 from farspan_lab.cluster import of_lab
@@ -70,13 +81,16 @@ def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
 
 @pytest.mark.timed
 def test_what_leaves_a_site_goes_no_faster_than_the_plan_says(sites, corpus):
-    """Half of a site's gradients go over each of its two connections: half a second at as many bytes a second."""
+    """Half of a site's gradients go over each of its two connections: half a second at as many
+    bytes a second."""
     plan = planned()
     (stage,) = plan.replicas[0].stages
 
     def step_s(wan_rate):
         sync = replace(stage.grad_sync, topology="hierarchical", wan_rate=wan_rate)
-        held = replace(plan, replicas=(replace(plan.replicas[0], stages=(replace(stage, grad_sync=sync),)),))
+        held = replace(
+            plan, replicas=(replace(plan.replicas[0], stages=(replace(stage, grad_sync=sync),)),)
+        )
         made = trial(held, corpus, sites, "local", FEW)
         assert made.status == "ok", made.problem
         return made.step_s
@@ -136,12 +150,16 @@ def test_a_trial_that_does_not_end_is_ended(sites, corpus):
     made = trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=3.0))
     assert made.status == "failed" and "did not end within 3 s" in made.problem.what
     assert made.took_s < 300
-    assert not subprocess.run(["pgrep", "-af", "farspan-trial-"], capture_output=True, text=True).stdout
+    assert not subprocess.run(
+        ["pgrep", "-af", "farspan-trial-"], capture_output=True, text=True
+    ).stdout
 
 
 def test_what_kills_the_process_of_a_cell_is_a_result(sites, tmp_path):
     nowhere = str(tmp_path / "no-corpus")
-    made = apart(TrialQuery(plan=planned(), corpus=nowhere, cluster=sites, launcher="local", within=FEW))
+    made = apart(
+        TrialQuery(plan=planned(), corpus=nowhere, cluster=sites, launcher="local", within=FEW)
+    )
     assert made.status == "failed" and made.plan == plan_key(planned())
     assert "exit code 1" in made.problem.fact and "no-corpus" in made.problem.fact
 
@@ -165,12 +183,15 @@ def test_limits_follow_the_prediction(sites, corpus):
     assert limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(30 + 4 * 7 * 2.0)
     # The corpus goes to the one host that shares no disk.
     state_s = 16 * parameters(plan.model) / 2e8
-    size = sum((corpus / name).stat().st_size for name in ("train.bin", "train.idx", "val.bin", "val.idx"))
+    size = sum(
+        (corpus / name).stat().st_size for name in ("train.bin", "train.idx", "val.bin", "val.idx")
+    )
     assert start_s(plan, sites, corpus) == pytest.approx(120 + state_s + size / 1e6)
 
 
 def test_replicas_have_the_time_of_the_meetings_that_a_trial_adds(sites):
-    """Over a slow line a meeting takes far longer than a step: a hundredth of it a step in the run, a quarter here."""
+    """Over a slow line a meeting takes far longer than a step: a hundredth of it a step in the run,
+    a quarter here."""
     slow = replace(sites, links=tuple(replace(link, bandwidth=1e4) for link in sites.links))
     plan = replace(divided("replicas"), sync=Sync(every=100))
     step_s = estimate(plan, models.graph(plan.model), slow, engine("farspan")).step_s
@@ -178,7 +199,8 @@ def test_replicas_have_the_time_of_the_meetings_that_a_trial_adds(sites):
     assert limits(plan, slow, step_s, 3).deadline_s > 4 * 3 * meeting_s
 
 
-# -- runs whose rank 0 is elsewhere ------------------------------------------------------------------------------------
+# -- runs whose rank 0 is elsewhere
+#   ------------------------------------------------------------------------------------
 
 
 #: It takes longer than events take to come back.
@@ -187,11 +209,15 @@ MANY = replace(TRAIN, steps=600, validate_every=200)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    run = tiny.run_folder(tmp_path_factory.mktemp("alone") / "run", tiny.plan(MANY, rows=(8,), micro_rows=2))
+    run = tiny.run_folder(
+        tmp_path_factory.mktemp("alone") / "run", tiny.plan(MANY, rows=(8,), micro_rows=2)
+    )
     return losses(run, "local", tiny.this_machine(run.load_plan()))
 
 
-def test_a_run_on_the_far_site_goes_on_where_it_stopped_and_comes_back_whole(sites, alone, tmp_path, monkeypatch):
+def test_a_run_on_the_far_site_goes_on_where_it_stopped_and_comes_back_whole(
+    sites, alone, tmp_path, monkeypatch
+):
     monkeypatch.setattr("farspan.launch.remote_run.PULL_S", 0.1)
     run = tiny.run_folder(tmp_path / "run", at_star(MANY))
     first = []

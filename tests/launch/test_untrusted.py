@@ -1,4 +1,5 @@
-"""What a host, a run folder of somebody else, and somebody on the network may do on this machine: little."""
+"""What a host, a run folder of somebody else, and somebody on the network may do on this machine:
+little."""
 
 from __future__ import annotations
 
@@ -38,9 +39,13 @@ def far(tmp_path):
     """A host with a disk of its own, whose `tar` is what a test puts at `bin/tar`, if anything."""
     (tmp_path / "bin").mkdir()
     return Host(
-        name="far", devices=(CPU,), address="127.0.0.1", enter=("env", f"PATH={tmp_path}/bin:{os.environ['PATH']}"),
-        python=sys.executable, folder=str(tmp_path / "disk"),
-    )  # fmt: skip
+        name="far",
+        devices=(CPU,),
+        address="127.0.0.1",
+        enter=("env", f"PATH={tmp_path}/bin:{os.environ['PATH']}"),
+        python=sys.executable,
+        folder=str(tmp_path / "disk"),
+    )
 
 
 @pytest.fixture
@@ -61,7 +66,8 @@ def checkpoint_files(folder, content=b"0" * 100):
 
 
 def hostile_tar(tmp_path, *members):
-    """From now on the host's `tar -cf -` sends these (name, type, content or target of a link) instead."""
+    """From now on the host's `tar -cf -` sends these (name, type, content or target of a link)
+    instead."""
     with tarfile.open(tmp_path / "hostile.tar", "w") as archive:
         for name, kind, content in members:
             info = tarfile.TarInfo(name)
@@ -77,7 +83,8 @@ def hostile_tar(tmp_path, *members):
     script.chmod(0o755)
 
 
-# -- what a host sends back --------------------------------------------------------------------------------------------
+# -- what a host sends back
+#   --------------------------------------------------------------------------------------------
 
 
 def test_checkpoints_come_back_and_replace_those_of_their_name(sent):
@@ -102,8 +109,17 @@ def test_checkpoints_come_back_and_replace_those_of_their_name(sent):
         [("/tmp/farspan-was-here", tarfile.REGTYPE, b"{}")],
         [("checkpoints/step-1/model.safetensors.py", tarfile.REGTYPE, b"{}")],
         [("checkpoints/step-1/model.safetensors", tarfile.SYMTYPE, "/etc/passwd")],
-        [("checkpoints/step-1/model.safetensors", tarfile.LNKTYPE, "checkpoints/step-1/state.json")],
-        [("checkpoints/step-1", tarfile.SYMTYPE, "/tmp"), ("checkpoints/step-1/state.json", tarfile.REGTYPE, b"{}")],
+        [
+            (
+                "checkpoints/step-1/model.safetensors",
+                tarfile.LNKTYPE,
+                "checkpoints/step-1/state.json",
+            )
+        ],
+        [
+            ("checkpoints/step-1", tarfile.SYMTYPE, "/tmp"),
+            ("checkpoints/step-1/state.json", tarfile.REGTYPE, b"{}"),
+        ],
         [("checkpoints/step-1/state.json", tarfile.FIFOTYPE, b"")],
         [("checkpoints/step-1/state.json", tarfile.GNUTYPE_SPARSE, b"")],
     ],
@@ -124,7 +140,9 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
     checkpoint_files(there.checkpoints / "step-00000004")
     monkeypatch.setattr(remote_run, "HEADER_BYTES", 1000)
     most = remote_run._most_bytes(away._plan)
-    hostile_tar(tmp_path, ("checkpoints/step-1/model.safetensors", tarfile.REGTYPE, bytes(most + 1)))
+    hostile_tar(
+        tmp_path, ("checkpoints/step-1/model.safetensors", tarfile.REGTYPE, bytes(most + 1))
+    )
     with pytest.raises(Refusal, match="which no checkpoints of this plan take"):
         away.fetch()
     assert not list(run.checkpoints.iterdir())
@@ -134,7 +152,9 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("line", [b"\xff\xfe", b"{}", b"[" * 100_000, b'{"event": "step", "at": "never"}'])
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe", b"{}", b"[" * 100_000, b'{"event": "step", "at": "never"}']
+)
 def test_what_is_no_event_is_refused_by_name(sent, line):
     run, away, there = sent
     there.events.write_bytes(line + b"\n")
@@ -148,7 +168,8 @@ def test_an_away_run_is_for_its_user_alone(sent):
     assert stat.S_IMODE(there.path.stat().st_mode) == 0o700
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------
+# -- what is sent
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_no_link_leads_out_of_a_model_that_is_sent(sent, tmp_path):
@@ -166,7 +187,8 @@ def test_no_link_leads_out_of_a_model_that_is_sent(sent, tmp_path):
     assert not (there.path / "initial" / "vocab.json").exists()
 
 
-# -- run folders -------------------------------------------------------------------------------------------------------
+# -- run folders
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -183,9 +205,12 @@ def entering(tmp_path, monkeypatch):
 
 def farspan(*words):
     return subprocess.run(
-        [sys.executable, "-m", "farspan", *map(str, words)], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "farspan", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=300,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 def test_a_run_that_somebody_else_made_starts_nothing_before_it_was_looked_at(entering, tmp_path):
@@ -224,14 +249,19 @@ def test_a_seal_is_of_this_user_this_machine_and_these_files(entering, tmp_path,
 def test_whatever_a_run_would_start_has_to_be_trusted(entering, change):
     bare = Host(name="here", devices=(CPU,), enter=())
     hosts = {
-        "python": replace(bare, enter=("env",), python="/tmp/evil"), "ssh": replace(bare, enter=None),
-        "device": replace(bare, devices=(CPU.but(enter=("touch", "ran")),)), "ray": bare,
-    }  # fmt: skip
+        "python": replace(bare, enter=("env",), python="/tmp/evil"),
+        "ssh": replace(bare, enter=None),
+        "device": replace(bare, devices=(CPU.but(enter=("touch", "ran")),)),
+        "ray": bare,
+    }
     save(Cluster(sites=(Site(name="here", hosts=(bare,)),)), entering.cluster)
     trust.require(entering)  # This Python on this machine alone.
     save(Cluster(sites=(Site(name="here", hosts=(hosts[change],)),)), entering.cluster)
     if change == "ray":
-        save(replace(load(entering.record, RunRecord), launcher="ray:evil.example:6379"), entering.record)
+        save(
+            replace(load(entering.record, RunRecord), launcher="ray:evil.example:6379"),
+            entering.record,
+        )
     with pytest.raises(Refusal, match="run-untrusted"):
         trust.require(entering)
 
@@ -239,18 +269,28 @@ def test_whatever_a_run_would_start_has_to_be_trusted(entering, change):
 def test_a_host_whose_name_looks_like_an_option_is_none_to_ssh():
     words = command(Host(name="-oProxyCommand=touch ran", devices=()), ["true"])
     assert words[words.index("-oProxyCommand=touch ran") - 1] == "--"
-    assert shutil.which("ssh") is None or b"ran" not in subprocess.run(words, capture_output=True, timeout=60).stdout
+    assert (
+        shutil.which("ssh") is None
+        or b"ran" not in subprocess.run(words, capture_output=True, timeout=60).stdout
+    )
 
 
-# -- the ports of agents -----------------------------------------------------------------------------------------------
+# -- the ports of agents
+#   -----------------------------------------------------------------------------------------------
 
 
 def test_an_agent_listens_where_others_call_it_and_answers_who_knows_its_secret():
-    here, there = (Host(name=name, devices=(), enter=(), address="127.0.0.1") for name in ("here", "there"))
+    here, there = (
+        Host(name=name, devices=(), enter=(), address="127.0.0.1") for name in ("here", "there")
+    )
     with Agent(here) as a, Agent(there) as b:
         port = b.target["port"]
-        listening = subprocess.run(["ss", "-Hltun"], capture_output=True, text=True, timeout=30).stdout
-        assert {line.split()[4] for line in listening.splitlines() if f":{port} " in line} == {f"127.0.0.1:{port}"}
+        listening = subprocess.run(
+            ["ss", "-Hltun"], capture_output=True, text=True, timeout=30
+        ).stdout
+        assert {line.split()[4] for line in listening.splitlines() if f":{port} " in line} == {
+            f"127.0.0.1:{port}"
+        }
         for garbage in (b"", b"p" * 10, b"\xff" * 200, b"0" * 32 + b"p."):
             with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
                 connection.sendall(garbage)
@@ -269,5 +309,7 @@ def test_an_agent_listens_where_others_call_it_and_answers_who_knows_its_secret(
 def test_an_agent_that_nobody_calls_listens_nowhere():
     with Agent(Host(name="here", devices=(), enter=())) as agent:
         pid = agent._process.pid
-        listening = subprocess.run(["ss", "-Hltunp"], capture_output=True, text=True, timeout=30).stdout
+        listening = subprocess.run(
+            ["ss", "-Hltunp"], capture_output=True, text=True, timeout=30
+        ).stdout
         assert f"pid={pid}," not in listening

@@ -1,4 +1,5 @@
-"""Op graphs against the module that runs: parameters, FLOPs as PyTorch counts them, and what autograd keeps."""
+"""Op graphs against the module that runs: parameters, FLOPs as PyTorch counts them, and what
+autograd keeps."""
 
 from __future__ import annotations
 
@@ -22,15 +23,22 @@ from farspan.runtime.model.decoder import Decoder, initialise  # noqa: E402
 
 ROWS = 2
 FAMILIES = {
-    "gpt2": ("gpt2", {}), "gpt2-untied": ("gpt2", {"tied": False, "d_ff": 200, "heads": 4}), "llama": ("llama", {}),
-    "llama-grouped": ("llama", {"heads": 4, "kv_heads": 2, "d_ff": 130, "tied": False}), "opt": ("opt", {}),
-}  # fmt: skip
-#: By the textbook, through whole scores as on CPUs, and by flash attention, of which one length suffices to be long.
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied": ("gpt2", {"tied": False, "d_ff": 200, "heads": 4}),
+    "llama": ("llama", {}),
+    "llama-grouped": ("llama", {"heads": 4, "kv_heads": 2, "d_ff": 130, "tied": False}),
+    "opt": ("opt", {}),
+}
+#: By the textbook, through whole scores as on CPUs, and by flash attention, of which one length
+#: suffices to be long.
 ATTENTION = {"textbook": ("vanilla", 128), "scores": ("sdpa", 128), "flash": ("sdpa", 1040)}
 CASES = [
-    (family, attention, recompute) for family in FAMILIES for attention in ATTENTION for recompute in (False, True)
+    (family, attention, recompute)
+    for family in FAMILIES
+    for attention in ATTENTION
+    for recompute in (False, True)
     if attention != "flash" or family in ("gpt2", "llama", "llama-grouped")
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,22 +55,28 @@ def shape(family: str, **changes) -> ModelSpec:
     return models.family(family).shape(**known | changes)
 
 
-# -- parameters --------------------------------------------------------------------------------------------------------
+# -- parameters
+#   ------------------------------------------------------------------------------------------------
 
 
 def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
+        return {
+            name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()
+        }
 
 
 def graph_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The module's parameters by the graph: matrices have their output's dims as rows, and the rest as columns."""
+    """The module's parameters by the graph: matrices have their output's dims as rows, and the rest
+    as columns."""
     graph, found = models.graph(spec), {}
     for number in range(graph.units):
         prefix = f"blocks.{number - 1}." if 1 <= number <= graph.layers else ""
         for op in graph.unit(number):
             for weight in op.weights:
-                rows = "".join(dim for dim in weight.dims if op.kind != "matmul" or dim in op.output)
+                rows = "".join(
+                    dim for dim in weight.dims if op.kind != "matmul" or dim in op.output
+                )
                 columns = "".join(dim for dim in weight.dims if dim not in rows)
                 dims = (graph.size(rows), graph.size(columns)) if columns else (graph.size(rows),)
                 if op.kind == "lookup":
@@ -89,10 +103,16 @@ def test_presets_have_the_parameters_of_the_module(name):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    family=st.sampled_from(models.families()), layers=st.integers(1, 4), groups=st.integers(1, 5),
-    each=st.integers(1, 4), half=st.integers(1, 9), d_ff=st.integers(1, 99), vocab_size=st.integers(2, 999),
-    context=st.integers(1, 77), tied=st.booleans(),
-)  # fmt: skip
+    family=st.sampled_from(models.families()),
+    layers=st.integers(1, 4),
+    groups=st.integers(1, 5),
+    each=st.integers(1, 4),
+    half=st.integers(1, 9),
+    d_ff=st.integers(1, 99),
+    vocab_size=st.integers(2, 999),
+    context=st.integers(1, 77),
+    tied=st.booleans(),
+)
 def test_any_shape_has_the_parameters_of_the_module(
     family, layers, groups, each, half, d_ff, vocab_size, context, tied
 ):
@@ -100,21 +120,38 @@ def test_any_shape_has_the_parameters_of_the_module(
     kv_heads = groups if family == "llama" else heads
     agrees(
         models.family(family).shape(
-            d_model=heads * 2 * half, layers=layers, heads=heads, kv_heads=kv_heads, d_ff=d_ff, vocab_size=vocab_size,
-            context=context, tied=tied,
+            d_model=heads * 2 * half,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            d_ff=d_ff,
+            vocab_size=vocab_size,
+            context=context,
+            tied=tied,
         )
-    )  # fmt: skip
+    )
 
 
 def test_units_by_stage():
     graph = models.graph(shape("gpt2"))
-    assert [len(graph.kinds(*units)) for units in ((0, 4), (1, 3), (0, 1), (3, 4), (2, 2))] == [3, 1, 1, 1, 0]
+    assert [len(graph.kinds(*units)) for units in ((0, 4), (1, 3), (0, 1), (3, 4), (2, 2))] == [
+        3,
+        1,
+        1,
+        1,
+        0,
+    ]
     assert graph.kinds(0, 3)[1] == (graph.block, 2)
-    assert graph.unit(0) == graph.embedding and graph.unit(2) == graph.block and graph.unit(3) == graph.head
+    assert (
+        graph.unit(0) == graph.embedding
+        and graph.unit(2) == graph.block
+        and graph.unit(3) == graph.head
+    )
     assert graph.size("bsd", b=0, s=7) == 0
 
 
-# -- FLOPs -------------------------------------------------------------------------------------------------------------
+# -- FLOPs
+#   ------------------------------------------------------------------------------------------------
 
 
 def flash_forward(q, k, v, *args, out_shape=None, **kwargs) -> int:
@@ -125,8 +162,9 @@ def flash_backward(slope, q, k, v, *args, out_shape=None, **kwargs) -> int:
     return sdpa_backward_flop_count(slope, q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
 
 
-#: PyTorch's counter knows flash attention on GPUs; the CPU's kernel is the same algorithm, counted by the same formula:
-#: 2 products forward, 5 backward, as scores are computed again. Shared key and value heads save memory, not products.
+#: PyTorch's counter knows flash attention on GPUs; the CPU's kernel is the same algorithm, counted
+#: by the same formula: 2 products forward, 5 backward, as scores are computed again. Shared key and
+#: value heads save memory, not products.
 FLASH = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flash_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flash_backward,
@@ -170,25 +208,40 @@ def test_flops_are_those_that_pytorch_counts(family, kind, recompute):
 def test_flops_by_hand_and_by_the_formula_of_mfu():
     spec = shape("gpt2", d_model=64, heads=2, layers=1, vocab_size=100)
     graph = models.graph(spec)
-    flops = {op.name: forward_flops(graph, op, 3, 10) for number in range(3) for op in graph.unit(number)}
+    flops = {
+        op.name: forward_flops(graph, op, 3, 10) for number in range(3) for op in graph.unit(number)
+    }
     assert flops == {
-        "tok": 0, "attn_norm": 0, "attn.qkv": 60 * 64 * 192, "attn": 4 * 3 * 10 * 10 * 64, "attn.out": 60 * 64 * 64,
-        "mlp_norm": 0, "mlp.up": 60 * 64 * 256, "mlp.act": 0, "mlp.down": 60 * 64 * 256, "norm": 0,
-        "head": 60 * 64 * 100, "loss": 0,
-    }  # fmt: skip
+        "tok": 0,
+        "attn_norm": 0,
+        "attn.qkv": 60 * 64 * 192,
+        "attn": 4 * 3 * 10 * 10 * 64,
+        "attn.out": 60 * 64 * 64,
+        "mlp_norm": 0,
+        "mlp.up": 60 * 64 * 256,
+        "mlp.act": 0,
+        "mlp.down": 60 * 64 * 256,
+        "norm": 0,
+        "head": 60 * 64 * 100,
+        "loss": 0,
+    }
     for family in models.families():
         spec = shape(family)
         graph = models.graph(spec)
         ops = [op for number in range(graph.units) for op in graph.unit(number)]
-        whole = sum(forward_flops(graph, op, 2, 64) + backward_flops(graph, op, 2, 64, 64) for op in ops)
+        whole = sum(
+            forward_flops(graph, op, 2, 64) + backward_flops(graph, op, 2, 64, 64) for op in ops
+        )
         assert whole == pytest.approx(2 * 64 * train_flops_per_token(spec, 64))
 
 
-# -- activations -------------------------------------------------------------------------------------------------------
+# -- activations
+#   ------------------------------------------------------------------------------------------------
 
 
 def kept_by_autograd(spec: ModelSpec, seq_len: int, attention: str, recompute: bool, dtype) -> int:
-    """Bytes of the storages that the backward pass needs, but for weights and the head's weight gradient."""
+    """Bytes of the storages that the backward pass needs, but for weights and the head's weight
+    gradient."""
     model = Decoder(spec, attention=attention, recompute=recompute).train()
     initialise(model, 0)
     model.to(dtype)
@@ -209,17 +262,27 @@ def kept_by_autograd(spec: ModelSpec, seq_len: int, attention: str, recompute: b
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("family", "kind", "recompute"), [case for case in CASES if case[0] != "gpt2-untied"])
+@pytest.mark.parametrize(
+    ("family", "kind", "recompute"), [case for case in CASES if case[0] != "gpt2-untied"]
+)
 def test_activations_are_those_that_autograd_keeps(family, kind, recompute, precision):
-    """Within 4 %: tokens, norms' statistics, the mask and the rotary tables are left out. The textbook's attention
-    repeats shared key and value heads, which is left out too: 8 %."""
+    """Within 4 %: tokens, norms' statistics, the mask and the rotary tables are left out. The
+    textbook's attention repeats shared key and value heads, which is left out too: 8 %."""
     (name, knobs), (attention, seq_len) = FAMILIES[family], ATTENTION[kind]
     spec = shape(name, **knobs)
-    train = TrainSpec(steps=1, batch=ROWS, seq_len=seq_len, precision=precision, attention=attention)
+    train = TrainSpec(
+        steps=1, batch=ROWS, seq_len=seq_len, precision=precision, attention=attention
+    )
     graph = models.graph(spec)
-    predicted = ROWS * activations_per_row(graph, (0, graph.units), train, "cpu", recompute=recompute)
+    predicted = ROWS * activations_per_row(
+        graph, (0, graph.units), train, "cpu", recompute=recompute
+    )
     found = kept_by_autograd(
-        spec, seq_len, attention, recompute, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        spec,
+        seq_len,
+        attention,
+        recompute,
+        {"fp32": torch.float32, "bf16": torch.bfloat16}[precision],
     )
     repeats = attention == "vanilla" and "kv_heads" in knobs
     assert found == pytest.approx(predicted, rel=0.08 if repeats else 0.04)

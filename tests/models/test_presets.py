@@ -1,4 +1,5 @@
-"""Presets have exactly the published sizes; the maps to Hugging Face cover every parameter; listing imports nothing."""
+"""Presets have exactly the published sizes; the maps to Hugging Face cover every parameter; listing
+imports nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_the_count_is_the_published_one(name, count):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "d_model", "heads"), [("gpt2m", 24, 1024, 16), ("gpt2L", 30, 1280, 20), ("gpt2l", 26, 1280, 20)]
+    ("name", "layers", "d_model", "heads"),
+    [("gpt2m", 24, 1024, 16), ("gpt2L", 30, 1280, 20), ("gpt2l", 26, 1280, 20)],
 )
 def test_the_fabric_models_have_the_papers_shapes(name, layers, d_model, heads):
     spec = models.preset(name).spec
@@ -55,7 +57,10 @@ def test_a_shape_that_is_not_its_checkpoints_says_so_and_is_for_plans_alone():
     assert preset.published is None and preset.planning_only
     assert f"{parameters(preset.spec):,}" in preset.source and "331,196,416" in preset.source
     checkpoint = models.family("opt").to_config(preset.spec) | {"word_embed_proj_dim": 512}
-    for config in (checkpoint, checkpoint | {"word_embed_proj_dim": 1024, "do_layer_norm_before": False}):
+    for config in (
+        checkpoint,
+        checkpoint | {"word_embed_proj_dim": 1024, "do_layer_norm_before": False},
+    ):
         with pytest.raises(Refusal) as caught:
             models.from_config(config)
         assert caught.value.problem.code == "model-unsupported"
@@ -71,7 +76,9 @@ def test_the_module_has_as_many_parameters_and_the_map_covers_each(name):
         built = {n: p.shape for n, p in Decoder(spec).named_parameters()}
     assert sum(shape.numel() for shape in built.values()) == parameters(spec)
     entries = models.family(spec.family).tensors(spec)
-    assert {entry.ours: sum(entry.rows) for entry in entries} == {n: shape[0] for n, shape in built.items()}
+    assert {entry.ours: sum(entry.rows) for entry in entries} == {
+        n: shape[0] for n, shape in built.items()
+    }
     theirs = [t for entry in entries for t in entry.theirs]
     assert len(theirs) == len(set(theirs))
 
@@ -95,7 +102,10 @@ def test_listing_families_imports_none_and_presets_need_no_torch():
     program = (
         "import sys; from farspan import models; names = models.families(); "
         "assert not any(f'farspan.models.{n}' in sys.modules for n in names); "
-        "models.presets(); assert not {'torch', 'numpy', 'transformers'} & set(sys.modules); print(*names)"
+        "models.presets(); assert not {'torch', 'numpy', 'transformers'} & set(sys.modules); "
+        "print(*names)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["gpt2", "llama", "opt"]

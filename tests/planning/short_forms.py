@@ -15,11 +15,21 @@ def short_form(plan: Plan) -> dict[str, Any]:
     """A plan as a table in short form."""
     train, replicas = plan.train, [_replica(plan, replica) for replica in plan.replicas]
     table: dict[str, Any] = {
-        "model": _model(plan), "engine": plan.engine,
-        "train": {name: getattr(train, name) for name in (
-            "batch", "seq_len", "precision", "attention", "recompute", "steps", "wan_bits"
-        )},
-    }  # fmt: skip
+        "model": _model(plan),
+        "engine": plan.engine,
+        "train": {
+            name: getattr(train, name)
+            for name in (
+                "batch",
+                "seq_len",
+                "precision",
+                "attention",
+                "recompute",
+                "steps",
+                "wan_bits",
+            )
+        },
+    }
     if plan.sync is not None:
         table["sync"] = msgspec.to_builtins(plan.sync)
     if len(replicas) == 1:
@@ -30,7 +40,17 @@ def short_form(plan: Plan) -> dict[str, Any]:
 def _model(plan: Plan) -> dict[str, Any] | str:
     spec = plan.model
     named = next((name for name, preset in models.presets().items() if preset.spec == spec), None)
-    knobs = ("family", "layers", "d_model", "heads", "d_ff", "vocab_size", "context", "tied", "kv_heads")
+    knobs = (
+        "family",
+        "layers",
+        "d_model",
+        "heads",
+        "d_ff",
+        "vocab_size",
+        "context",
+        "tied",
+        "kv_heads",
+    )
     return named or {knob: getattr(spec, knob) for knob in knobs}
 
 
@@ -38,8 +58,9 @@ def _replica(plan: Plan, replica: Replica) -> dict[str, Any]:
     depth, parts = len(replica.stages), replica.microbatches
     table: dict[str, Any] = {
         "stages": [_stage(plan, stage, piped=depth > 1, parts=parts) for stage in replica.stages],
-        "microbatches": parts, "batch": replica.batch,
-    }  # fmt: skip
+        "microbatches": parts,
+        "batch": replica.batch,
+    }
     if replica.in_flight == (parts,) * depth:
         table["schedule"] = "gpipe"
     elif replica.in_flight != tuple(min(parts, depth - s) for s in range(depth)):
@@ -55,22 +76,36 @@ def _stage(plan: Plan, stage: Stage, *, piped: bool, parts: int) -> dict[str, An
     first, last = (min(max(unit - 1, 0), layers) for unit in stage.units)
     ways, devices = mesh.size("tensor"), [plan.devices[rank] for rank in mesh.ranks]
     table: dict[str, Any] = {
-        "layers": f"{first}-{last}", "on": [f"{at.host}:{at.index}" for at in devices], "tp": ways,
-        "bits": sync.bits, "topology": sync.topology, "bucket": sync.bucket_bytes,
-    }  # fmt: skip
+        "layers": f"{first}-{last}",
+        "on": [f"{at.host}:{at.index}" for at in devices],
+        "tp": ways,
+        "bits": sync.bits,
+        "topology": sync.topology,
+        "bucket": sync.bucket_bytes,
+    }
     if sync.bucket_bytes == BUCKET_BYTES:
         del table["bucket"]
     graph = models.graph(plan.model)
-    every = (op for unit in (graph.embedding, graph.block, graph.head) for op in unit if op.divisible)
+    every = (
+        op for unit in (graph.embedding, graph.block, graph.head) for op in unit if op.divisible
+    )
     megatron = {op.name: op.divisible for op in every} if ways > 1 else {}
     usual = {
-        "dp": len(mesh.ranks), "sites": 1, "zero": 0, "recompute": plan.train.recompute, "wan_rate": None,
+        "dp": len(mesh.ranks),
+        "sites": 1,
+        "zero": 0,
+        "recompute": plan.train.recompute,
+        "wan_rate": None,
         "splits": megatron,
-    }  # fmt: skip
+    }
     found = {
-        "dp": len(mesh.ranks) // ways, "sites": mesh.size("site"), "zero": stage.zero, "recompute": stage.recompute,
-        "wan_rate": sync.wan_rate, "splits": stage.splits,
-    }  # fmt: skip
+        "dp": len(mesh.ranks) // ways,
+        "sites": mesh.size("site"),
+        "zero": stage.zero,
+        "recompute": stage.recompute,
+        "wan_rate": sync.wan_rate,
+        "splits": stage.splits,
+    }
     table |= {key: value for key, value in found.items() if value != usual[key]}
     equal = len(set(stage.rows)) == 1
     if not equal or (stage.rows[0] % parts and not piped):

@@ -43,4 +43,6 @@ def test_replicas_are_told_with_their_meetings():
     found = difference(side(one, other), side(one, index), one.cluster)
     rows = {row.what: row for row in found.configuration}
     assert rows["replicas"].a == "1"
-    assert rows["replicas"].b.startswith(f"2, which meet every {sync.every} steps in {sync.bits} bits")
+    assert rows["replicas"].b.startswith(
+        f"2, which meet every {sync.every} steps in {sync.bits} bits"
+    )

@@ -1,4 +1,5 @@
-"""Plans as other systems' configurations: their numbers are the plan's, and what they cannot say is refused by name."""
+"""Plans as other systems' configurations: their numbers are the plan's, and what they cannot say is
+refused by name."""
 
 from __future__ import annotations
 
@@ -40,13 +41,17 @@ def planned(name: str = "fsdp", model: str = "slm-1b", devices: int = 8, batch: 
     return made
 
 
-def stages(plan: Plan, *made: Stage, microbatches: int = 1, in_flight: tuple[int, ...] = (1,)) -> Plan:
+def stages(
+    plan: Plan, *made: Stage, microbatches: int = 1, in_flight: tuple[int, ...] = (1,)
+) -> Plan:
     edges = (Edge(bits=16),) * (len(made) - 1)
     replica = Replica(stages=made, edges=edges, microbatches=microbatches, in_flight=in_flight)
     return REPLACE(plan, replicas=(replica,))
 
 
-def stage(ranks: range, shape: tuple[int, ...], axes: tuple[str, ...], rows: tuple[int, ...], **more: Any) -> Stage:
+def stage(
+    ranks: range, shape: tuple[int, ...], axes: tuple[str, ...], rows: tuple[int, ...], **more: Any
+) -> Stage:
     mesh = Mesh(ranks=tuple(ranks), shape=shape, axes=axes)  # type: ignore[arg-type]
     return Stage(mesh=mesh, rows=rows, **{"grad_sync": GradSync(bucket_bytes=25 * 2**20), **more})
 
@@ -57,13 +62,15 @@ def piped(plan: Plan, cuts: tuple[int, ...], **more: Any) -> Plan:
     made = [
         stage(range(2 * i, 2 * i + 2), (2,), ("data",), (128, 128), units=(a, b), **more)
         for i, (a, b) in enumerate(itertools.pairwise(ends))
-    ]  # fmt: skip
+    ]
     return stages(plan, *made, microbatches=8, in_flight=tuple(range(len(made), 0, -1)))
 
 
 def with_stage(plan: Plan, **more: Any) -> Plan:
     (replica,) = plan.replicas
-    return REPLACE(plan, replicas=(REPLACE(replica, stages=tuple(REPLACE(s, **more) for s in replica.stages)),))
+    return REPLACE(
+        plan, replicas=(REPLACE(replica, stages=tuple(REPLACE(s, **more) for s in replica.stages)),)
+    )
 
 
 def titan(plan: Plan) -> dict[str, Any]:
@@ -79,7 +86,8 @@ def titan(plan: Plan) -> dict[str, Any]:
     return found
 
 
-# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+# -- DeepSpeed
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "level"), [("data", 0), ("zero1", 1), ("zero2", 2), ("fsdp", 3)])
@@ -92,7 +100,10 @@ def test_deepspeed_gets_the_plans_own_numbers(name: str, level: int) -> None:
     assert micro * parts * 4 == config["train_batch_size"] == plan.train.batch == replica.batch
     assert (micro, parts) == (replica.micro_rows(0, 0), replica.microbatches)
     assert config["zero_optimization"]["stage"] == level == replica.stages[0].zero
-    assert config["zero_optimization"]["reduce_bucket_size"] * 4 == replica.stages[0].grad_sync.bucket_bytes
+    assert (
+        config["zero_optimization"]["reduce_bucket_size"] * 4
+        == replica.stages[0].grad_sync.bucket_bytes
+    )
     assert config["bf16"]["enabled"] and not config["fp16"]["enabled"]
     adam, params = plan.train.optimizer, config["optimizer"]["params"]
     assert params == {
@@ -107,10 +118,17 @@ def test_deepspeed_gets_the_plans_own_numbers(name: str, level: int) -> None:
 
 def test_deepspeed_clips_nothing_and_keeps_its_rate_where_the_plan_says_so() -> None:
     plan = planned("fsdp", "gpt2m", 4)
-    train = REPLACE(plan.train, optimizer=Optimizer(clip=0.0), schedule=Schedule(kind="constant", warmup_steps=10))
+    train = REPLACE(
+        plan.train,
+        optimizer=Optimizer(clip=0.0),
+        schedule=Schedule(kind="constant", warmup_steps=10),
+    )
     config = json.loads(export(REPLACE(plan, train=train), "deepspeed").text)
     assert config["gradient_clipping"] == 0.0
-    assert (config["scheduler"]["type"], config["scheduler"]["params"]["warmup_num_steps"]) == ("WarmupLR", 10)
+    assert (config["scheduler"]["type"], config["scheduler"]["params"]["warmup_num_steps"]) == (
+        "WarmupLR",
+        10,
+    )
 
 
 def test_deepspeed_pipelines_where_its_even_cuts_are_the_plans() -> None:
@@ -120,7 +138,10 @@ def test_deepspeed_pipelines_where_its_even_cuts_are_the_plans() -> None:
     made = export(piped(plan, uniform(units, 4)[1:-1]), "deepspeed")
     config = json.loads(made.text)
     assert config["pipeline"] == {"stages": 4, "partition": "uniform"}
-    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (16, 8)
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (
+        16,
+        8,
+    )
     assert 2 * 16 * 8 == config["train_batch_size"]
     assert any("num_stages=4" in note for note in made.notes)
     with pytest.raises(Refusal, match="cut before units 4, 11, 16, and its own cuts are even"):
@@ -129,14 +150,17 @@ def test_deepspeed_pipelines_where_its_even_cuts_are_the_plans() -> None:
         export(piped(plan, uniform(units, 4)[1:-1], zero=2), "deepspeed")
 
 
-# -- torchtitan --------------------------------------------------------------------------------------------------------
+# -- torchtitan
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "replicate", "shard", "reshard"),
     [("data", 8, 1, None), ("zero2", 1, 8, "never"), ("fsdp", 1, 8, "always")],
 )
-def test_torchtitan_gets_the_plans_own_numbers(name: str, replicate: int, shard: int, reshard: str | None) -> None:
+def test_torchtitan_gets_the_plans_own_numbers(
+    name: str, replicate: int, shard: int, reshard: str | None
+) -> None:
     plan = planned(name)
     found, (replica,) = titan(plan), plan.replicas
     assert found["ParallelismConfig.data_parallel_replicate_degree"] == replicate
@@ -145,7 +169,10 @@ def test_torchtitan_gets_the_plans_own_numbers(name: str, replicate: int, shard:
     assert found["TrainingConfig.local_batch_size"] == replica.micro_rows(0, 0)
     assert found["TrainingConfig.global_batch_size"] == plan.train.batch
     assert found["TrainingConfig.local_batch_size"] * replica.microbatches * 8 == plan.train.batch
-    assert (found["TrainingConfig.seq_len"], found["TrainingConfig.steps"]) == (plan.train.seq_len, plan.train.steps)
+    assert (found["TrainingConfig.seq_len"], found["TrainingConfig.steps"]) == (
+        plan.train.seq_len,
+        plan.train.steps,
+    )
     assert found["TrainingConfig.mixed_precision_param"] == "bfloat16"
     spec = plan.model
     assert (found["dict.dim"], found["dict.n_layers"], found["dict.hidden_dim"]) == (
@@ -175,7 +202,11 @@ def test_torchtitan_cuts_a_pipeline_anywhere() -> None:
 def test_torchtitan_divides_operators_as_its_llama_does() -> None:
     plan = planned("data")
     mesh = {"units": (0, plan.model.layers + 2), "zero": 3}
-    made = stages(plan, stage(range(8), (2, 4), ("data", "tensor"), (128, 128), splits=SPLITS, **mesh), microbatches=4)
+    made = stages(
+        plan,
+        stage(range(8), (2, 4), ("data", "tensor"), (128, 128), splits=SPLITS, **mesh),
+        microbatches=4,
+    )
     found = titan(made)
     assert found["ParallelismConfig.tensor_parallel_degree"] == 4
     assert found["ParallelismConfig.data_parallel_shard_degree"] == 2
@@ -186,7 +217,8 @@ def test_torchtitan_divides_operators_as_its_llama_does() -> None:
         export(made, "deepspeed")
 
 
-# -- what neither says -------------------------------------------------------------------------------------------------
+# -- what neither says
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", names())
@@ -198,7 +230,9 @@ def test_what_no_other_system_expresses_is_refused_by_name(name: str) -> None:
         export(with_stage(plan, rows=rows), name)
     assert caught.value.problem.exit_code == 40
     parts = export(REPLACE(plan, replicas=(REPLACE(replica, microbatches=5),)), name)
-    assert any("accumulated over 8 parts, all alike; the plan has 5" in note for note in parts.notes)
+    assert any(
+        "accumulated over 8 parts, all alike; the plan has 5" in note for note in parts.notes
+    )
     for change, words in (
         (GradSync(bucket_bytes=None, topology="hierarchical"), "inside each site first"),
         (GradSync(bucket_bytes=None, bits=8), "sent in 8 bits"),
@@ -206,7 +240,9 @@ def test_what_no_other_system_expresses_is_refused_by_name(name: str) -> None:
         with pytest.raises(Refusal, match=words):
             export(with_stage(plan, grad_sync=change), name)
     twice = REPLACE(plan, replicas=(replica, replica), sync=Sync(every=30))
-    with pytest.raises(Refusal, match="2 replicas keep optimizer state of their own, which meet every 30 steps"):
+    with pytest.raises(
+        Refusal, match="2 replicas keep optimizer state of their own, which meet every 30 steps"
+    ):
         export(twice, name)
     reordered = REPLACE(replica.stages[0].mesh, ranks=(1, 0, 2, 3, 4, 5, 6, 7))
     with pytest.raises(Refusal, match="no numbering of the hosts"):
@@ -219,9 +255,16 @@ def test_unlike_stages_are_refused(name: str) -> None:
     units = plan.model.layers + 2
     first = stage(range(2), (2,), ("data",), (128, 128), units=(0, 10))
     second = stage(range(2, 6), (4,), ("data",), (64,) * 4, units=(10, units), recompute=True)
-    with pytest.raises(Refusal, match="unlike meshes: 2, 4; its stages have unlike choices of recompute"):
+    with pytest.raises(
+        Refusal, match="unlike meshes: 2, 4; its stages have unlike choices of recompute"
+    ):
         export(stages(plan, first, second, microbatches=8, in_flight=(2, 1)), name)
-    alike = REPLACE(second, mesh=Mesh(ranks=(2, 3), shape=(2,), axes=("data",)), rows=(128, 128), recompute=False)
+    alike = REPLACE(
+        second,
+        mesh=Mesh(ranks=(2, 3), shape=(2,), axes=("data",)),
+        rows=(128, 128),
+        recompute=False,
+    )
     with pytest.raises(Refusal, match=r"1F1B"):
         export(stages(plan, first, alike, microbatches=8, in_flight=(5, 2)), name)
     even = stages(plan, first, alike, microbatches=8, in_flight=(2, 1))
@@ -237,9 +280,17 @@ def test_each_refusal_of_one_system() -> None:
         ("torchtitan", gpt, "it has no gpt2 model"),
         ("torchtitan", planned("zero1"), "ZeRO 1 has no counterpart"),
         ("torchtitan", REPLACE(llama, train=REPLACE(llama.train, precision="fp16")), "not in fp16"),
-        ("torchtitan", REPLACE(llama, train=REPLACE(llama.train, attention="vanilla")), "score matrices"),
+        (
+            "torchtitan",
+            REPLACE(llama, train=REPLACE(llama.train, attention="vanilla")),
+            "score matrices",
+        ),
         ("torchtitan", piped(REPLACE(llama, model=tied), (6, 11, 16)), "tied embeddings"),
-        ("deepspeed", REPLACE(llama, train=REPLACE(llama.train, schedule=Schedule(kind="wsd"))), "wsd"),
+        (
+            "deepspeed",
+            REPLACE(llama, train=REPLACE(llama.train, schedule=Schedule(kind="wsd"))),
+            "wsd",
+        ),
         *(
             (
                 name,
@@ -252,7 +303,9 @@ def test_each_refusal_of_one_system() -> None:
     for name, plan, words in cases:
         with pytest.raises(Refusal, match=words):
             export(plan, name)
-    sites = stage(range(8), (2, 4), ("site", "data"), (32,) * 8, units=(0, llama.model.layers + 2), zero=3)
+    sites = stage(
+        range(8), (2, 4), ("site", "data"), (32,) * 8, units=(0, llama.model.layers + 2), zero=3
+    )
     assert titan(stages(llama, sites))["ParallelismConfig.data_parallel_replicate_degree"] == 2
     with pytest.raises(Refusal, match="MiCS"):
         export(stages(llama, sites), "deepspeed")
@@ -264,10 +317,15 @@ def test_every_system_is_found_by_its_file_name_and_a_wrong_name_gets_the_neares
         export(planned("fsdp"), "deepsped")
 
 
-def test_the_command_writes_the_file_of_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_file_of_a_plan_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(planned("fsdp"), tmp_path / "plan.json")
     words = ["plan", "--plan", str(tmp_path / "plan.json"), "--export", "torchtitan", "--json"]
     assert main([*words, "--export-to", str(tmp_path / "run.py")]) == 0
     answer = json.loads(capsys.readouterr().out)["export"]
-    assert answer["text"] == (tmp_path / "run.py").read_text() and answer["version"] == "torchtitan 0.3.0"
+    assert (
+        answer["text"] == (tmp_path / "run.py").read_text()
+        and answer["version"] == "torchtitan 0.3.0"
+    )
     assert main([*words[:2], str(tmp_path / "plan.json")]) == 2

@@ -1,4 +1,5 @@
-"""What fits: the answer fits, the next rung does not, and more memory never fits less. Everything is priced again."""
+"""What fits: the answer fits, the next rung does not, and more memory never fits less. Everything
+is priced again."""
 
 from __future__ import annotations
 
@@ -48,15 +49,25 @@ def test_the_largest_model_fits_and_the_next_does_not() -> None:
     where = ground(clusters.find("fabric/gat-amst"))
     found = fit.largest_model(where, "llama", 32_000, 1024)
     assert found is not None and found.next_lacks is not None and found.next_amount is not None
-    assert fits(where, found.best.plan.model) and parameters(found.best.plan.model) == found.best.amount
+    assert (
+        fits(where, found.best.plan.model)
+        and parameters(found.best.plan.model) == found.best.amount
+    )
     assert model_of(found.best.typed) == found.best.plan.model
     ladder = Models(where, "llama", 32_000, 1024)
-    following = next(r for i in range(2000) if (r := ladder(i, 4)) is not None and r.amount == found.next_amount)
+    following = next(
+        r for i in range(2000) if (r := ladder(i, 4)) is not None and r.amount == found.next_amount
+    )
     assert not fits(where, following.model)
     assert found.next_lacks.spare < 0 <= found.best.binds.spare
-    # The hosts' own memory binds there: 2 workers of 3 GB, and rank 0's copy of a checkpoint, 12 bytes a parameter.
-    assert found.best.binds.used == pytest.approx(2 * ENGINE.host_framework + 12 * found.best.amount)
-    assert found.next_lacks.used == pytest.approx(2 * ENGINE.host_framework + 12 * found.next_amount)
+    # The hosts' own memory binds there: 2 workers of 3 GB, and rank 0's copy of a checkpoint, 12
+    # bytes a parameter.
+    assert found.best.binds.used == pytest.approx(
+        2 * ENGINE.host_framework + 12 * found.best.amount
+    )
+    assert found.next_lacks.used == pytest.approx(
+        2 * ENGINE.host_framework + 12 * found.next_amount
+    )
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -66,19 +77,30 @@ def test_the_largest_batch_fits_at_once_and_one_more_a_device_does_not(name: str
     assert found is not None
     plan, batch = found.best.plan, found.best.amount
     (replica,) = plan.replicas
-    assert (replica.microbatches, sum(replica.stages[0].rows), found.best.micro_rows) == (1, batch, batch // 4)
+    assert (replica.microbatches, sum(replica.stages[0].rows), found.best.micro_rows) == (
+        1,
+        batch,
+        batch // 4,
+    )
     again = estimate(plan, models.graph(GPT2M), where.cluster, ENGINE)
     usable = ENGINE.fill * where.cluster.devices[0].memory
     assert again.memory == found.best.estimate.memory and again.memory_bytes <= usable
     # One sequence more on every device, in the same plan.
     rows = tuple(row + 1 for row in replica.stages[0].rows)
     more = msgspec.structs.replace(
-        plan, train=msgspec.structs.replace(plan.train, batch=batch + 4),
-        replicas=(msgspec.structs.replace(replica, stages=(msgspec.structs.replace(replica.stages[0], rows=rows),)),),
-    )  # fmt: skip
+        plan,
+        train=msgspec.structs.replace(plan.train, batch=batch + 4),
+        replicas=(
+            msgspec.structs.replace(
+                replica, stages=(msgspec.structs.replace(replica.stages[0], rows=rows),)
+            ),
+        ),
+    )
     larger = estimate(more, models.graph(GPT2M), where.cluster, ENGINE)
     assert larger.memory_bytes > usable and found.next_amount == batch + 4
-    assert found.next_lacks is not None and -found.next_lacks.spare == pytest.approx(larger.memory_bytes - usable)
+    assert found.next_lacks is not None and -found.next_lacks.spare == pytest.approx(
+        larger.memory_bytes - usable
+    )
 
 
 def test_the_least_memory_fits_and_less_does_not() -> None:
@@ -86,7 +108,10 @@ def test_the_least_memory_fits_and_less_does_not() -> None:
     found = fit.least_memory(where, SMALL)
     assert found is not None and found.next_amount is not None
     for size, expected in ((found.best.amount, True), (found.next_amount, False)):
-        assert fits(ground(with_memory(where.cluster, lambda device, size=size: size)), SMALL) is expected
+        assert (
+            fits(ground(with_memory(where.cluster, lambda device, size=size: size)), SMALL)
+            is expected
+        )
     least = {limit.technique: limit.amount for limit in found.limits}
     # Each level of ZeRO divides more: arXiv 1910.02054, figure 1.
     assert least["fsdp"] < least["zero2"] < least["zero1"] < least["data"]
@@ -109,7 +134,11 @@ def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) 
     assert lacking <= 0 and lacking >= -found.best.binds.spare - 1
     if found.next_amount is not None:
         ladder = Models(where, "llama", 8192, 512)
-        following = next(r for i in range(2000) if (r := ladder(i, 1)) is not None and r.amount == found.next_amount)
+        following = next(
+            r
+            for i in range(2000)
+            if (r := ladder(i, 1)) is not None and r.amount == found.next_amount
+        )
         assert not fits(where, following.model)
 
 
@@ -131,7 +160,12 @@ def test_a_misfit_is_told_with_what_would_fit() -> None:
     where = ground(clusters.find("slm-cost/a100-80:2"))
     model = model_of("8B")
     found = misfit(where, model)
-    assert found is not None and found.lacks.spare < 0 and found.smaller is not None and found.devices is not None
+    assert (
+        found is not None
+        and found.lacks.spare < 0
+        and found.smaller is not None
+        and found.devices is not None
+    )
     assert found.smaller.plan.model.family == model.family and fits(where, found.smaller.plan.model)
     assert fits(ground(multiplied(where.cluster, found.devices // 2), *QUICK), model)
     # What lacks least: no technique on any part lacks less than is told, and all lack something.

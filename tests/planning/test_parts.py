@@ -1,4 +1,5 @@
-"""Parts of a cluster that are tried: of those that are alike in all that a plan can meet, the first."""
+"""Parts of a cluster that are tried: of those that are alike in all that a plan can meet, the
+first."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def test_hosts_of_unlike_figures_are_both_tried(figures):
 
 def test_sites_with_links_of_their_hosts_own_are_tried():
     fast = Link(a="c", b="d", rtt_s=1e-5, bandwidth=1e11)
-    sites = tuple(Site(name=name, hosts=tuple(map(host, hosts))) for name, hosts in (("one", "ab"), ("two", "cd")))
+    sites = tuple(
+        Site(name=name, hosts=tuple(map(host, hosts)))
+        for name, hosts in (("one", "ab"), ("two", "cd"))
+    )
     wan = Link(a="one", b="two", rtt_s=0.1)
     assert "two" in names(Cluster(sites=sites, links=(wan, fast)))
     assert "two" not in names(Cluster(sites=sites, links=(wan,)))

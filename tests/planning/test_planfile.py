@@ -1,4 +1,5 @@
-"""Plans in short form: they mean the plans that farspan writes itself, and what they cannot mean is refused by name."""
+"""Plans in short form: they mean the plans that farspan writes itself, and what they cannot mean is
+refused by name."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ sites:
 """
 PLAN: dict[str, Any] = {
     "model": "gpt2m",
-    "train": {"batch": 64, "seq_len": 1024, "precision": "fp16", "attention": "sdpa", "recompute": False},
+    "train": {
+        "batch": 64,
+        "seq_len": 1024,
+        "precision": "fp16",
+        "attention": "sdpa",
+        "recompute": False,
+    },
     "stages": [
         {"layers": "0-12", "on": ["a:0-3"], "tp": 2, "dp": 2},
         {"layers": "12-24", "on": ["b:0-3"], "tp": 2, "dp": 2, "zero": 1},
@@ -88,13 +95,23 @@ def replicas(*stages: dict[str, Any], **keys: Any) -> Callable[[dict[str, Any]],
     return change
 
 
-# -- what it means -----------------------------------------------------------------------------------------------------
+# -- what it means
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_a_short_form_is_the_plan_that_it_says(there: Cluster) -> None:
     made = read_short(PLAN, "plan.yaml", there)
-    names = {"tok": "v", "attn.qkv": "n", "attn": "n", "attn.out": "n", "mlp.up": "f", "mlp.act": "f", "mlp.down": "f",
-             "head": "v", "loss": "v"}  # fmt: skip
+    names = {
+        "tok": "v",
+        "attn.qkv": "n",
+        "attn": "n",
+        "attn.out": "n",
+        "mlp.up": "f",
+        "mlp.act": "f",
+        "mlp.down": "f",
+        "head": "v",
+        "loss": "v",
+    }
 
     def wanted(units: tuple[int, int], first: int, zero: int) -> Stage:
         mesh = Mesh(ranks=tuple(range(first, first + 4)), shape=(2, 2), axes=("data", "tensor"))
@@ -103,13 +120,16 @@ def test_a_short_form_is_the_plan_that_it_says(there: Cluster) -> None:
 
     assert made.replicas == (
         Replica(
-            stages=(wanted((0, 13), 0, 0), wanted((13, 26), 4, 1)), edges=(Edge(bits=16),), microbatches=8,
+            stages=(wanted((0, 13), 0, 0), wanted((13, 26), 4, 1)),
+            edges=(Edge(bits=16),),
+            microbatches=8,
             in_flight=(2, 1),
         ),
-    )  # fmt: skip
+    )
     assert [(at.host, at.site, at.index, at.kind) for at in made.devices][3:5] == [
-        ("a", "here", 3, "t4"), ("b", "here", 0, "a30"),
-    ]  # fmt: skip
+        ("a", "here", 3, "t4"),
+        ("b", "here", 0, "a30"),
+    ]
     assert made.model == models.preset("gpt2m").spec and not unsound(made)
 
 
@@ -130,26 +150,50 @@ def test_what_is_left_out_is_as_usual(there: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "in_flight"),
-    [({}, (2, 1)), ({"schedule": "gpipe"}, (8, 8)), ({"in_flight": [5, 3]}, (5, 3)),
-     ({"schedule": "1f1b", "microbatches": 1}, (1, 1))],
-)  # fmt: skip
+    [
+        ({}, (2, 1)),
+        ({"schedule": "gpipe"}, (8, 8)),
+        ({"in_flight": [5, 3]}, (5, 3)),
+        ({"schedule": "1f1b", "microbatches": 1}, (1, 1)),
+    ],
+)
 def test_schedules(there: Cluster, schedule: dict[str, Any], in_flight: tuple[int, ...]) -> None:
-    assert read_short(changed(top(**schedule)), "plan.yaml", there).replicas[0].in_flight == in_flight
+    assert (
+        read_short(changed(top(**schedule)), "plan.yaml", there).replicas[0].in_flight == in_flight
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "knobs"),
     [
         ("opt-1.3b", {"family": "opt", "layers": 24, "vocab_size": 50272}),
-        ({"preset": "gpt2m", "layers": 4, "heads": 8}, {"layers": 4, "kv_heads": 8, "vocab_size": 50256}),
+        (
+            {"preset": "gpt2m", "layers": 4, "heads": 8},
+            {"layers": 4, "kv_heads": 8, "vocab_size": 50256},
+        ),
         ({"preset": "gpt2", "vocab_size": 50304}, {"layers": 12, "vocab_size": 50304}),
-        ({"params": "30M", "family": "gpt2", "vocab_size": 8192}, {"family": "gpt2", "vocab_size": 8192}),
-        ({"family": "llama", "layers": 24, "d_model": 2048, "heads": 16, "kv_heads": 4, "d_ff": 5504, "tied": False},
-         {"heads": 16, "kv_heads": 4, "d_ff": 5504, "tied": False}),
+        (
+            {"params": "30M", "family": "gpt2", "vocab_size": 8192},
+            {"family": "gpt2", "vocab_size": 8192},
+        ),
+        (
+            {
+                "family": "llama",
+                "layers": 24,
+                "d_model": 2048,
+                "heads": 16,
+                "kv_heads": 4,
+                "d_ff": 5504,
+                "tied": False,
+            },
+            {"heads": 16, "kv_heads": 4, "d_ff": 5504, "tied": False},
+        ),
         ("124M", {"family": "llama"}),
     ],
-)  # fmt: skip
-def test_models_are_named_as_in_run_yaml(there: Cluster, model: object, knobs: dict[str, Any]) -> None:
+)
+def test_models_are_named_as_in_run_yaml(
+    there: Cluster, model: object, knobs: dict[str, Any]
+) -> None:
     table = changed(top(model=model, stages=[{"on": "b"}], microbatches=1))
     spec = read_short(table, "plan.yaml", there).model
     assert {name: getattr(spec, name) for name in knobs} == knobs
@@ -175,7 +219,8 @@ def test_numbers_travel_between_sites_in_as_few_bits_as_asked(there: Cluster) ->
     assert [stage.grad_sync.bits for stage in made.replicas[0].stages] == [32, 8]
 
 
-# -- the plans of techniques -------------------------------------------------------------------------------------------
+# -- the plans of techniques
+#   -------------------------------------------------------------------------------------------
 
 
 def same_price(asked: Task, made: Plan) -> None:
@@ -183,7 +228,12 @@ def same_price(asked: Task, made: Plan) -> None:
     graph, using = models.graph(made.model), engine(made.engine)
     whole, short = (estimate(plan, graph, asked.cluster, using) for plan in (made, again))
     assert short == whole
-    if all(axis == "data" for replica in made.replicas for one in replica.stages for axis in one.mesh.axes):
+    if all(
+        axis == "data"
+        for replica in made.replicas
+        for one in replica.stages
+        for axis in one.mesh.axes
+    ):
         assert plan_key(again) == plan_key(made)
 
 
@@ -202,7 +252,9 @@ def test_the_short_form_of_what_a_technique_plans_prices_equal(name: str) -> Non
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.data())
-def test_the_short_form_of_an_even_split_prices_equal(seed: int, hosts: int, data: st.DataObject) -> None:
+def test_the_short_form_of_an_even_split_prices_equal(
+    seed: int, hosts: int, data: st.DataObject
+) -> None:
     rng = random.Random(seed)
     model = random_model(rng, layers=rng.choice((2, 4, 8)))
     asked = task(model, cluster(tuple(("fast",) * 4 for _ in range(hosts))), batch=32)
@@ -211,7 +263,8 @@ def test_the_short_form_of_an_even_split_prices_equal(seed: int, hosts: int, dat
     same_price(asked, asked.plan("even", [replica]))
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals
+#   ------------------------------------------------------------------------------------------------
 
 REFUSED = [
     # Blocks left out, or twice.
@@ -230,13 +283,25 @@ REFUSED = [
     (stage(1, on=["here"]), "out-of-range", "stages[1].on", "a, b", ""),
     (stage(1, on=[]), "plan-mismatch", "stages[1].on", "no devices", "a:0"),
     # tp and dp.
-    (stage(0, tp=3, dp=None), "plan-mismatch", "stages[0]", "3 does not divide 4", "tp: 2 and dp: 2"),
+    (
+        stage(0, tp=3, dp=None),
+        "plan-mismatch",
+        "stages[0]",
+        "3 does not divide 4",
+        "tp: 2 and dp: 2",
+    ),
     (stage(0, dp=3), "plan-mismatch", "stages[0]", "are 6", "tp: 2 and dp: 2"),
     (top(model={"preset": "gpt2m", "heads": 1}), "out-of-range", "stages[0].tp", "heads", "tp: 1"),
     (top(model={"preset": "gpt2m", "d_ff": 4097}), "out-of-range", "stages[0].tp", "d_ff", "tp: 1"),
     (top(model="gpt2-medium"), "out-of-range", "stages[0].tp", "50258 would do", "tp: 1"),
     (stage(1, on=["b"], tp=5, dp=1), "out-of-range", "stages[1].tp", "heads", "tp: 1 and dp: 5"),
-    (top(model={"preset": "slm-1b", "layers": 24, "kv_heads": 1}), "out-of-range", "stages[0].tp", "kv_heads", "tp: 1"),
+    (
+        top(model={"preset": "slm-1b", "layers": 24, "kv_heads": 1}),
+        "out-of-range",
+        "stages[0].tp",
+        "kv_heads",
+        "tp: 1",
+    ),
     # The batch and its rows.
     (train(batch=60), "out-of-range", "train.batch", "a multiple of 16", "train.batch: 64"),
     (train(batch=3), "out-of-range", "train.batch", "a multiple of 16", "train.batch: 16"),
@@ -256,9 +321,27 @@ REFUSED = [
     (stage(0, zero=4), "out-of-range", "", "4", "zero"),
     (top(model="gtp2m"), "out-of-range", "model", "gtp2m", "gpt2m"),
     (top(model={"layers": 3}), "out-of-range", "model.d_model", "d_model", "d_model"),
-    (top(model={"layers": 3, "d_model": 64, "heads": 5}), "out-of-range", "model", "heads 5", "model"),
-    (top(model={"preset": "gpt2m", "params": "3M"}), "out-of-range", "model.params", "preset", "remove"),
-    (top(model={"preset": "gpt2m", "family": "llama"}), "out-of-range", "model.family", "gpt2", "remove"),
+    (
+        top(model={"layers": 3, "d_model": 64, "heads": 5}),
+        "out-of-range",
+        "model",
+        "heads 5",
+        "model",
+    ),
+    (
+        top(model={"preset": "gpt2m", "params": "3M"}),
+        "out-of-range",
+        "model.params",
+        "preset",
+        "remove",
+    ),
+    (
+        top(model={"preset": "gpt2m", "family": "llama"}),
+        "out-of-range",
+        "model.family",
+        "gpt2",
+        "remove",
+    ),
     (top(model={"family": "lama", "params": "3M"}), "out-of-range", "", "lama", "llama"),
     (top(engine="alpa202"), "out-of-range", "engine", "alpa2022", "engine: alpa2022"),
     (top(schedule="1b1f"), "out-of-range", "", "1f1b", "1f1b"),
@@ -269,18 +352,50 @@ REFUSED = [
     (train(precision="bf16"), "out-of-range", "train.precision", "fp16, fp32", "fp16"),
     (stage(1, on=["dark:0"], tp=1, dp=1), "out-of-range", "train.precision", "fp32", "fp32"),
     # Replicas.
-    (replicas({"on": "a"}, {"on": "b"}), "plan-mismatch", "sync", "never meet", "sync: {every: 100}"),
-    (top(replicas=[{"stages": [{"on": "dark:0"}]}]), "plan-mismatch", "stages", "beside replicas", "replicas"),
-    (replicas({"on": "a"}, {"on": "a:1"}, sync={"every": 2}), "plan-mismatch", "replicas[1].stages[0].on", "a:1",
-     "b:0"),
-    (replicas({"on": "a"}, {"on": "b:0-3"}, sync={"every": 2}, train={"batch": 63, "precision": "fp16"}),
-     "plan-mismatch", "train.batch", "63", "train.batch: 64"),
-]  # fmt: skip
+    (
+        replicas({"on": "a"}, {"on": "b"}),
+        "plan-mismatch",
+        "sync",
+        "never meet",
+        "sync: {every: 100}",
+    ),
+    (
+        top(replicas=[{"stages": [{"on": "dark:0"}]}]),
+        "plan-mismatch",
+        "stages",
+        "beside replicas",
+        "replicas",
+    ),
+    (
+        replicas({"on": "a"}, {"on": "a:1"}, sync={"every": 2}),
+        "plan-mismatch",
+        "replicas[1].stages[0].on",
+        "a:1",
+        "b:0",
+    ),
+    (
+        replicas(
+            {"on": "a"},
+            {"on": "b:0-3"},
+            sync={"every": 2},
+            train={"batch": 63, "precision": "fp16"},
+        ),
+        "plan-mismatch",
+        "train.batch",
+        "63",
+        "train.batch: 64",
+    ),
+]
 
 
 @pytest.mark.parametrize(("change", "code", "place", "fact", "remedy"), REFUSED)
 def test_what_cannot_be_is_refused_at_its_place_with_the_nearest_that_can(
-    there: Cluster, change: Callable[[dict[str, Any]], object], code: str, place: str, fact: str, remedy: str
+    there: Cluster,
+    change: Callable[[dict[str, Any]], object],
+    code: str,
+    place: str,
+    fact: str,
+    remedy: str,
 ) -> None:
     with pytest.raises(Refusal) as caught:
         farspan.price(changed(change), there)
@@ -291,7 +406,11 @@ def test_what_cannot_be_is_refused_at_its_place_with_the_nearest_that_can(
 
 
 def test_a_device_of_which_nothing_says_how_fast_it_is_is_refused(there: Cluster) -> None:
-    alone = {"model": "gpt2m", "train": {"batch": 4, "precision": "fp32"}, "stages": [{"on": "dark:0"}]}
+    alone = {
+        "model": "gpt2m",
+        "train": {"batch": 4, "precision": "fp32"},
+        "stages": [{"on": "dark:0"}],
+    }
     with pytest.raises(Refusal) as caught:
         farspan.price(alone, there)
     problem = caught.value.problem
@@ -317,7 +436,8 @@ def test_a_file_is_refused_with_its_line(there: Cluster, tmp_path: Path) -> None
     assert caught.value.problem.where == f"{path}:5"
 
 
-# -- from Python -------------------------------------------------------------------------------------------------------
+# -- from Python
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_a_table_and_a_file_price_alike(there: Cluster, tmp_path: Path) -> None:
@@ -326,7 +446,11 @@ def test_a_plan_a_table_and_a_file_price_alike(there: Cluster, tmp_path: Path) -
     path.write_bytes(msgspec.json.encode(table.plan))
     cluster_file = tmp_path / "cluster.yaml"
     cluster_file.write_text(CLUSTER)
-    for other in (farspan.price(table.plan, there), farspan.price(path, cluster_file), farspan.price(str(path), there)):
+    for other in (
+        farspan.price(table.plan, there),
+        farspan.price(path, cluster_file),
+        farspan.price(str(path), there),
+    ):
         assert other == table
     assert table.fits and table.plan.replicas[0].microbatches == 8
     assert farspan.price(PLAN, there, engine="alpa2022").step_s != table.step_s
@@ -340,10 +464,16 @@ def test_a_whole_plan_for_other_devices_is_refused(there: Cluster) -> None:
     made = farspan.price(PLAN, there).plan
     with pytest.raises(Refusal) as caught:
         farspan.price(made, there.first(6))
-    assert caught.value.problem.code == "plan-mismatch" and "b, device 2" in caught.value.problem.fact
+    assert (
+        caught.value.problem.code == "plan-mismatch" and "b, device 2" in caught.value.problem.fact
+    )
 
 
 def test_what_does_not_fit_is_priced_and_said(there: Cluster) -> None:
-    large = {"model": "opt-6.7b", "train": {"batch": 8, "precision": "fp16"}, "stages": [{"on": "a"}]}
+    large = {
+        "model": "opt-6.7b",
+        "train": {"batch": 8, "precision": "fp16"},
+        "stages": [{"on": "a"}],
+    }
     found = farspan.price(large, there)
     assert not found.fits and max(part.total for part in found.memory) > min(found.capacity)

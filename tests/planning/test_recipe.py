@@ -35,16 +35,22 @@ def test_muon_is_chosen_where_its_update_is_a_small_share_of_a_step(tokens, muon
 
 
 def test_devices_that_read_fewer_tokens_each_spend_more_on_updates():
-    few, many = (settled({"batch": {"global": "8k tokens"}, "tokens": "1M"}, devices=cluster(n)) for n in (1, 8))
+    few, many = (
+        settled({"batch": {"global": "8k tokens"}, "tokens": "1M"}, devices=cluster(n))
+        for n in (1, 8)
+    )
     assert few.train.optimizer.muon and not many.train.optimizer.muon
-    # By hand: 30 n n (2 m + n) over 6 tokens a parameter, of q, k, v, out (384 x 384) and gate, up, down (384 x 1,024).
+    # By hand: 30 n n (2 m + n) over 6 tokens a parameter, of q, k, v, out (384 x 384) and gate, up,
+    # down (384 x 1,024).
     n, m, layers, vocabulary = 384, few.model.d_ff, 3, few.model.vocab_size
     updating = layers * 5 * (4 * 6.0 * n**3 + 3 * (4.0 * n * n * m + 2.0 * n**3))
     products = layers * (4 * n * n + 3 * n * m) + vocabulary * n
     assert updating_share(few.model, 8192) == pytest.approx(updating / (6 * products * 8192))
 
 
-@pytest.mark.parametrize("asked", ["muon", "adamw", {"kind": "muon"}, {"kind": "adamw", "lr": 0.01}])
+@pytest.mark.parametrize(
+    "asked", ["muon", "adamw", {"kind": "muon"}, {"kind": "adamw", "lr": 0.01}]
+)
 def test_an_optimizer_that_is_asked_for_is_taken(asked):
     for tokens in ("1024 tokens", "16k tokens"):
         found = settled({"batch": {"global": tokens}, "tokens": "1M", "optimizer": asked})
@@ -68,19 +74,28 @@ def test_muon_has_a_rate_of_its_own_that_falls_with_size_and_a_higher_one_for_th
     assert found.origin["train.lr"].startswith("default: recipe auto, Muon at")
     rates = [peak_rate(10**n, muon=True) for n in range(4, 11)]
     assert rates == sorted(rates, reverse=True) and rates[0] == 1e-2
-    own = settled({"batch": {"global": "16k tokens"}, "optimizer": {"lr": 0.02, "embedding": 1.5}}).train.optimizer
+    own = settled(
+        {"batch": {"global": "16k tokens"}, "optimizer": {"lr": 0.02, "embedding": 1.5}}
+    ).train.optimizer
     assert (own.lr, own.muon) == (0.02, Muon(embedding=1.5))
 
 
 def test_single_keys_stand_against_either_recipe():
     keys = {"dropout": 0.1, "mask": 0.15, "reshuffle": True, "schedule": "wsd", "floor": 0.3}
     for recipe in ("auto", "plain"):
-        asked = {"optimizer": {"weight_decay": 0.5, "average": 0.99}, "recipe": recipe, "epochs": 2, **keys}
+        asked = {
+            "optimizer": {"weight_decay": 0.5, "average": 0.99},
+            "recipe": recipe,
+            "epochs": 2,
+            **keys,
+        }
         found = settled(asked)
         assert found.train.regularization == Regularization(dropout=0.1, mask=0.15, reshuffle=True)
         assert (found.train.schedule.kind, found.train.schedule.floor) == ("wsd", 0.3)
         assert (found.train.optimizer.weight_decay, found.train.optimizer.average) == (0.5, 0.99)
-        assert {found.origin[f"train.{key}"] for key in (*keys, "weight_decay", "average")} == {"run.yaml"}
+        assert {found.origin[f"train.{key}"] for key in (*keys, "weight_decay", "average")} == {
+            "run.yaml"
+        }
 
 
 def test_documents_are_reshuffled_where_they_are_read_again():
@@ -93,12 +108,26 @@ def test_what_a_training_was_known_by_before_is_what_it_is_known_by():
     """A checkpoint of before Muon, whose manifest has this key, goes on."""
     plan = HAND_PICKED["zero 2"]
     train = plan.train
-    before = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-5, "weight_decay": 0.1, "clip": 1.0}
+    before = {
+        "lr": 3e-3,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-5,
+        "weight_decay": 0.1,
+        "clip": 1.0,
+    }
     assert msgspec.to_builtins(train.optimizer) == before
     key = content_hash(
-        plan.model, plan.inputs.corpus, train.steps, train.batch, train.seq_len, train.precision, before,
-        train.schedule, train.seed,
-    )  # fmt: skip
+        plan.model,
+        plan.inputs.corpus,
+        train.steps,
+        train.batch,
+        train.seq_len,
+        train.precision,
+        before,
+        train.schedule,
+        train.seed,
+    )
     assert training_key(plan) == key
     for other in (
         replace(train, optimizer=replace(train.optimizer, muon=Muon())),
@@ -109,7 +138,8 @@ def test_what_a_training_was_known_by_before_is_what_it_is_known_by():
 
 
 @pytest.mark.parametrize(
-    ("technique", "devices", "most"), [(fsdp, 6, 4), (fsdp, 4, None), (zero1, 6, None), (zero2, 6, 4), (zero2, 3, None)]
+    ("technique", "devices", "most"),
+    [(fsdp, 6, 4), (fsdp, 4, None), (zero1, 6, None), (zero2, 6, 4), (zero2, 3, None)],
 )
 def test_more_devices_than_matrices_are_refused_with_how_many_there_are(technique, devices, most):
     model = replace(models.preset("gpt2").spec, layers=1 if technique is zero2 else 3)

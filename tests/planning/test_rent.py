@@ -1,4 +1,5 @@
-"""What to rent: the frontier against every pair, budgets, and prices counted by hand from the catalogue."""
+"""What to rent: the frontier against every pair, budgets, and prices counted by hand from the
+catalogue."""
 
 from __future__ import annotations
 
@@ -38,10 +39,11 @@ def found() -> Rent:
 def test_the_frontier_is_what_no_other_beats(found: Rent) -> None:
     points = [(offer.time_s, offer.usd) for offer in found.offers]
     beaten = {
-        i for i, a in enumerate(points) for b in points
-        if b != a and b[0] <= a[0] and b[1] <= a[1]
-    }  # fmt: skip
-    assert set(found.frontier) == {i for i in range(len(points)) if i not in beaten and points[i][0] < math.inf}
+        i for i, a in enumerate(points) for b in points if b != a and b[0] <= a[0] and b[1] <= a[1]
+    }
+    assert set(found.frontier) == {
+        i for i in range(len(points)) if i not in beaten and points[i][0] < math.inf
+    }
     times = [points[i][0] for i in found.frontier]
     assert times == sorted(times)
 
@@ -49,7 +51,10 @@ def test_the_frontier_is_what_no_other_beats(found: Rent) -> None:
 def test_a_frontier_of_random_points_is_pareto() -> None:
     draw = random.Random(5)
     for _ in range(200):
-        points = [(draw.choice((1.0, 2.0, 3.0, 4.0, math.inf)), draw.choice((1.0, 2.0, 3.0))) for _ in range(8)]
+        points = [
+            (draw.choice((1.0, 2.0, 3.0, 4.0, math.inf)), draw.choice((1.0, 2.0, 3.0)))
+            for _ in range(8)
+        ]
         inside = [points[i] for i in frontier(points)]
         assert len(set(inside)) == len(inside)
         finite = [point for point in points if point[0] < math.inf]
@@ -74,15 +79,21 @@ def test_dollars_are_the_catalogue_price_times_devices_times_hours(found: Rent) 
 def test_the_budget_takes_exactly_what_is_within_it(found: Rent) -> None:
     for offer in found.offers:
         assert offer.meets == (offer.time_s <= 3600 and offer.usd <= 5.0)
-    assert any(offer.meets for offer in found.offers) and not all(offer.meets for offer in found.offers)
+    assert any(offer.meets for offer in found.offers) and not all(
+        offer.meets for offer in found.offers
+    )
     assert found.chosen is not None
     assert found.offers[found.chosen].usd == min(offer.usd for offer in found.offers if offer.meets)
 
 
 def test_dollars_alone_take_the_fastest() -> None:
-    cheap = rent(MODEL, train_for, ENGINE, budget=Budget(usd=2.0), kinds=("a40", "l40s"), counts=(1, 2, 4))
+    cheap = rent(
+        MODEL, train_for, ENGINE, budget=Budget(usd=2.0), kinds=("a40", "l40s"), counts=(1, 2, 4)
+    )
     assert cheap.chosen is not None
-    assert cheap.offers[cheap.chosen].time_s == min(offer.time_s for offer in cheap.offers if offer.usd <= 2.0)
+    assert cheap.offers[cheap.chosen].time_s == min(
+        offer.time_s for offer in cheap.offers if offer.usd <= 2.0
+    )
     none = rent(MODEL, train_for, ENGINE, budget=Budget(seconds=1.0), kinds=("t4",), counts=(1,))
     assert none.chosen is None and not none.offers[0].meets
 
@@ -103,7 +114,9 @@ def test_sixteen_devices_are_two_hosts_with_the_network_that_is_asked_about(foun
     sixteen = next(offer for offer in found.offers if offer.count == 16)
     assert [len(host.devices) for host in sixteen.cluster.hosts] == [8, 8]
     assert [link.bandwidth for link in sixteen.cluster.links] == [found.bandwidth] == [10e9 / 8]
-    faster = rent(MODEL, train_for, ENGINE, kinds=("t4",), counts=(16,), allow=("data",), bandwidth=50e9)
+    faster = rent(
+        MODEL, train_for, ENGINE, kinds=("t4",), counts=(16,), allow=("data",), bandwidth=50e9
+    )
     slower = rent(MODEL, train_for, ENGINE, kinds=("t4",), counts=(16,), allow=("data",))
     assert faster.offers[0].time_s < slower.offers[0].time_s
 
@@ -139,5 +152,9 @@ def test_the_command_says_prices_dates_and_the_frontier(capsys: pytest.CaptureFi
     assert "list prices of 2026-05 to 2026-08" in told.err and "10 Gbit/s" in told.err
     assert answer["frontier"] and answer["candidates"][answer["chosen"]]["meets_budget"]
     one = answer["candidates"][0]
-    assert {"technique", "devices", "fits", "problem", "estimate", "kind", "count", "price"} <= set(one)
-    assert one["estimate"]["usd"] == pytest.approx(one["usd_per_hour"] * one["estimate"]["minutes"] / 60)
+    assert {"technique", "devices", "fits", "problem", "estimate", "kind", "count", "price"} <= set(
+        one
+    )
+    assert one["estimate"]["usd"] == pytest.approx(
+        one["usd_per_hour"] * one["estimate"]["minutes"] / 60
+    )

@@ -1,4 +1,5 @@
-"""run.yaml becomes specs that keep every limit, from any corpus and machine, or a Refusal that names the key."""
+"""run.yaml becomes specs that keep every limit, from any corpus and machine, or a Refusal that
+names the key."""
 
 from __future__ import annotations
 
@@ -25,15 +26,28 @@ RATE = {"fp32": 1e11, "bf16": 3e11}
 
 
 def corpus(train=2_000_000, val=100_000, vocab=8192):
-    splits = {name: Split(tokens=n, documents=9, text_bytes=3 * n) for name, n in (("train", train), ("val", val))}
+    splits = {
+        name: Split(tokens=n, documents=9, text_bytes=3 * n)
+        for name, n in (("train", train), ("val", val))
+    }
     return CorpusManifest(
-        hash="c", source="~/papers", vocab_size=vocab, end_of_text=0, dtype="uint16", unigram_nats=6.0,
-        bigram_nats=4.0, exact_duplicates=0, near_duplicates=0, **splits,
-    )  # fmt: skip
+        hash="c",
+        source="~/papers",
+        vocab_size=vocab,
+        end_of_text=0,
+        dtype="uint16",
+        unigram_nats=6.0,
+        bigram_nats=4.0,
+        exact_duplicates=0,
+        near_duplicates=0,
+        **splits,
+    )
 
 
 def cluster(devices=1, **changes):
-    device = Device(kind="cpu", backend="cpu", memory=10**10).but(**{"dtypes": ("fp32", "bf16")} | changes)
+    device = Device(kind="cpu", backend="cpu", memory=10**10).but(
+        **{"dtypes": ("fp32", "bf16")} | changes
+    )
     host = Host(name="here", devices=(device,) * devices, cpus=2, memory=10**11)
     return Cluster(sites=(Site(name="home", hosts=(host,)),))
 
@@ -50,7 +64,9 @@ def measure(model, train):
 
 def run(config, on=None, devices=None, matmul=1e12):
     asked = msgspec.convert({"data": "~/papers"} | config, RunConfig)
-    return resolve(asked, on or corpus(), devices or cluster(), matmul_flops=lambda: matmul, measure=measure)
+    return resolve(
+        asked, on or corpus(), devices or cluster(), matmul_flops=lambda: matmul, measure=measure
+    )
 
 
 def refused(config, **where):
@@ -61,9 +77,11 @@ def refused(config, **where):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(["gpt2", "llama", "opt"]), st.integers(1_000_000, 2_000_000_000),
-    st.sampled_from([300, 8192, 32000]), st.booleans(),
-)  # fmt: skip
+    st.sampled_from(["gpt2", "llama", "opt"]),
+    st.integers(1_000_000, 2_000_000_000),
+    st.sampled_from([300, 8192, 32000]),
+    st.booleans(),
+)
 def test_the_size_dial_comes_within_a_tenth(family, target, vocab, tied):
     target = max(target, 4 * 64 * vocab)
     spec = shape_for(family, target, vocab_size=vocab, context=256, knobs={"tied": tied})
@@ -72,7 +90,9 @@ def test_the_size_dial_comes_within_a_tenth(family, target, vocab, tied):
     assert spec.tied == tied
 
 
-@pytest.mark.parametrize(("name", "billions"), [("slm-500m", 0.5), ("slm-1b", 1.0), ("slm-2b", 2.0)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("slm-500m", 0.5), ("slm-1b", 1.0), ("slm-2b", 2.0)]
+)
 def test_the_fit_gives_back_the_papers_models(name, billions):
     spec = models.preset(name).spec
     d_model, layers = fitted_shape(billions * 1e9)
@@ -86,11 +106,21 @@ def test_named_sizes_grow_and_knobs_are_kept():
     ]
     assert counts == sorted(counts) and counts[0] < 4e6 and counts[-1] > 9e8
     assert abs(parameters(run({"size": "30M"}).model) / 30e6 - 1) < 0.1
-    fixed = run({"model": {"params": "30M", "layers": 4, "heads": 6, "kv_heads": 2, "tied": False}}).model
+    fixed = run(
+        {"model": {"params": "30M", "layers": 4, "heads": 6, "kv_heads": 2, "tied": False}}
+    ).model
     assert (fixed.layers, fixed.heads, fixed.kv_heads, fixed.tied) == (4, 6, 2, False)
     assert abs(parameters(fixed) / 30e6 - 1) < 0.1
-    exact = run({"model": {"family": "gpt2", "layers": 3, "d_model": 96, "heads": 4, "d_ff": 100}}).model
-    assert (exact.family, exact.layers, exact.d_model, exact.heads, exact.d_ff) == ("gpt2", 3, 96, 4, 100)
+    exact = run(
+        {"model": {"family": "gpt2", "layers": 3, "d_model": 96, "heads": 4, "d_ff": 100}}
+    ).model
+    assert (exact.family, exact.layers, exact.d_model, exact.heads, exact.d_ff) == (
+        "gpt2",
+        3,
+        96,
+        4,
+        100,
+    )
 
 
 def test_auto_takes_the_smaller_of_what_corpus_and_machine_pay_for():
@@ -118,7 +148,10 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(models.family("llama").to_config(spec)))
     found = run({"model": {"path": str(tmp_path), "context": 32}})
     assert found.model == spec and found.train.seq_len == 32
-    assert refused({"model": {"path": str(tmp_path)}}, on=corpus(vocab=9001)).code == "tokenizer-mismatch"
+    assert (
+        refused({"model": {"path": str(tmp_path)}}, on=corpus(vocab=9001)).code
+        == "tokenizer-mismatch"
+    )
     assert refused({"model": {"path": str(tmp_path), "context": 129}}).code == "out-of-range"
     assert refused({"model": {"path": str(tmp_path), "layers": 3}}).code == "out-of-range"
     assert refused({"model": {"path": str(tmp_path / "none")}}).code == "path-missing"
@@ -126,17 +159,27 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.fixed_dictionaries({}, optional={
-        "steps": st.integers(1, 3000), "tokens": st.sampled_from(["1x_params", "3M", 500_000]),
-        "epochs": st.sampled_from([0.5, 2, 7]),
-    }),
-    st.fixed_dictionaries({}, optional={"time": st.sampled_from(["3m", 600, "2h"]), "usd": st.just(0.2)}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "steps": st.integers(1, 3000),
+            "tokens": st.sampled_from(["1x_params", "3M", 500_000]),
+            "epochs": st.sampled_from([0.5, 2, 7]),
+        },
+    ),
+    st.fixed_dictionaries(
+        {}, optional={"time": st.sampled_from(["3m", 600, "2h"]), "usd": st.just(0.2)}
+    ),
     st.sampled_from([{}, {"global": "8k tokens"}, {"global": 7}, {"per_device": 3}]),
     st.integers(1, 3),
-)  # fmt: skip
+)
 def test_no_limit_is_exceeded(length, budget, batch, devices):
     found = run(
-        {"size": "tiny", "train": length | {"batch": batch}, "budget": budget | {"usd_per_hour": 2.0}},
+        {
+            "size": "tiny",
+            "train": length | {"batch": batch},
+            "budget": budget | {"usd_per_hour": 2.0},
+        },
         devices=cluster(devices),
     )
     train, count = found.train, parameters(found.model)
@@ -163,7 +206,11 @@ def test_no_limit_is_exceeded(length, budget, batch, devices):
 
 
 def test_with_time_alone_the_budget_is_used_up_to_16_epochs():
-    config = {"size": "tiny", "budget": {"time": "10m"}, "train": {"batch": {"global": "16 sequences"}}}
+    config = {
+        "size": "tiny",
+        "budget": {"time": "10m"},
+        "train": {"batch": {"global": "16 sequences"}},
+    }
     long = run(config, on=corpus(10**9, 10**7))
     step_s = 16 * long.train.seq_len / long.probe.speeds["bf16"].tokens_per_s
     assert 0.9 * 600 - step_s < long.train.steps * step_s <= 0.9 * 600
@@ -191,8 +238,12 @@ def test_the_learning_rate_follows_the_table_within_its_scatter():
 
 def test_warnings_for_models_too_large_and_too_many_epochs():
     large = run({"size": "60M", "train": {"epochs": 9}})
-    assert any("too large" in w for w in large.warnings) and any("9 times" in w for w in large.warnings)
-    assert run({"size": "15M", "train": {"epochs": 1}}, on=corpus(300_000_000, 10**6)).warnings == ()
+    assert any("too large" in w for w in large.warnings) and any(
+        "9 times" in w for w in large.warnings
+    )
+    assert (
+        run({"size": "15M", "train": {"epochs": 1}}, on=corpus(300_000_000, 10**6)).warnings == ()
+    )
     assert any("planning" in w for w in run({"model": {"preset": "opt-6.7b"}}).warnings)
 
 
@@ -207,7 +258,10 @@ def test_warnings_for_models_too_large_and_too_many_epochs():
         ({"size": "100k"}, "size"),
         ({"model": {"params": "-3M"}}, "model.params"),
         ({"model": {"layers": 2, "d_model": 100, "heads": 3}}, "model"),
-        ({"model": {"family": "gpt2", "layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2}}, "model"),
+        (
+            {"model": {"family": "gpt2", "layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2}},
+            "model",
+        ),
         ({"model": {"preset": "gpt2", "family": "llama"}}, "model.family"),
         ({"model": {"preset": "gpt2", "context": 100_001}}, "model.context"),
         ({"model": {"context": 3_000_000}}, "model.context"),
@@ -262,4 +316,6 @@ def test_every_value_says_where_it_came_from_and_the_result_is_deterministic():
     assert all(value.startswith(known) for value in first.origin.values()), first.origin
     preset = run({"model": {"preset": "gpt2"}, "budget": {"time": "1h"}}).origin
     assert all(value.startswith(known) for value in preset.values()), preset
-    assert {"model.size", "model.context", "train.steps", "train.batch", "train.lr"} <= set(first.origin)
+    assert {"model.size", "model.context", "train.steps", "train.batch", "train.lr"} <= set(
+        first.origin
+    )

@@ -1,4 +1,5 @@
-"""Choosing by trials, against worlds whose truth is known: the estimator at other paces, with errors of its own."""
+"""Choosing by trials, against worlds whose truth is known: the estimator at other paces, with
+errors of its own."""
 
 import math
 import random
@@ -31,7 +32,13 @@ from tests.planning.worlds import FAST, SLOW, cluster
 
 ENGINE = engine("farspan")
 SYNCHRONOUS = ("data", "zero1", "zero2", "fsdp", "hsdp", "shard", "pipeshard")
-GONE = Problem(code="out-of-memory", what="a worker ran out of memory", where="rank 0", fact="a test", remedy="none")
+GONE = Problem(
+    code="out-of-memory",
+    what="a worker ran out of memory",
+    where="rank 0",
+    fact="a test",
+    remedy="none",
+)
 
 
 def asked(model: str = "gpt2", *, steps: int = 100_000, batch: int = 16, **more) -> SelectionTask:
@@ -40,8 +47,8 @@ def asked(model: str = "gpt2", *, steps: int = 100_000, batch: int = 16, **more)
 
 
 class World:
-    """Runs plans: each takes what the estimator says of the true cluster, times an error of its own; `dies` says of
-    which plan there is none."""
+    """Runs plans: each takes what the estimator says of the true cluster, times an error of its
+    own; `dies` says of which plan there is none."""
 
     def __init__(self, true, *, seed=0, spread=0.0, dies=lambda plan: False, took_s=10.0):
         self.true, self.seed, self.spread, self.dies, self.took_s = true, seed, spread, dies, took_s
@@ -64,7 +71,10 @@ class World:
         )
 
     def compute_s(self, plan: Plan) -> dict[int, float]:
-        found = devices(plan, Costs(models.graph(plan.model), plan.train, Network(self.true, plan.devices, ENGINE)))
+        found = devices(
+            plan,
+            Costs(models.graph(plan.model), plan.train, Network(self.true, plan.devices, ENGINE)),
+        )
         return {rank: one.compute_s for rank, one in found.items()}
 
 
@@ -83,7 +93,8 @@ def stages(plan: Plan) -> int:
     return len(plan.replicas[0].stages)
 
 
-# -- properties --------------------------------------------------------------------------------------------------------
+# -- properties
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, *range(2, 8)])  # 1 has the devices of 3.
@@ -91,8 +102,11 @@ def test_the_choice_is_the_best_of_what_ran_and_near_the_true_best(seed):
     rng = random.Random(seed)
     sites = [tuple(rng.choice((FAST, SLOW)) for _ in range(rng.randint(1, 2))) for _ in range(2)]
     here = cluster(*sites, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e8, 1e9)))
-    parts = {Paced("device", host.name, device.kind): math.exp(rng.uniform(-0.25, 0.25))
-             for host in here.hosts for device in host.devices}  # fmt: skip
+    parts = {
+        Paced("device", host.name, device.kind): math.exp(rng.uniform(-0.25, 0.25))
+        for host in here.hosts
+        for device in host.devices
+    }
     parts[Paced("link", "s0", "s1")] = math.exp(rng.uniform(-0.25, 0.25))
     world = World(with_paces(here, parts), seed=seed, spread=0.08)
     question = asked(allow=("data", "zero2", "fsdp", "pipeshard"))
@@ -101,7 +115,8 @@ def test_the_choice_is_the_best_of_what_ran_and_near_the_true_best(seed):
     ran = [trial.step_s for _, trial in found.tried if trial.step_s is not None]
     assert found.ended == "clear"
     assert best.trial is None or best.trial.step_s == pytest.approx(min(ran))
-    # Everything that any technique plans, run: the choice is within what a plan is not tried for, and errors of 8 %.
+    # Everything that any technique plans, run: the choice is within what a plan is not tried for,
+    # and errors of 8 %.
     every = [world.step_s(one.plan) for one in question.rank(world.true).candidates if one.eligible]
     assert world.step_s(best.plan) <= 1.1 * min(every)
 
@@ -170,17 +185,26 @@ def test_a_plan_that_runs_out_of_memory_leads_to_plans_that_need_less():
     question = asked("gpt2-medium", batch=64, allow=("data", "fsdp"))
     first = question.rank(here)
     most = max(need.total for need in first.candidates[first.chosen].estimate.memory) / 1e9
-    found = select(here, question, World(here, dies=lambda plan: needs_more(plan, here, 0.6 * most)), budget_s=1e6)
+    found = select(
+        here,
+        question,
+        World(here, dies=lambda plan: needs_more(plan, here, 0.6 * most)),
+        budget_s=1e6,
+    )
     assert {trial.status for _, trial in found.tried} == {"ok", "oom"}
     assert not needs_more(chosen(found).plan, here, 0.6 * most) and chosen(found).trial.step_s
     # What devices really have is not changed by that.
-    assert [one.memory for one in found.ranking.cluster.devices] == [one.memory for one in here.devices]
+    assert [one.memory for one in found.ranking.cluster.devices] == [
+        one.memory for one in here.devices
+    ]
 
 
 def test_where_all_run_out_of_memory_the_largest_model_goes_by_what_they_needed():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
     question = asked("gpt2-medium", allow=("data", "zero2"))
-    found = select(here, question, World(here, dies=lambda plan: needs_more(plan, here, 2.0)), budget_s=1e6)
+    found = select(
+        here, question, World(here, dies=lambda plan: needs_more(plan, here, 2.0)), budget_s=1e6
+    )
     assert found.ranking.chosen is None
     limit = largest_tried(here, question, found.tried)
     assert limit.amount < parameters(question.model)
@@ -195,14 +219,25 @@ def test_where_all_run_out_of_memory_the_largest_model_goes_by_what_they_needed(
 
 def test_where_some_run_out_of_memory_and_others_fail_what_is_short_is_still_told():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
-    crashed = Problem(code="worker-lost", what="rank 0 was lost", where="rank 0", fact="a crash", remedy="none")
+    crashed = Problem(
+        code="worker-lost", what="rank 0 was lost", where="rank 0", fact="a crash", remedy="none"
+    )
     found = select(
-        here, asked("gpt2-medium", allow=("data", "zero2")), World(here, dies=lambda plan: True), budget_s=1e6
+        here,
+        asked("gpt2-medium", allow=("data", "zero2")),
+        World(here, dies=lambda plan: True),
+        budget_s=1e6,
     )
     (first, made), *others = found.tried
     tried = [(first, msgspec.structs.replace(made, status="failed", problem=crashed)), *others]
-    refusal = nothing_runs(found.ranking, tried, asked("gpt2-medium", allow=("data", "zero2"))).problem
-    assert refusal.code == "out-of-memory" and "ran out of memory or failed" in refusal.what and "fit" in refusal.fact
+    refusal = nothing_runs(
+        found.ranking, tried, asked("gpt2-medium", allow=("data", "zero2"))
+    ).problem
+    assert (
+        refusal.code == "out-of-memory"
+        and "ran out of memory or failed" in refusal.what
+        and "fit" in refusal.fact
+    )
     refusal = nothing_runs(found.ranking, tried[:1], asked("gpt2-medium")).problem
     assert refusal.code == "cannot-plan" and refusal.fact == "a crash"
 
@@ -211,7 +246,9 @@ def test_machines_are_chosen_among_twenty_devices():
     here = cluster((FAST,) * 12, (SLOW,) * 8, rtt_s=0.3)
     auto, of = ParallelConfig(allow=("data",)), asked(allow=("data",), batch=96)
     assert not question(of.model, of.train, here, "", auto).parts
-    found = select(here, question(of.model, of.train, here, "", auto, few=PARTS), World(here), budget_s=1e6)
+    found = select(
+        here, question(of.model, of.train, here, "", auto, few=PARTS), World(here), budget_s=1e6
+    )
     assert chosen(found).places == tuple(range(12))
 
 
@@ -244,7 +281,8 @@ def test_a_lease_holds_at_the_measured_pace():
 
 
 def test_a_run_that_its_deadline_ends_before_the_lease_does_is_chosen():
-    """All steps would take longer than the lease, but only so many are made as the deadline lets."""
+    """All steps would take longer than the lease, but only so many are made as the deadline
+    lets."""
     here = cluster((FAST, FAST), rtt_s=1e-3)
     whole = asked(allow=("data",))
     best = whole.rank(here).candidates[0]
@@ -258,7 +296,9 @@ def test_a_run_that_its_deadline_ends_before_the_lease_does_is_chosen():
 def test_loss_for_a_dollar_chooses_the_cheapest_where_the_law_knows_of_no_gain():
     """So few tokens that the predicted loss is above a uniform guess's."""
     question = asked(allow=("data", "zero1"), objective="loss_per_dollar")
-    short = msgspec.structs.replace(question, train=msgspec.structs.replace(question.train, steps=1))
+    short = msgspec.structs.replace(
+        question, train=msgspec.structs.replace(question.train, steps=1)
+    )
     here = cluster((FAST, FAST), (SLOW,), rtt_s=1e-3)
     found = short.rank(here)
     assert all(one.estimate.loss > math.log(one.plan.model.vocab_size) for one in found.candidates)
@@ -277,7 +317,9 @@ def test_the_papers_algorithm_takes_the_mean_of_steps():
 
     here = cluster((FAST,), (SLOW,), rtt_s=1e-3)
     question = asked(allow=SYNCHRONOUS)
-    even, stalled = (algorithm1.choose(here, question, world(here), 0.1) for world in (World, Stalled))
+    even, stalled = (
+        algorithm1.choose(here, question, world(here), 0.1) for world in (World, Stalled)
+    )
     for one, other in zip(even.candidates, stalled.candidates, strict=True):
         assert other.tflops == pytest.approx(one.tflops / 2.6)
 
@@ -305,8 +347,12 @@ def test_a_host_without_devices_is_nobody():
     first = msgspec.structs.replace(here.sites[0], hosts=(head, *here.sites[0].hosts))
     headed = msgspec.structs.replace(here, sites=(first, *here.sites[1:]))
     question = asked(allow=SYNCHRONOUS)
-    with_head, without = (algorithm1.choose(one, question, World(one), 0.1) for one in (headed, here))
-    assert [one.tflops for one in with_head.candidates] == [one.tflops for one in without.candidates]
+    with_head, without = (
+        algorithm1.choose(one, question, World(one), 0.1) for one in (headed, here)
+    )
+    assert [one.tflops for one in with_head.candidates] == [
+        one.tflops for one in without.candidates
+    ]
     assert on_one_device(question.model, question.train, headed, question.engine) == on_one_device(
         question.model, question.train, here, question.engine
     )
@@ -314,13 +360,18 @@ def test_a_host_without_devices_is_nobody():
 
 
 def test_what_a_link_takes_in_trials_is_not_what_it_carries():
-    """Workers send at a rate of the line itself, however slow trials have shown sums over it to be."""
+    """Workers send at a rate of the line itself, however slow trials have shown sums over it to
+    be."""
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.05, bandwidth=1e8)
     slow = with_paces(here, {Paced("link", "s0", "s1"): 1.4})
 
     def rates(where):
-        plans = [one.plan for one in asked(allow=("data", "hsdp"), parts=False).rank(where).candidates]
-        return {stage.grad_sync.wan_rate for plan in plans for stage in plan.replicas[0].stages} - {None}
+        plans = [
+            one.plan for one in asked(allow=("data", "hsdp"), parts=False).rank(where).candidates
+        ]
+        return {stage.grad_sync.wan_rate for plan in plans for stage in plan.replicas[0].stages} - {
+            None
+        }
 
     assert rates(here) and rates(slow) == rates(here)
     plan = asked(allow=("data",), parts=False).rank(here).candidates[0].plan
@@ -329,14 +380,17 @@ def test_what_a_link_takes_in_trials_is_not_what_it_carries():
     assert now.communication_s == pytest.approx(1.4 * then.communication_s, rel=0.05)
 
 
-# -- objectives --------------------------------------------------------------------------------------------------------
+# -- objectives
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("objective", ["time", "cost", "loss_per_dollar", "fewest_devices"])
 def test_the_objective_decides_among_trials(objective):
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
     world = World(here, seed=5, spread=0.2)
-    question = asked(objective=objective, tolerance=0.5, allow=("data", "zero2", "hsdp", "pipeshard"))
+    question = asked(
+        objective=objective, tolerance=0.5, allow=("data", "zero2", "hsdp", "pipeshard")
+    )
     found = select(here, question, world, budget_s=1e6)
     ran = [one for one in found.ranking.candidates if one.trial is not None and one.eligible]
     best = chosen(found)
@@ -345,18 +399,23 @@ def test_the_objective_decides_among_trials(objective):
         assert best.time_s == fastest
     elif objective == "fewest_devices":
         assert best.time_s <= 1.5 * fastest
-        assert all(len(one.places) >= len(best.places) for one in ran if one.time_s <= 1.5 * fastest)
+        assert all(
+            len(one.places) >= len(best.places) for one in ran if one.time_s <= 1.5 * fastest
+        )
     else:
         assert best.estimate.usd == pytest.approx(min(one.estimate.usd for one in ran), rel=0.05)
 
 
 def test_a_deadline_does_not_make_few_devices_cheap():
-    """Dollars are of the whole run: what a deadline cuts short costs less only because less of it is done."""
+    """Dollars are of the whole run: what a deadline cuts short costs less only because less of it
+    is done."""
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e10)
     free = asked(objective="cost", allow=("data", "zero2")).rank(here)
     best = free.candidates[free.chosen]
     train = msgspec.structs.replace(best.plan.train, deadline_s=best.estimate.run_s / 10)
-    question = msgspec.structs.replace(asked(objective="cost", allow=("data", "zero2")), train=train)
+    question = msgspec.structs.replace(
+        asked(objective="cost", allow=("data", "zero2")), train=train
+    )
     cut = question.rank(here)
     assert [(one.technique, one.places) for one in cut.candidates] == [
         (one.technique, one.places) for one in free.candidates
@@ -364,7 +423,7 @@ def test_a_deadline_does_not_make_few_devices_cheap():
     assert all(
         one.usd == pytest.approx(other.usd, rel=1e-3)
         for one, other in zip(cut.candidates, free.candidates, strict=True)
-    )  # fmt: skip
+    )
 
 
 def test_the_loss_at_a_deadline_follows_the_measured_pace():
@@ -374,13 +433,16 @@ def test_the_loss_at_a_deadline_follows_the_measured_pace():
     world = World(with_paces(here, {Paced("device", f"h{i}", "fast"): 1.5 for i in range(2)}))
     found = select(here, question, world, budget_s=1e6)
     (one, _), *_ = found.tried
-    now = next(other for other in found.ranking.candidates if plan_key(other.plan) == plan_key(one.plan))
+    now = next(
+        other for other in found.ranking.candidates if plan_key(other.plan) == plan_key(one.plan)
+    )
     assert now.estimate.loss > one.estimate.loss
     exact = estimate(one.plan, models.graph(one.plan.model), world.true, ENGINE)
     assert now.estimate.loss == pytest.approx(exact.loss)
 
 
-# -- learning ----------------------------------------------------------------------------------------------------------
+# -- learning
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_paces_are_found_again():
@@ -389,30 +451,46 @@ def test_paces_are_found_again():
     candidates = asked().rank(here).candidates
     plans = [one.plan for one in candidates if len(one.places) == 4]
     world = World(true)
-    found = learn(here, [Observation(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]).cluster
+    found = learn(
+        here, [Observation(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]
+    ).cluster
     assert found.hosts[0].devices[0].learned.pace == pytest.approx(1.5, rel=0.1)
     assert found.links[0].pace == pytest.approx(0.7, rel=0.15)
 
 
 def test_what_is_missed_of_one_plan_with_stages_is_missed_of_the_next():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
-    candidates = [one for one in asked(allow=SYNCHRONOUS).rank(here).candidates if len(one.places) == 4]
+    candidates = [
+        one for one in asked(allow=SYNCHRONOUS).rank(here).candidates if len(one.places) == 4
+    ]
     staged = next(one.plan for one in candidates if stages(one.plan) > 1)
     whole = next(one.plan for one in candidates if one.technique == "data")
     world = World(here)
     found = learn(here, [Observation(staged, 1.6 * world.step_s(staged), world.compute_s(staged))])
     assert found.way(staged) > 1.2 and found.way(whole) == 1.0
-    again = learn(here, [Observation(one, 1.2 * world.step_s(one), world.compute_s(one)) for one in (staged, whole)])
+    again = learn(
+        here,
+        [
+            Observation(one, 1.2 * world.step_s(one), world.compute_s(one))
+            for one in (staged, whole)
+        ],
+    )
     assert again.way(whole) > 1.05
 
 
 def test_unlike_devices_of_one_host_are_told_apart_by_what_each_computes():
     here = cluster((FAST, SLOW))
-    true = with_paces(here, {Paced("device", "h0", "fast"): 0.8, Paced("device", "h0", "slow"): 1.3})
-    plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if len(one.places) == 2)
+    true = with_paces(
+        here, {Paced("device", "h0", "fast"): 0.8, Paced("device", "h0", "slow"): 1.3}
+    )
+    plan = next(
+        one.plan for one in asked(allow=("data",)).rank(here).candidates if len(one.places) == 2
+    )
     world = World(true)
     found = learn(here, [Observation(plan, world.step_s(plan), world.compute_s(plan))]).cluster
-    assert [device.learned.pace for device in found.hosts[0].devices] == pytest.approx([0.8, 1.3], rel=0.05)
+    assert [device.learned.pace for device in found.hosts[0].devices] == pytest.approx(
+        [0.8, 1.3], rel=0.05
+    )
 
 
 def test_nothing_seen_changes_nothing():
@@ -422,14 +500,17 @@ def test_nothing_seen_changes_nothing():
 
 def test_a_plan_of_one_site_says_nothing_of_others():
     here = cluster((FAST, FAST), (SLOW, SLOW))
-    plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if one.places == (0, 1))
+    plan = next(
+        one.plan for one in asked(allow=("data",)).rank(here).candidates if one.places == (0, 1)
+    )
     now = estimate(plan, models.graph(plan.model), here, ENGINE).step_s
     found = learn(here, [Observation(plan, 2 * now)]).cluster
     assert found.hosts[0].devices[0].learned.pace > 1.4
     assert found.hosts[1] == here.hosts[1] and found.links == here.links
 
 
-# -- the gaps of the paper's algorithm ---------------------------------------------------------------------------------
+# -- the gaps of the paper's algorithm
+#   ---------------------------------------------------------------------------------
 
 
 def both(here, world, question=None, delta=0.1):
@@ -441,7 +522,9 @@ def both(here, world, question=None, delta=0.1):
 
 def test_gap_a_no_machine_alone_works_but_a_pipeline_over_both_does():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.1)
-    theirs, ours = both(here, World(here, dies=lambda plan: stages(plan) == 1), asked(allow=("data", "pipeshard")))
+    theirs, ours = both(
+        here, World(here, dies=lambda plan: stages(plan) == 1), asked(allow=("data", "pipeshard"))
+    )
     assert theirs.speeds.tp > 0 == theirs.speeds.tz
     assert theirs.decision.step == "none" and theirs.plan is None
     assert stages(ours.plan) > 1 and ours.trial.step_s is not None
@@ -487,5 +570,7 @@ def test_a_kept_hash_knows_a_plan_whatever_its_length():
     here = cluster((FAST,), (SLOW,))
     plan = asked(allow=("data",)).rank(here).candidates[0].plan
     longer = msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, steps=7))
-    other = msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, precision="fp32"))
+    other = msgspec.structs.replace(
+        plan, train=msgspec.structs.replace(plan.train, precision="fp32")
+    )
     assert plan_key(longer) == plan_key(plan) != plan_key(other)

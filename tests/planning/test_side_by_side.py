@@ -1,6 +1,7 @@
 """Work shared by forks: everything once, in order, whatever becomes of them.
 
-Each case runs in a process of its own, without the threads of a test runner, beside which nothing is forked.
+Each case runs in a process of its own, without the threads of a test runner, beside which nothing
+is forked.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ CASES = (
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_in_a_process_of_its_own(case: str) -> None:
     words = [sys.executable, "-m", "tests.planning.test_side_by_side", case]
-    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -107,4 +110,6 @@ if __name__ == "__main__":
 def test_no_answer_tells_who_made_it():
     """A whole number in a field of fractions is a fraction in every process."""
     for processes in (1, 2):
-        assert {type(made) for made in side_by_side(lambda item: item, [1, 2, 3], processes, float)} == {float}
+        assert {
+            type(made) for made in side_by_side(lambda item: item, [1, 2, 3], processes, float)
+        } == {float}

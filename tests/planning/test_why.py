@@ -29,7 +29,8 @@ def test_the_choice_names_plan_devices_time_interval_and_split():
     share = chosen.estimate.compute_s / chosen.estimate.step_s
     devices = devices_line(one.cluster, chosen.places)
     assert text.startswith(
-        f"{chosen.technique} on {chosen.where} ({devices}) is fastest: {format_seconds(chosen.time_s)}"
+        f"{chosen.technique} on {chosen.where} ({devices}) is fastest: "
+        f"{format_seconds(chosen.time_s)}"
     )
     assert f"({format_seconds(low)} to {format_seconds(high)})" in text
     assert f"{share:.0%} compute" in text
@@ -40,7 +41,9 @@ def test_every_technique_is_compared_with_the_choice_once():
     chosen, told = one.candidates[one.chosen], why(one).against
     for technique in {c.technique for c in one.candidates} - {chosen.technique}:
         best = next(c for c in one.candidates if c.technique == technique)
-        (sentence,) = [text for text in told if re.search(rf"\b{technique}\b", text.split(" on ")[0])]
+        (sentence,) = [
+            text for text in told if re.search(rf"\b{technique}\b", text.split(" on ")[0])
+        ]
         assert difference(factor(one, best, chosen)) in sentence
         assert format_seconds(best.time_s) in sentence
 
@@ -84,7 +87,9 @@ def test_a_site_that_is_left_out_has_its_reason():
     (sentence,) = why(one).left_out
     joint = [c for c in one.candidates if set(c.places) > {0, 1}]
     best = min(joint, key=lambda one: one.time_s)
-    assert sentence.startswith(f"Do not use s1, because: the best with it, {best.technique} on all devices, is ")
+    assert sentence.startswith(
+        f"Do not use s1, because: the best with it, {best.technique} on all devices, is "
+    )
     assert difference(best.time_s / chosen.time_s) in sentence
 
 
@@ -109,7 +114,11 @@ def test_what_lies_inside_the_interval_is_said_to_be_open():
     one = ranking(*PAIR)
     chosen = one.candidates[one.chosen]
     high = chosen.estimate.interval[1]
-    close = [c for c in one.candidates if c is not chosen and c.eligible and c.time_s < high * chosen.time_s]
+    close = [
+        c
+        for c in one.candidates
+        if c is not chosen and c.eligible and c.time_s < high * chosen.time_s
+    ]
     told = why(one).unknown
     assert f"to {high:.2f} times" in told[0]
     assert any("a trial of each would decide" in text for text in told) == bool(close)
@@ -131,7 +140,9 @@ def test_a_run_that_a_deadline_cuts_waits_in_no_queue():
     work = msgspec.structs.replace(other.estimate.workload, deadline_s=0.5 * other.estimate.run_s)
     cut = msgspec.structs.replace(other.estimate, workload=work)
     said = slower_because(one.cluster, msgspec.structs.replace(other, estimate=cut), chosen)
-    assert said == slower_because(one.cluster, other, chosen) and not any("queue" in each for each in said)
+    assert said == slower_because(one.cluster, other, chosen) and not any(
+        "queue" in each for each in said
+    )
 
 
 def test_an_objective_in_money_is_compared_in_money():
@@ -144,8 +155,15 @@ def test_an_objective_in_money_is_compared_in_money():
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(1.0, "as fast"), (1.0004, "as fast"), (1.043, "4.3 % slower"), (1.24, "24 % slower"), (2.41, "2.4 x slower"),
-     (457.3, "457 x slower"), (0.9, "10 % faster")],
-)  # fmt: skip
+    [
+        (1.0, "as fast"),
+        (1.0004, "as fast"),
+        (1.043, "4.3 % slower"),
+        (1.24, "24 % slower"),
+        (2.41, "2.4 x slower"),
+        (457.3, "457 x slower"),
+        (0.9, "10 % faster"),
+    ],
+)
 def test_differences_in_words(value: float, words: str):
     assert difference(value) == words

@@ -30,7 +30,9 @@ KINDS = {"F": FAST, "S": SLOW}
 def cluster(*sites: tuple[Device, ...], rtt_s: float = 0.05, bandwidth: float = 1e9 / 8) -> Cluster:
     """A host a site with these devices, every two sites linked alike."""
     made = tuple(
-        Site(name=f"s{i}", hosts=(Host(name=f"h{i}", devices=devices, cpus=32, memory=512 * 10**9),))
+        Site(
+            name=f"s{i}", hosts=(Host(name=f"h{i}", devices=devices, cpus=32, memory=512 * 10**9),)
+        )
         for i, devices in enumerate(sites)
     )
     pairs = [(a, b) for a in range(len(sites)) for b in range(a + 1, len(sites))]
@@ -40,10 +42,14 @@ def cluster(*sites: tuple[Device, ...], rtt_s: float = 0.05, bandwidth: float = 
 
 @functools.cache
 def ranking(
-    *sites: str, model: str = "gpt2", allow: tuple[str, ...] = ("data", "zero2", "diloco"),
-    objective: str = "time", batch: int = 8,
-) -> Ranking:  # fmt: skip
-    """Few techniques of a small model on sites of devices, an F for a fast and an S for a slow one."""
+    *sites: str,
+    model: str = "gpt2",
+    allow: tuple[str, ...] = ("data", "zero2", "diloco"),
+    objective: str = "time",
+    batch: int = 8,
+) -> Ranking:
+    """Few techniques of a small model on sites of devices, an F for a fast and an S for a slow
+    one."""
     train = TrainSpec(steps=1000, batch=batch, seq_len=1024, precision="fp16")
     spec = models.presets()[model].spec
     return rank(

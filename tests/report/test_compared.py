@@ -1,4 +1,5 @@
-"""Measured beside predicted: what is read from the logs of all ranks, the timeline, the words and the page."""
+"""Measured beside predicted: what is read from the logs of all ranks, the timeline, the words and
+the page."""
 
 from __future__ import annotations
 
@@ -50,19 +51,33 @@ def test_a_run_as_predicted_says_so(tmp_path: Path):
     assert found.steps.measured_s == pytest.approx(found.steps.predicted_s, rel=0.03)
     assert found.steps.half[0] <= found.steps.measured_s <= found.steps.half[1]
     (said,) = sentences(found)
-    assert re.fullmatch(r"step [\d.]+ s, predicted [\d.]+ s \(\+\d %\), inside the interval \(.*\); half of .*", said)
+    assert re.fullmatch(
+        r"step [\d.]+ s, predicted [\d.]+ s \(\+\d %\), inside the interval \(.*\); half of .*",
+        said,
+    )
     assert said in summary(open_run(folder), found).splitlines()
 
 
 def test_every_device_has_both_rows_with_every_pass(tmp_path: Path):
     found = found_in(fleet_run(tmp_path / "run"))
-    assert [row.rank for row in found.drawn] == [0, 1, 2] and [row.stage for row in found.rows] == [0, 1, 2]
+    assert [row.rank for row in found.drawn] == [0, 1, 2] and [row.stage for row in found.rows] == [
+        0,
+        1,
+        2,
+    ]
     for row in found.rows:
         for marks in (row.measured, row.predicted):
             for kind in ("forward", "backward"):
-                assert sorted(mark.number for mark in marks if mark.kind == kind) == list(range(1, 9))
-        for one, other in zip(*([mark for mark in marks if mark.kind in ("forward", "backward")]
-                                for marks in (row.measured, row.predicted)), strict=True):  # fmt: skip
+                assert sorted(mark.number for mark in marks if mark.kind == kind) == list(
+                    range(1, 9)
+                )
+        for one, other in zip(
+            *(
+                [mark for mark in marks if mark.kind in ("forward", "backward")]
+                for marks in (row.measured, row.predicted)
+            ),
+            strict=True,
+        ):
             assert (one.kind, one.number) == (other.kind, other.number)
             assert one.end - one.start == pytest.approx(other.end - other.start, rel=1e-3)
             assert one.start == pytest.approx(other.start, abs=0.02 * found.ends)
@@ -70,11 +85,15 @@ def test_every_device_has_both_rows_with_every_pass(tmp_path: Path):
 
 @settings(deadline=None, max_examples=8)
 @given(clocks=st.tuples(*[st.floats(-3600, 3600)] * 3))
-def test_clocks_of_hosts_change_nothing(tmp_path_factory: pytest.TempPathFactory, clocks: tuple[float, ...]):
+def test_clocks_of_hosts_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, clocks: tuple[float, ...]
+):
     folder = tmp_path_factory.mktemp("runs")
     kept = {"steps": 30, "traced": (2, 3), "links": (1, 4), "paces": (1, 1.9, 1)}
-    one, other = (found_in(fleet_run(folder / name, clocks=when, **kept)) for name, when in
-                  (("one", (0, 0, 0)), ("other", clocks)))  # fmt: skip
+    one, other = (
+        found_in(fleet_run(folder / name, clocks=when, **kept))
+        for name, when in (("one", (0, 0, 0)), ("other", clocks))
+    )
     assert [d.who for d in one.drifts] == [d.who for d in other.drifts] and len(one.drifts) == 2
     for a, b in zip(one.rows, other.rows, strict=True):
         ends = [[mark.end for mark in row.measured] for row in (a, b)]
@@ -98,12 +117,20 @@ def test_rows_of_unlike_devices_of_one_stage_have_their_own_passes(tmp_path: Pat
     found = found_in(fleet_run(tmp_path / "run", make=side_by_side))
     assert [row.words.split("; ")[1] for row in found.rows] == ["16 rows", "8 rows", "8 rows"]
     for row in found.rows:
-        (busy, planned) = ([mark for mark in marks if mark.kind in ("forward", "backward")]
-                           for marks in (row.measured, row.predicted))  # fmt: skip
-        assert [mark.end for mark in busy] == pytest.approx([mark.end for mark in planned], rel=1e-3)
-    ends = [max(mark.end for mark in row.predicted if mark.kind == "backward") for row in found.rows]
+        (busy, planned) = (
+            [mark for mark in marks if mark.kind in ("forward", "backward")]
+            for marks in (row.measured, row.predicted)
+        )
+        assert [mark.end for mark in busy] == pytest.approx(
+            [mark.end for mark in planned], rel=1e-3
+        )
+    ends = [
+        max(mark.end for mark in row.predicted if mark.kind == "backward") for row in found.rows
+    ]
     assert ends[1] == ends[2] < ends[0]
-    assert {part.name: part for part in found.parts}["communication"].measured_s > 0.1 * found.steps.predicted_s
+    assert {part.name: part for part in found.parts}[
+        "communication"
+    ].measured_s > 0.1 * found.steps.predicted_s
 
 
 def test_peak_memory_of_every_device_and_of_the_fullest(tmp_path: Path):
@@ -112,17 +139,24 @@ def test_peak_memory_of_every_device_and_of_the_fullest(tmp_path: Path):
     told = run.history.estimate
     assert told is not None
     assert [(row.memory, row.memory_predicted) for row in found.rows] == [
-        (7 * 10**8, told.memory[0].total), (8 * 10**8, told.memory[1].total), (None, told.memory[2].total)
-    ]  # fmt: skip
+        (7 * 10**8, told.memory[0].total),
+        (8 * 10**8, told.memory[1].total),
+        (None, told.memory[2].total),
+    ]
     assert memory_rows(found)[2][2:] == ("no log here", "")
-    assert "800 MB" in next(line for line in report(run, found).splitlines() if line.startswith("peak memory"))
+    assert "800 MB" in next(
+        line for line in report(run, found).splitlines() if line.startswith("peak memory")
+    )
 
 
 def test_what_lies_on_another_host_is_said_and_not_guessed(tmp_path: Path):
     found = found_in(fleet_run(tmp_path / "run", missing=(1, 2)))
     assert [row.rank for row in found.drawn] == [0]
     assert found.slowest is None and found.parts == ()
-    assert "No log of ranks 1 and 2 lies here: amst and star kept what was recorded there." in found.notes
+    assert (
+        "No log of ranks 1 and 2 lies here: amst and star kept what was recorded there."
+        in found.notes
+    )
 
 
 def test_the_step_shown_is_the_last_that_all_have(tmp_path: Path):
@@ -154,7 +188,9 @@ def test_runs_without_spans_and_without_a_cluster_open(tmp_path: Path):
     (folder / "cluster.json").write_text('{"sites": [], "moons": 3}')
     assert any("No predicted rows" in note for note in found_in(folder).notes)
     plan = make_plan(60, world=2)
-    old = write_run(tmp_path / "old", train_events(plan, first=0, last=60, at=0.0, reason="done"), plan)
+    old = write_run(
+        tmp_path / "old", train_events(plan, first=0, last=60, at=0.0, reason="done"), plan
+    )
     assert compare(open_run(write_run(tmp_path / "none", [], make_plan(5, world=2)))) is None
     assert compare(open_run(old)) is None  # Its estimate is of one device.
 
@@ -191,7 +227,9 @@ def test_a_gpu_that_takes_orders_ahead_is_not_split(tmp_path: Path):
     assert any("GPU" in note for note in found.notes)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium"
+)
 def test_a_browser_draws_every_mark_without_a_complaint(tmp_path: Path):
     made = write_report(fleet_run(tmp_path / "run", steps=40, traced=(3,)))
     found, written = made.compared, made.page
@@ -201,7 +239,7 @@ def test_a_browser_draws_every_mark_without_a_complaint(tmp_path: Path):
       const inside = [...document.querySelectorAll(".rows rect.mark")].every(
         (mark) => mark.getBoundingClientRect().right <= page.clientWidth);
       document.body.innerHTML = `<pre id=read>${seen} ${page.scrollWidth <= innerWidth} ${inside}</pre>`;
-    </script></body>"""
+    </script></body>"""  # noqa: E501
     probed = tmp_path / "probed.html"
     probed.write_text(written.read_text().replace("</body>", probe))
     done = browse(probed, tmp_path / "profile", "--window-size=400,900", "--dump-dom")
@@ -217,7 +255,14 @@ def test_the_terminal_keeps_to_its_width(tmp_path: Path, width: int):
     lines = shown(found, width).splitlines()
     assert max(map(len, lines)) <= width
     labels = [line.split("  ")[0].strip() or "predicted" for line in lines[1:7]]
-    assert labels == ["rank 0, stage 1", "predicted", "rank 1, stage 2", "predicted", "rank 2, stage 3", "predicted"]
+    assert labels == [
+        "rank 0, stage 1",
+        "predicted",
+        "rank 1, stage 2",
+        "predicted",
+        "rank 2, stage 3",
+        "predicted",
+    ]
     assert all(glyph in lines[1] for glyph in "▒█-u")
 
 
@@ -225,10 +270,14 @@ def test_two_real_workers_show_what_they_did_and_what_was_planned(tmp_path: Path
     train = TrainSpec(steps=150, batch=8, seq_len=16, precision="fp32", validate_every=1000)
     base = tiny.plan(train)
     stages = tuple(
-        Stage(units=units, mesh=Mesh(ranks=(rank,), shape=(1,), axes=("data",)), rows=(8,),
-              grad_sync=GradSync(bucket_bytes=None))
+        Stage(
+            units=units,
+            mesh=Mesh(ranks=(rank,), shape=(1,), axes=("data",)),
+            rows=(8,),
+            grad_sync=GradSync(bucket_bytes=None),
+        )
         for rank, units in enumerate(((0, 2), (2, 4)))
-    )  # fmt: skip
+    )
     replica = Replica(stages=stages, edges=(Edge(bits=32),), microbatches=4, in_flight=(2, 1))
     plan = msgspec.structs.replace(base, replicas=(replica,), devices=base.devices * 2)
     run = tiny.run_folder(tmp_path / "run", plan)

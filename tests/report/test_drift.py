@@ -34,27 +34,37 @@ def test_a_device_with_another_pace_is_named_with_it(tmp_path: Path, slow: int, 
     (one,) = drifts(tmp_path / "run", paces=paces, make=make, clocks=(0, 0.7, -40))
     assert one.what == "device" and one.paces == {slow: pytest.approx(pace, rel=0.01)}
     place = ("gat", "amst", "star")[slow]
-    assert str(one).startswith(f"rank {slow} (epyc in {place}) computes {pace:.2g}x as long as the plan assumed: ")
+    assert str(one).startswith(
+        f"rank {slow} (epyc in {place}) computes {pace:.2g}x as long as the plan assumed: "
+    )
 
 
 def test_an_interval_allows_what_it_allows(tmp_path: Path):
     assert drifts(tmp_path / "inside", paces=(1.1, 1.2, 1.1)) == []
-    assert [one.what for one in drifts(tmp_path / "beyond", paces=(1.9, 2.0, 2.1))] == ["device"] * 3
+    assert [one.what for one in drifts(tmp_path / "beyond", paces=(1.9, 2.0, 2.1))] == [
+        "device"
+    ] * 3
 
 
 @pytest.mark.parametrize(("links", "who"), [((5, 1), "gat and amst"), ((1, 5), "amst and star")])
-def test_a_link_is_named_without_comparing_clocks(tmp_path: Path, links: tuple[float, float], who: str):
+def test_a_link_is_named_without_comparing_clocks(
+    tmp_path: Path, links: tuple[float, float], who: str
+):
     (one,) = drifts(tmp_path / "run", links=links, clocks=(0, 12.5, -3))
     assert (one.what, one.who) == ("messages", who)
     assert one.factor == pytest.approx(5, rel=0.1)
-    assert str(one).startswith(f"messages between {who} take {one.factor:.2g}x as long as the plan assumed: ")
+    assert str(one).startswith(
+        f"messages between {who} take {one.factor:.2g}x as long as the plan assumed: "
+    )
 
 
 def test_sums_of_gradients_are_told_from_waiting_for_the_slowest(tmp_path: Path):
     (one,) = drifts(tmp_path / "sums", make=side_by_side, sums=4, clocks=(0, 1, 2))
     assert (one.what, one.who) == ("gradients", "gat, amst and star")
     assert one.factor == pytest.approx(4, rel=0.01)
-    assert [one.what for one in drifts(tmp_path / "slow", make=side_by_side, paces=(1, 4, 1))] == ["device"]
+    assert [one.what for one in drifts(tmp_path / "slow", make=side_by_side, paces=(1, 4, 1))] == [
+        "device"
+    ]
 
 
 def test_nothing_is_claimed_without_data(tmp_path: Path):
@@ -72,7 +82,9 @@ def test_nothing_is_claimed_without_data(tmp_path: Path):
 def test_starts_that_all_ended_while_they_warmed_up_say_nothing(tmp_path: Path):
     run = open_run(fleet_run(tmp_path / "run", paces=(1, 1, 3)))
     cold = tuple(msgspec.structs.replace(one, warm=False) for one in run.history.steps)
-    found = compare(msgspec.structs.replace(run, history=msgspec.structs.replace(run.history, steps=cold)))
+    found = compare(
+        msgspec.structs.replace(run, history=msgspec.structs.replace(run.history, steps=cold))
+    )
     assert found is not None and not found.drifts
 
 
@@ -92,11 +104,17 @@ def test_what_hardly_matters_is_left_out(tmp_path: Path):
     folder = fleet_run(tmp_path / "run", paces=(1, 1, 1))
     found = compare(open_run(folder))
     assert found is not None
-    shares = [sum(mark.end - mark.start for mark in row.predicted if mark.kind != "sums") / found.steps.predicted_s
-              for row in found.rows]  # fmt: skip
+    shares = [
+        sum(mark.end - mark.start for mark in row.predicted if mark.kind != "sums")
+        / found.steps.predicted_s
+        for row in found.rows
+    ]
     least = min(range(3), key=shares.__getitem__)
     few = 1 + 0.09 / shares[least]
-    assert drifts(tmp_path / "few", paces=tuple(few if rank == least else 1 for rank in range(3))) == []
+    assert (
+        drifts(tmp_path / "few", paces=tuple(few if rank == least else 1 for rank in range(3)))
+        == []
+    )
 
 
 def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
@@ -105,14 +123,21 @@ def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
     made = write_report(folder)
     run, found, written = made.run, made.compared, made.page
     assert found is not None and found.again in sentences(found)
-    cluster = paced(load_cluster_json(RunFolder(folder).cluster), {("star", 0): found.drifts[0].paces[2]})
-    assert [device.learned.pace for device in cluster.devices] == pytest.approx([1, 1, 2.5], rel=0.01)
+    cluster = paced(
+        load_cluster_json(RunFolder(folder).cluster), {("star", 0): found.drifts[0].paces[2]}
+    )
+    assert [device.learned.pace for device in cluster.devices] == pytest.approx(
+        [1, 1, 2.5], rel=0.01
+    )
     costs = costs_of(run.plan, cluster)
-    ranking = rank(run.plan.model, cluster, run.plan.train, costs.engine, allow=("data", "pipeshard"))
+    ranking = rank(
+        run.plan.model, cluster, run.plan.train, costs.engine, allow=("data", "pipeshard")
+    )
     best = next(one for one in ranking.candidates if one.eligible and 0 in one.places)
     speed = best.estimate.tokens_per_s / price(run.plan, costs).tokens_per_s
     assert found.again == (
-        f"planned again with this pace, {called(best)} would be chosen: {speed:.2g}x as many tokens a second"
+        f"planned again with this pace, {called(best)} would be chosen: {speed:.2g}x as many "
+        "tokens a second"
     )
     assert speed > 1.01 and found.again[1:] in written.read_text()
 
@@ -127,9 +152,14 @@ def test_so_it_does_with_a_slow_link(tmp_path: Path):
     assert drift.ends == ("gat", "amst")
     there = load_cluster_json(RunFolder(folder).cluster)
     cluster = paced(there, {}, {drift.ends: drift.factor})
-    assert cluster.link("amst", "gat").pace == pytest.approx(8 * there.link("amst", "gat").pace, rel=0.1)
+    assert cluster.link("amst", "gat").pace == pytest.approx(
+        8 * there.link("amst", "gat").pace, rel=0.1
+    )
     assert cluster.link("amst", "star") == there.link("amst", "star")
-    assert price(run.plan, costs_of(run.plan, cluster)).step_s > price(run.plan, costs_of(run.plan, there)).step_s
+    assert (
+        price(run.plan, costs_of(run.plan, cluster)).step_s
+        > price(run.plan, costs_of(run.plan, there)).step_s
+    )
     assert found.again.startswith("planned again with this pace, ")
 
 
@@ -138,8 +168,13 @@ def test_where_no_plan_is_faster_that_is_said(tmp_path: Path):
     run = open_run(fleet_run(tmp_path / "first", make=side_by_side, **slow))  # type: ignore[arg-type]
     cluster = paced(load_cluster_json(RunFolder(run.folder).cluster), {("star", 0): 2.5})
     engine = costs_of(run.plan, cluster).engine
-    (best,) = rank(run.plan.model, cluster, run.plan.train, engine, allow=("data",), parts=False).candidates
+    (best,) = rank(
+        run.plan.model, cluster, run.plan.train, engine, allow=("data",), parts=False
+    ).candidates
     folder = fleet_run(tmp_path / "best", make=lambda steps: best.plan, **slow)  # type: ignore[arg-type,return-value]
     (folder / "run.yaml").write_text("data: docs\nparallel: {technique: data}\n")
     found = write_report(folder).compared
-    assert found is not None and found.again == "planned again with this pace, no plan would be faster than this one"
+    assert (
+        found is not None
+        and found.again == "planned again with this pace, no plan would be faster than this one"
+    )

@@ -13,7 +13,15 @@ from farspan.domain.results import Finished, Measurement, Saved, Validated, Warn
 from farspan.domain.run import RunFolder
 from farspan.report import measure as measuring
 from farspan.report.history import WARMUP_STEPS, is_complete, open_run, trace
-from tests.report.fake_run import ESTIMATE, make_plan, one_step, resumed_run, started, train_events, write_run
+from tests.report.fake_run import (
+    ESTIMATE,
+    make_plan,
+    one_step,
+    resumed_run,
+    started,
+    train_events,
+    write_run,
+)
 
 
 def measure(folder: Path) -> Measurement | None:
@@ -21,7 +29,9 @@ def measure(folder: Path) -> Measurement | None:
 
 
 def validated(step: int, loss: float, at: float = 0.0) -> Validated:
-    return Validated(at=at, step=step, loss=loss, bits_per_byte=loss / 2, tokens=1000, seconds=0.1, best=False)
+    return Validated(
+        at=at, step=step, loss=loss, bits_per_byte=loss / 2, tokens=1000, seconds=0.1, best=False
+    )
 
 
 def test_one_start_by_hand(tmp_path):
@@ -30,10 +40,15 @@ def test_one_start_by_hand(tmp_path):
     # Ten slow steps would be the median without the warm-up rule: 5 x 9 s, then 2, 1, 2, 4, 2 s.
     for number, step_s in enumerate([9, 9, 9, 9, 9, 2, 1, 2, 4, 2], 1):
         events.append(one_step(100.0 + 10 * number, number, step_s=step_s, loss=float(number)))
-    events += [validated(5, 3.0), validated(10, 3.5), Finished(at=230.0, step=10, reason="deadline", seconds=130.0)]
+    events += [
+        validated(5, 3.0),
+        validated(10, 3.5),
+        Finished(at=230.0, step=10, reason="deadline", seconds=130.0),
+    ]
     measured = measure(write_run(tmp_path / "run", events, plan))
 
-    # 6 N + 12 L d T by hand: N = 6 (4 d^2 + 2 d f) + V d, d = 384, f = 1536, V = 8192, L = 6, T = 256.
+    # 6 N + 12 L d T by hand: N = 6 (4 d^2 + 2 d f) + V d, d = 384, f = 1536, V = 8192, L = 6, T =
+    # 256.
     weights = 6 * (4 * 384**2 + 2 * 384 * 1536) + 8192 * 384
     flops_per_token = 6 * weights + 12 * 6 * 384 * 256
     assert measured.step_s == 2.0
@@ -82,7 +97,10 @@ def test_each_start_has_its_own_warm_up(tmp_path):
 def test_unlike_numbers_of_workers_keep_rates_a_device(tmp_path):
     one, two = make_plan(40), make_plan(40, world=2)
     events = [started(0.0, 0, one), *(one_step(float(n), n, step_s=0.2) for n in range(1, 21))]
-    events += [started(100.0, 20, two), *(one_step(100.0 + n, n, step_s=0.1) for n in range(21, 41))]
+    events += [
+        started(100.0, 20, two),
+        *(one_step(100.0 + n, n, step_s=0.1) for n in range(21, 41)),
+    ]
     measured = measure(write_run(tmp_path / "run", events, one))
     alone = measure(write_run(tmp_path / "alone", events[:21], one))
     assert measured.tflops_per_device == pytest.approx(alone.tflops_per_device)
@@ -97,8 +115,15 @@ def test_a_whole_run_agrees_with_its_events(tmp_path):
 
 def test_one_step_is_enough(tmp_path):
     plan = make_plan(1)
-    measured = measure(write_run(tmp_path / "run", [started(0.0), one_step(3.0, 1, step_s=0.5)], plan))
-    assert (measured.step_s, measured.steps, measured.val_loss, measured.perplexity) == (0.5, 1, None, None)
+    measured = measure(
+        write_run(tmp_path / "run", [started(0.0), one_step(3.0, 1, step_s=0.5)], plan)
+    )
+    assert (measured.step_s, measured.steps, measured.val_loss, measured.perplexity) == (
+        0.5,
+        1,
+        None,
+        None,
+    )
 
 
 def test_an_unfinished_last_line_is_left_out(tmp_path):
@@ -120,10 +145,16 @@ def test_a_warning_given_before_a_start_adds_no_time(tmp_path):
     assert trace(events[9:]).warnings == (warned,)
 
 
-@pytest.mark.parametrize("reason", ["done", "deadline", "early-stop", "interrupted", "failed", None])
+@pytest.mark.parametrize(
+    "reason", ["done", "deadline", "early-stop", "interrupted", "failed", None]
+)
 def test_a_run_that_ended_by_itself_has_nothing_left_to_train(tmp_path, reason):
     plan = make_plan(20)
-    folder = RunFolder(write_run(tmp_path / "run", train_events(plan, first=0, last=9, at=0.0, reason=reason), plan))
+    folder = RunFolder(
+        write_run(
+            tmp_path / "run", train_events(plan, first=0, last=9, at=0.0, reason=reason), plan
+        )
+    )
     assert is_complete(folder) == (reason in ("done", "deadline", "early-stop"))
     folder.events.unlink()
     assert not is_complete(folder)

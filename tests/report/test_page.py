@@ -20,12 +20,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.domain.results import Step, Warned
-from farspan.report.charts import GROUPS, HEIGHT, WIDTH, Axis, Chart, Scale, Series, label, thin, ticks, to_csv
+from farspan.report.charts import (
+    GROUPS,
+    HEIGHT,
+    WIDTH,
+    Axis,
+    Chart,
+    Scale,
+    Series,
+    label,
+    thin,
+    ticks,
+    to_csv,
+)
 from farspan.report.figures import figures, smooth
 from farspan.report.history import open_run
 from farspan.report.page import environment, page, write_page
 from farspan.runtime.training.events import EventLog
-from tests.report.fake_run import CORPUS, START, make_plan, one_step, resumed_run, started, train_events, write_run
+from tests.report.fake_run import (
+    CORPUS,
+    START,
+    make_plan,
+    one_step,
+    resumed_run,
+    started,
+    train_events,
+    write_run,
+)
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "line", "circle", "polyline"}
 
@@ -56,7 +77,11 @@ class Reader(HTMLParser):
         self.texts.append(data)
 
     def links(self, prefix: str) -> list[str]:
-        return [value for _, name, value in self.attributes if name == "href" and value.startswith(prefix)]
+        return [
+            value
+            for _, name, value in self.attributes
+            if name == "href" and value.startswith(prefix)
+        ]
 
 
 def tiny_run(folder: Path) -> Path:
@@ -69,7 +94,11 @@ def stepless_run(folder: Path) -> Path:
 
 
 def failed_run(folder: Path) -> Path:
-    return write_run(folder, train_events(make_plan(90), first=0, last=41, at=START, reason="failed"), make_plan(90))
+    return write_run(
+        folder,
+        train_events(make_plan(90), first=0, last=41, at=START, reason="failed"),
+        make_plan(90),
+    )
 
 
 @pytest.mark.parametrize("make", [tiny_run, stepless_run, failed_run, resumed_run])
@@ -84,7 +113,8 @@ def test_the_page_is_well_formed_and_needs_no_network(tmp_path, make):
     outside = [
         (tag, name, value)
         for tag, name, value in reader.attributes
-        if name in ("src", "href", "srcset", "action", "data", "poster") and not value.startswith("data:")
+        if name in ("src", "href", "srcset", "action", "data", "poster")
+        and not value.startswith("data:")
     ]
     assert outside == []
     names = [value for _, name, value in reader.attributes if name == "id"]
@@ -95,12 +125,31 @@ def test_everything_of_the_run_is_there(tmp_path):
     run = open_run(resumed_run(tmp_path / "my run"))
     reader = Reader(page(run))
     text = " ".join(" ".join(reader.texts).split())
-    for part in ("my run", "Finished every step", "unigram entropy", "bigram entropy", CORPUS.hash, run.plan.hash,
-                 "CPU with AMX", "budget: {time: 2m}", "data: pydocs # the <built-in> corpus & nothing else",
-                 "1 .pdf: no text in it", "validation uses 12 of 1,640 documents <only>", "resumed",
-                 "checkpoints/00001400", 'Return a <string> & "more" at step 1400.', "</script>"):  # fmt: skip
+    for part in (
+        "my run",
+        "Finished every step",
+        "unigram entropy",
+        "bigram entropy",
+        CORPUS.hash,
+        run.plan.hash,
+        "CPU with AMX",
+        "budget: {time: 2m}",
+        "data: pydocs # the <built-in> corpus & nothing else",
+        "1 .pdf: no text in it",
+        "validation uses 12 of 1,640 documents <only>",
+        "resumed",
+        "checkpoints/00001400",
+        'Return a <string> & "more" at step 1400.',
+        "</script>",
+    ):
         assert part in text, part
-    titles = ["Loss against tokens", "Loss against time", "Tokens a second", "Learning rate", "Gradient norm"]
+    titles = [
+        "Loss against tokens",
+        "Loss against time",
+        "Tokens a second",
+        "Learning rate",
+        "Gradient norm",
+    ]
     assert all(title in text for title in titles)
 
 
@@ -118,8 +167,14 @@ def test_the_links_hold_each_figure_and_its_points(tmp_path):
     assert [float(row["tokens"]) for row in rows] == [2048 * n for n in range(1, 121)]
     for row, timed in zip(rows, run.history.steps, strict=True):
         assert float(row["train loss"]) == pytest.approx(timed.step.loss, rel=1e-5)
-    drawn = {float(row["tokens"]): float(row["validation loss"]) for row in rows if row["validation loss"]}
-    assert drawn == pytest.approx({2048.0 * v.step: v.loss for v in run.history.validations}, rel=1e-5)
+    drawn = {
+        float(row["tokens"]): float(row["validation loss"])
+        for row in rows
+        if row["validation loss"]
+    }
+    assert drawn == pytest.approx(
+        {2048.0 * v.step: v.loss for v in run.history.validations}, rel=1e-5
+    )
 
 
 def test_blank_lines_of_a_sample_are_one(tmp_path):
@@ -132,7 +187,9 @@ def test_blank_lines_of_a_sample_are_one(tmp_path):
 def test_names_of_levels_are_drawn_over_every_line(tmp_path):
     chart = figures(open_run(resumed_run(tmp_path / "run")))[0]
     drawn = str(environment().get_template("chart.svg").module.drawing(chart, chart.text))
-    assert drawn.index('class="note"') > max(drawn.rindex(f'class="{line}"') for line in ("level", "mark", "grid"))
+    assert drawn.index('class="note"') > max(
+        drawn.rindex(f'class="{line}"') for line in ("level", "mark", "grid")
+    )
     assert drawn.index('class="note"') > drawn.rindex("<polyline")
 
 
@@ -144,7 +201,9 @@ def test_steps_that_overflowed_have_no_gradient_norm(tmp_path, skipped):
     with EventLog(folder / "events.jsonl") as log:
         for event in train_events(plan, first=0, last=40, at=START, reason="done"):
             if isinstance(event, Step) and event.step <= skipped:
-                event = msgspec.structs.replace(event, grad_norm=math.inf if event.step % 2 else math.nan)
+                event = msgspec.structs.replace(
+                    event, grad_norm=math.inf if event.step % 2 else math.nan
+                )
             log.write(event)
     run = open_run(folder)
     unknown = [timed.step.grad_norm is None for timed in run.history.steps]
@@ -158,7 +217,9 @@ def test_steps_that_overflowed_have_no_gradient_norm(tmp_path, skipped):
 
 def test_a_hundred_thousand_steps_make_a_small_page(tmp_path):
     plan = make_plan(100_000)
-    folder = write_run(tmp_path / "run", train_events(plan, first=0, last=100_000, at=START, reason="done"), plan)
+    folder = write_run(
+        tmp_path / "run", train_events(plan, first=0, last=100_000, at=START, reason="done"), plan
+    )
     assert len(page(open_run(folder)).encode()) < 1_000_000
 
 
@@ -170,10 +231,16 @@ def test_the_same_events_give_the_same_bytes(tmp_path):
 
 def test_hostile_text_stays_text(tmp_path):
     plan = make_plan(5)
-    nasty = '</style></script><script>document.title="owned"</script><img src=x onerror=alert(1)>{{ 7*7 }}{% raw %}'
+    nasty = (
+        '</style></script><script>document.title="owned"</script><img src=x onerror=alert(1)>{{ '
+        "7*7 }}{% raw %}"
+    )
     events = train_events(plan, first=0, last=5, at=START, reason="done")
     events.insert(1, Warned(at=START, message=nasty))
-    events = [msgspec.structs.replace(e, prompt=nasty, text=nasty) if hasattr(e, "prompt") else e for e in events]
+    events = [
+        msgspec.structs.replace(e, prompt=nasty, text=nasty) if hasattr(e, "prompt") else e
+        for e in events
+    ]
     folder = write_run(tmp_path / nasty.replace("/", "_"), events, plan)
     (folder / "run.yaml").write_text(nasty)
     reader = Reader(page(open_run(folder)))
@@ -182,7 +249,10 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 def chart(values: list[float | None], **more) -> Chart:
-    series = (Series("a", values, "line", "train"), Series("b", [None] * len(values), "points", "val"))
+    series = (
+        Series("a", values, "line", "train"),
+        Series("b", [None] * len(values), "points", "val"),
+    )
     return Chart("n", "t", Axis("x", [float(i) for i in range(len(values))]), series, **more)
 
 
@@ -196,7 +266,9 @@ FINITE = st.floats(-1e9, 1e9, allow_subnormal=False)
 @given(st.lists(FINITE, min_size=1, max_size=60), st.sampled_from(["free", "zero", "log"]))
 def test_every_point_lies_inside_the_box(values, scale):
     values = values if scale == "free" else [abs(value) for value in values]
-    root = ElementTree.fromstring(DRAWING.drawing(chart(values, scale=scale, levels=(("l", values[0]),)), "d").strip())
+    root = ElementTree.fromstring(
+        DRAWING.drawing(chart(values, scale=scale, levels=(("l", values[0]),)), "d").strip()
+    )
     for line in root.iter("polyline"):
         for point in line.get("points").split():
             x, y = map(float, point.split(","))
@@ -224,15 +296,22 @@ def test_thinning_keeps_extremes_ends_and_validations(seed, count):
     lone = rng.randrange(count)
     marked = msgspec.structs.replace(
         whole,
-        series=(whole.series[0], Series("b", [1.0 if i == lone else None for i in range(count)], "points", "val")),
+        series=(
+            whole.series[0],
+            Series("b", [1.0 if i == lone else None for i in range(count)], "points", "val"),
+        ),
     )
     thinned = thin(marked)
     values = whole.series[0].values
     x = thinned.x.values
     assert len(x) <= 2 * GROUPS + 3
-    assert min(thinned.series[0].values) == min(values) and max(thinned.series[0].values) == max(values)
+    assert min(thinned.series[0].values) == min(values) and max(thinned.series[0].values) == max(
+        values
+    )
     assert x[0] == 0 and x[-1] == count - 1 and float(lone) in x
-    assert all(value == values[int(at)] for at, value in zip(x, thinned.series[0].values, strict=True))
+    assert all(
+        value == values[int(at)] for at, value in zip(x, thinned.series[0].values, strict=True)
+    )
 
 
 def test_short_charts_are_drawn_whole():
@@ -240,7 +319,9 @@ def test_short_charts_are_drawn_whole():
     assert thin(whole) == whole
     assert to_csv(whole) == "x,a,b\n0,1,\n1,,\n2,3,\n"
     named = msgspec.structs.replace(whole.series[0], name='7B, "wide"')
-    assert to_csv(msgspec.structs.replace(whole, series=(named,))).startswith('x,"7B, ""wide"""\n0,1\n')
+    assert to_csv(msgspec.structs.replace(whole, series=(named,))).startswith(
+        'x,"7B, ""wide"""\n0,1\n'
+    )
 
 
 def test_smoothing_by_hand():
@@ -250,27 +331,54 @@ def test_smoothing_by_hand():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (1e-15, "0"), (3e-4, "3e-4"), (2.5e-4, "2.5e-4"), (0.05, "0.05"), (4.5, "4.5"), (-2, "-2"),
-     (999, "999"), (5000, "5,000"), (20_000, "20k"), (1.5e6, "1.5M"), (2e9, "2B")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (1e-15, "0"),
+        (3e-4, "3e-4"),
+        (2.5e-4, "2.5e-4"),
+        (0.05, "0.05"),
+        (4.5, "4.5"),
+        (-2, "-2"),
+        (999, "999"),
+        (5000, "5,000"),
+        (20_000, "20k"),
+        (1.5e6, "1.5M"),
+        (2e9, "2B"),
+    ],
+)
 def test_tick_labels(value, text):
     assert label(value) == text
 
 
 def browser_command(path: Path, profile: Path, *more: str) -> list[str]:
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--enable-logging=stderr", "--disable-background-networking", "--disable-component-update",
-             "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"]  # fmt: skip
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--enable-logging=stderr",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--user-data-dir={profile}",
+    ]
     return [shutil.which("chromium") or "chromium", *flags, *more, path.as_uri()]
 
 
 def browse(path: Path, profile: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(browser_command(path, profile, *more), capture_output=True, text=True, timeout=180)
+    return subprocess.run(
+        browser_command(path, profile, *more), capture_output=True, text=True, timeout=180
+    )
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium"
+)
 def test_a_browser_opens_the_page_without_a_complaint_and_shows_values(tmp_path):
-    """A script added to the page moves the pointer over each figure and tells what a reader is shown."""
+    """A script added to the page moves the pointer over each figure and tells what a reader is
+    shown."""
     path = write_page(open_run(resumed_run(tmp_path / "run")))
     html = path.read_text()
     probe = """<script>
@@ -283,7 +391,7 @@ def test_a_browser_opens_the_page_without_a_complaint_and_shows_values(tmp_path)
       });
       document.body.innerHTML = "<pre id=read></pre>";
       document.getElementById("read").textContent = JSON.stringify(read);
-    </script></body>"""
+    </script></body>"""  # noqa: E501
     probed = tmp_path / "probed.html"
     probed.write_text(html.replace("</body>", probe))
     done = browse(probed, tmp_path / "profile", "--window-size=400,900", "--dump-dom")
@@ -291,5 +399,8 @@ def test_a_browser_opens_the_page_without_a_complaint_and_shows_values(tmp_path)
     found = re.search(r'<pre id="read">(.*?)</pre>', done.stdout, re.DOTALL)
     read = json.loads(found[1])
     assert len(read) == 6
-    assert read[0][0].startswith("tokens  2,867,200\ntrain loss  4.") and "validation loss  4.53" in read[0][0]
+    assert (
+        read[0][0].startswith("tokens  2,867,200\ntrain loss  4.")
+        and "validation loss  4.53" in read[0][0]
+    )
     assert all(last != before and fits for last, before, fits in read)

@@ -1,4 +1,5 @@
-"""Pictures of plans: every device, byte, pass and part of memory is drawn once, in the terminal and on the page."""
+"""Pictures of plans: every device, byte, pass and part of memory is drawn once, in the terminal and
+on the page."""
 
 from __future__ import annotations
 
@@ -19,9 +20,16 @@ from farspan.report.plan_terminal import show
 from tests.planning.worlds import ranking
 
 TOLD = Told(
-    title="data & more", question="q", choice="c", tiles=(("Time", "1 min", "at <most>"),), heads=("#", "technique"),
-    rows=(("1", "data"),), marked=0, refused=("diloco: no plan",), why=(("Why", ("because",)),),
-)  # fmt: skip
+    title="data & more",
+    question="q",
+    choice="c",
+    tiles=(("Time", "1 min", "at <most>"),),
+    heads=("#", "technique"),
+    rows=(("1", "data"),),
+    marked=0,
+    refused=("diloco: no plan",),
+    why=(("Why", ("because",)),),
+)
 
 
 def drawn(technique: str, where: str, *sites: str) -> tuple[Picture, object]:
@@ -38,12 +46,16 @@ def pipeline(memory: int | None = None) -> Picture:
     cuts = (0, 4, 7, 11, 14)
     stages = tuple(
         Stage(
-            units=(cuts[i], cuts[i + 1]), mesh=Mesh(ranks=(i,), shape=(1,), axes=("data",)), rows=(32,),
+            units=(cuts[i], cuts[i + 1]),
+            mesh=Mesh(ranks=(i,), shape=(1,), axes=("data",)),
+            rows=(32,),
             grad_sync=GradSync(bucket_bytes=None),
         )
         for i in range(4)
-    )  # fmt: skip
-    replica = Replica(stages=stages, edges=(Edge(bits=16),) * 3, microbatches=16, in_flight=(5, 4, 3, 2))
+    )
+    replica = Replica(
+        stages=stages, edges=(Edge(bits=16),) * 3, microbatches=16, in_flight=(5, 4, 3, 2)
+    )
     train = msgspec.structs.replace(base.train, batch=32)
     plan = msgspec.structs.replace(base, train=train, replicas=(replica,))
     costs = costs_of(plan, one.cluster)
@@ -51,12 +63,21 @@ def pipeline(memory: int | None = None) -> Picture:
     if memory is None:
         return shown
     small = [
-        msgspec.structs.replace(site, hosts=tuple(
-            msgspec.structs.replace(host, boxes=tuple(
-                msgspec.structs.replace(box, capacity=memory, usable=0.9 * memory) for box in host.boxes
-            )) for host in site.hosts
-        )) for site in shown.sites
-    ]  # fmt: skip
+        msgspec.structs.replace(
+            site,
+            hosts=tuple(
+                msgspec.structs.replace(
+                    host,
+                    boxes=tuple(
+                        msgspec.structs.replace(box, capacity=memory, usable=0.9 * memory)
+                        for box in host.boxes
+                    ),
+                )
+                for host in site.hosts
+            ),
+        )
+        for site in shown.sites
+    ]
     return msgspec.structs.replace(shown, sites=tuple(small))
 
 
@@ -106,9 +127,13 @@ def test_a_pipeline_draws_every_pass_once_and_ends_with_the_step() -> None:
     assert [lane.name for lane in shown.lanes] == ["stage 1", "stage 2", "stage 3", "stage 4"]
     for lane in shown.lanes:
         for kind in ("forward", "backward"):
-            assert sorted(mark.number for mark in lane.marks if mark.kind == kind) == list(range(1, 17))
+            assert sorted(mark.number for mark in lane.marks if mark.kind == kind) == list(
+                range(1, 17)
+            )
         assert [mark.kind for mark in lane.marks].count("update") == 1
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(lane.marks, lane.marks[1:], strict=False))
+        assert all(
+            a.end <= b.start + 1e-9 for a, b in zip(lane.marks, lane.marks[1:], strict=False)
+        )
     assert shown.estimate.step_s <= shown.ends <= 1.3 * shown.estimate.step_s
 
 
@@ -140,7 +165,9 @@ def test_what_does_not_fit_is_marked_in_both() -> None:
     assert "too much" not in plan_page(pipeline(), TOLD)
 
 
-@pytest.mark.parametrize("make", [pipeline, lambda: drawn("data", "one fast of h0", "FF", "SS")[0], lambda: None])
+@pytest.mark.parametrize(
+    "make", [pipeline, lambda: drawn("data", "one fast of h0", "FF", "SS")[0], lambda: None]
+)
 def test_the_page_is_whole_offline_and_escaped(make) -> None:
     html = plan_page(make(), TOLD)
     checker = Balance()

@@ -26,7 +26,9 @@ def show(events: Iterable[Event], folder: Path) -> None:
 
 
 def read(folder: Path):
-    found = accumulator.EventAccumulator(str(folder), size_guidance={accumulator.SCALARS: 0, accumulator.TENSORS: 0})
+    found = accumulator.EventAccumulator(
+        str(folder), size_guidance={accumulator.SCALARS: 0, accumulator.TENSORS: 0}
+    )
     return found.Reload()
 
 
@@ -92,10 +94,13 @@ def test_a_resumption_replaces_the_steps_it_repeats(tmp_path):
 
 def test_a_kill_loses_nothing_shown(tmp_path):
     plan = make_plan(30)
-    folder = write_run(tmp_path / "run", train_events(plan, first=0, last=30, at=START, reason=None), plan)
+    folder = write_run(
+        tmp_path / "run", train_events(plan, first=0, last=30, at=START, reason=None), plan
+    )
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from farspan.domain.results import read_events; from farspan.report.tensorboard import TensorBoard\n"
+        "from farspan.domain.results import read_events; from farspan.report.tensorboard import "
+        "TensorBoard\n"
         "board = TensorBoard(Path(sys.argv[2]))\n"
         "for event in read_events(Path(sys.argv[1])): board.show(event)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -28,36 +28,57 @@ def test_plan_line():
     work = msgspec.structs.replace(ESTIMATE.workload, usd_per_hour=None, steps=1250)
     free = msgspec.structs.replace(ESTIMATE, workload=work)
     assert plan_line(make_plan(1400), free, CORPUS) == (
-        "gpt2-like, 6 layers x 384, 13.9 M parameters · 2.21 M tokens x 1.3 epochs = 1,400 steps of 2,048 tokens"
+        "gpt2-like, 6 layers x 384, 13.9 M parameters · 2.21 M tokens x 1.3 epochs = 1,400 steps "
+        "of 2,048 tokens"
         " · predicted 2 min 05 s, 1.1 GB"
     )
-    assert plan_line(make_plan(216_000, world=2), ESTIMATE, CORPUS).endswith("1.1 GB, $0.0260 on 2 devices")
+    assert plan_line(make_plan(216_000, world=2), ESTIMATE, CORPUS).endswith(
+        "1.1 GB, $0.0260 on 2 devices"
+    )
     assert " x 200 epochs" in plan_line(make_plan(216_000), ESTIMATE, CORPUS)
 
 
 def test_the_loss_that_was_expected_stands_beside_the_one_reached(tmp_path):
     run = open_run(resumed_run(tmp_path / "run", steps=200))
     counted = tuple(
-        Counted(tokens=tokens, few=few, few_again=few, many_again=few) for tokens, few in ((5e4, 6.0), (2e5, 5.4))
+        Counted(tokens=tokens, few=few, few_again=few, many_again=few)
+        for tokens, few in ((5e4, 6.0), (2e5, 5.4))
     )
-    expected = forecast(counted, parameters=3e6, unique_tokens=1e6, tokens=2e5, steps=50, bigram_nats=5.2)
+    expected = forecast(
+        counted, parameters=3e6, unique_tokens=1e6, tokens=2e5, steps=50, bigram_nats=5.2
+    )
     assert expected is not None
     assert f"validation loss {expected.loss:.2f} ({expected.interval[0]:.2f} to " in plan_line(
         run.plan, ESTIMATE, CORPUS, expected
     )
     foretold = msgspec.structs.replace(run, forecast=expected)
     reached = run.history.validations[-1].loss
-    (row,) = [line for line in report(foretold).splitlines() if line.startswith("validation loss  ")]
-    assert f"{expected.loss:.3f}" in row and f"{reached:.3f}" in row and f"{reached - expected.loss:+.3f}" in row
+    (row,) = [
+        line for line in report(foretold).splitlines() if line.startswith("validation loss  ")
+    ]
+    assert (
+        f"{expected.loss:.3f}" in row
+        and f"{reached:.3f}" in row
+        and f"{reached - expected.loss:+.3f}" in row
+    )
     assert not [line for line in report(run).splitlines() if line.startswith("validation loss  ")]
 
 
 def test_one_of_a_thing_is_not_many(tmp_path):
     plan = msgspec.structs.replace(make_plan(1), model=msgspec.structs.replace(MODEL, layers=1))
-    corpus = msgspec.structs.replace(CORPUS, train=msgspec.structs.replace(CORPUS.train, tokens=2048))
+    corpus = msgspec.structs.replace(
+        CORPUS, train=msgspec.structs.replace(CORPUS.train, tokens=2048)
+    )
     assert "1 layer x 384" in plan_line(plan, ESTIMATE, corpus)
     assert "2.05 k tokens x 1 epoch = 1 step of 2,048 tokens" in plan_line(plan, ESTIMATE, corpus)
-    events = [started(0.0), one_step(1.0, 1), started(9.0), one_step(10.0, 1), started(19.0, 1), one_step(20.0, 2)]
+    events = [
+        started(0.0),
+        one_step(1.0, 1),
+        started(9.0),
+        one_step(10.0, 1),
+        started(19.0, 1),
+        one_step(20.0, 2),
+    ]
     text = report(open_run(write_run(tmp_path / "run", events[:4], make_plan(2))))
     assert "resumed 1 time, 1 step done twice or lost" in text and "run time of 1 step " in text
     text = report(open_run(write_run(tmp_path / "run", events, make_plan(2))))
@@ -67,7 +88,10 @@ def test_one_of_a_thing_is_not_many(tmp_path):
 def test_report_of_a_whole_run(tmp_path):
     text = report(open_run(resumed_run(tmp_path / "demo", steps=200)))
     assert text.startswith("demo: gpt2-like")
-    assert "finished every step · step 200 of 200 · resumed 2 times, 6 steps done twice or lost" in text
+    assert (
+        "finished every step · step 200 of 200 · resumed 2 times, 6 steps done twice or lost"
+        in text
+    )
     assert "warning: validation uses 12 of 1,640 documents <only>" in text
     assert "farspan resume" not in text
     assert text.endswith("25% of the last sample stands in the text word for word")
@@ -81,7 +105,9 @@ def test_report_of_a_whole_run(tmp_path):
 
 def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
     plan = make_plan(100)
-    folder = write_run(tmp_path / "my run", train_events(plan, first=0, last=30, at=START, reason="failed"), plan)
+    folder = write_run(
+        tmp_path / "my run", train_events(plan, first=0, last=30, at=START, reason="failed"), plan
+    )
     text = summary(open_run(folder))
     assert "failed · step 30 of 100" in text
     assert "error[non-finite]" in text
@@ -90,7 +116,9 @@ def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
 
 def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     plan = make_plan(100)
-    work = msgspec.structs.replace(ESTIMATE.workload, steps=90, tokens_per_step=2048, usd_per_hour=None)
+    work = msgspec.structs.replace(
+        ESTIMATE.workload, steps=90, tokens_per_step=2048, usd_per_hour=None
+    )
     estimate = msgspec.structs.replace(ESTIMATE, step_s=0.1, workload=work, interval=(0.5, 2.0))
     start = msgspec.structs.replace(started(0.0, plan=plan), estimate=estimate)
     events = [start, *(one_step(0.2 * n, n, step_s=0.2) for n in range(1, 51))]
@@ -99,9 +127,13 @@ def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     assert line.split("  ")[0] == "run time of 50 steps"
     assert line.split()[-1] == "2.00" and "5.0 s" in line and "10 s" in line
     # Its deadline let 40 of the 100 steps be foretold, in 0.9 of 4.44 s: 50 take as much longer.
-    plan = msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, deadline_s=4.0 / 0.9))
+    plan = msgspec.structs.replace(
+        plan, train=msgspec.structs.replace(plan.train, deadline_s=4.0 / 0.9)
+    )
     work = msgspec.structs.replace(work, deadline_s=4 / 0.9)
-    start = msgspec.structs.replace(started(0.0, plan=plan), estimate=msgspec.structs.replace(estimate, workload=work))
+    start = msgspec.structs.replace(
+        started(0.0, plan=plan), estimate=msgspec.structs.replace(estimate, workload=work)
+    )
     text = report(open_run(write_run(tmp_path / "short", [start, *events[1:]], plan)))
     assert "5.6 s" in next(line for line in text.splitlines() if "run time of 50 steps" in line)
 
@@ -126,26 +158,53 @@ def test_short_times_keep_three_digits():
 
 
 def validated(step: int, loss: float, **fields) -> Validated:
-    told = {"bits_per_byte": loss / 2, "tokens": 16_000, "seconds": 0.1, "best": False, "of": 82_000, "read": "these",
-            "unigram_nats": 5.0, "bigram_nats": 4.0} | fields  # fmt: skip
+    told = {
+        "bits_per_byte": loss / 2,
+        "tokens": 16_000,
+        "seconds": 0.1,
+        "best": False,
+        "of": 82_000,
+        "read": "these",
+        "unigram_nats": 5.0,
+        "bigram_nats": 4.0,
+    } | fields
     return Validated(at=10.0 * step, step=step, loss=loss, **told)
 
 
 def told(folder, *validations, train_loss: float = 6.0) -> tuple[str, str]:
     """The report as text, and as a page."""
     steps = [one_step(10.0 * n, n, loss=train_loss) for n in (1, 2, 3)]
-    run = open_run(write_run(folder, sorted([started(0.0), *steps, *validations], key=lambda e: e.at), make_plan(3)))
+    run = open_run(
+        write_run(
+            folder, sorted([started(0.0), *steps, *validations], key=lambda e: e.at), make_plan(3)
+        )
+    )
     return report(run), page(run)
 
 
 def test_beside_a_loss_is_on_how_many_tokens_it_is_and_how_sure(tmp_path):
     first = validated(2, 4.5, best=True, standard_error=0.08)
-    last = validated(3, 4.2, tokens=82_000, standard_error=0.0, sample_loss=4.4, sample_tokens=16_000, best=True,
-                     unigram_nats=6.0, bigram_nats=4.5)  # fmt: skip
+    last = validated(
+        3,
+        4.2,
+        tokens=82_000,
+        standard_error=0.0,
+        sample_loss=4.4,
+        sample_tokens=16_000,
+        best=True,
+        unigram_nats=6.0,
+        bigram_nats=4.5,
+    )
     text, html = told(tmp_path / "whole", first, last)
-    assert "validation loss 4.200 on 82,000 of 82,000 tokens" in text and "1.80 nats below the unigram" in text
+    assert (
+        "validation loss 4.200 on 82,000 of 82,000 tokens" in text
+        and "1.80 nats below the unigram" in text
+    )
     assert "loss and entropies on 82,000 of 82,000 tokens" in text and "6.000" in text
-    assert "on 82,000 of 82,000 tokens" in html and "validation loss on 16,000 of 82,000 tokens" in html
+    assert (
+        "on 82,000 of 82,000 tokens" in html
+        and "validation loss on 16,000 of 82,000 tokens" in html
+    )
     assert "best weights" not in text
     text, html = told(tmp_path / "part", first)
     assert "validation loss 4.500 ± 0.080 (standard error) on 16,000 of 82,000 tokens" in text
@@ -156,16 +215,24 @@ def test_where_other_weights_than_the_last_are_the_best_both_are_told(tmp_path):
     first = validated(2, 4.3, best=True)
     last = validated(3, 4.2, tokens=82_000, sample_loss=4.6, sample_tokens=16_000)
     for text in told(tmp_path / "run", first, last):
-        assert "best weights, of step 2: 4.300 on 16,000 of 82,000 tokens, where the last have 4.600" in text
+        assert (
+            "best weights, of step 2: 4.300 on 16,000 of 82,000 tokens, where the last have 4.600"
+            in text
+        )
 
 
 def test_a_model_above_the_unigram_entropy_is_called_what_it_is(tmp_path):
     for name, train_loss, before, helps in (
-        ("little", 6.0, 6.5, "more time"), ("heart", 2.0, 6.5, "by heart"),
+        ("little", 6.0, 6.5, "more time"),
+        ("heart", 2.0, 6.5, "by heart"),
         ("spoilt", 6.0, 4.0, "lower train.optimizer.lr"),
-    ):  # fmt: skip
+    ):
         validations = validated(2, before, best=True), validated(3, 6.2)
         for text in told(tmp_path / name, *validations, train_loss=train_loss):
-            assert "has learned less than word frequencies" in text and "1.20 nats above" in text and helps in text
+            assert (
+                "has learned less than word frequencies" in text
+                and "1.20 nats above" in text
+                and helps in text
+            )
     for text in told(tmp_path / "well", validated(3, 4.9)):
         assert "word frequencies" not in text

@@ -1,4 +1,5 @@
-"""Runs against each other: only what differs is told, and only what can be compared is put in order."""
+"""Runs against each other: only what differs is told, and only what can be compared is put in
+order."""
 
 from __future__ import annotations
 
@@ -62,7 +63,11 @@ def test_only_what_differs_is_told(pair):
 
 def test_losses_of_unlike_tokenizers_are_not_put_in_order(pair):
     (pair[1] / "tokenizer.json").write_text('{"words": 2}')
-    rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"bits_per_byte": event["bits_per_byte"] / 2})
+    rewrite(
+        RunFolder(pair[1]),
+        "validated",
+        lambda event: event | {"bits_per_byte": event["bits_per_byte"] / 2},
+    )
     found = versus([open_run(folder) for folder in pair])
     assert lines(found)["validation loss, nats a token"].best is None
     assert lines(found)["validation loss, bits a byte"].best == 1
@@ -76,7 +81,9 @@ def test_losses_on_unlike_texts_are_not_put_in_order(pair):
     val = msgspec.structs.replace(corpus.val, text_bytes=corpus.val.text_bytes + 1)
     save(msgspec.structs.replace(corpus, val=val, hash="another"), run.corpus)
     found = versus([open_run(folder) for folder in pair])
-    assert all(lines(found)[name].best is None for name in lines(found) if name.startswith("validation"))
+    assert all(
+        lines(found)[name].best is None for name in lines(found) if name.startswith("validation")
+    )
     assert any("unlike texts" in note for note in found.notes)
 
 
@@ -94,21 +101,32 @@ def test_losses_of_unlike_parts_of_a_text_are_not_put_in_order(pair):
         train = msgspec.structs.replace(plan.train, validate_tokens=1000)
         save(msgspec.structs.replace(plan, train=train), RunFolder(folder).plan)
     rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"loss": event["loss"] / 2})
-    assert lines(versus([open_run(folder) for folder in pair]))["validation loss, nats a token"].best == 1
-    (pair[1] / "tokenizer.json").write_text('{"words": 2}')  # As many tokens are then another part of the text.
+    assert (
+        lines(versus([open_run(folder) for folder in pair]))["validation loss, nats a token"].best
+        == 1
+    )
+    (pair[1] / "tokenizer.json").write_text(
+        '{"words": 2}'
+    )  # As many tokens are then another part of the text.
     found = versus([open_run(folder) for folder in pair])
-    assert all(lines(found)[name].best is None for name in lines(found) if name.startswith("validation"))
+    assert all(
+        lines(found)[name].best is None for name in lines(found) if name.startswith("validation")
+    )
     (pair[1] / "tokenizer.json").write_text('{"words": 1}')
     rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"tokens": event["tokens"] // 2})
     found = versus([open_run(folder) for folder in pair])
-    assert all(lines(found)[name].best is None for name in lines(found) if name.startswith("validation"))
+    assert all(
+        lines(found)[name].best is None for name in lines(found) if name.startswith("validation")
+    )
     assert any("unlike parts" in note for note in found.notes)
 
 
 def test_what_a_smaller_model_takes_is_not_called_better(pair):
     run = RunFolder(pair[1])
     plan = load(run.plan, Plan)
-    save(msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, layers=1)), run.plan)
+    save(
+        msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, layers=1)), run.plan
+    )
     rewrite(run, "step", lambda event: event | {"step_s": event["step_s"] / 3, "memory_bytes": 5})
     found = lines(versus([open_run(folder) for folder in pair]))
     assert [found[name].best for name in ("step, middle half", "run", "peak memory")] == [None] * 3
@@ -116,7 +134,9 @@ def test_what_a_smaller_model_takes_is_not_called_better(pair):
 
 def test_a_step_is_best_only_beyond_its_spread(pair):
     def scaled(factor):
-        rewrite(RunFolder(pair[1]), "step", lambda event: event | {"step_s": factor * event["step_s"]})
+        rewrite(
+            RunFolder(pair[1]), "step", lambda event: event | {"step_s": factor * event["step_s"]}
+        )
 
     scaled(1.001)
     assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best is None
@@ -127,7 +147,12 @@ def test_a_step_is_best_only_beyond_its_spread(pair):
 def test_steps_of_unlike_tokens_are_not_put_in_order(pair):
     run = RunFolder(pair[1])
     plan = load(run.plan, Plan)
-    save(msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, batch=2 * plan.train.batch)), run.plan)
+    save(
+        msgspec.structs.replace(
+            plan, train=msgspec.structs.replace(plan.train, batch=2 * plan.train.batch)
+        ),
+        run.plan,
+    )
     rewrite(run, "step", lambda event: event | {"step_s": 3 * event["step_s"]})
     found = lines(versus([open_run(folder) for folder in pair]))
     assert found["step, middle half"].best is None and found["run"].best is None
@@ -141,7 +166,8 @@ def test_runs_of_one_name_are_told_by_their_paths(tmp_path):
 
 
 def test_losses_are_put_in_order_only_over_the_same_tokens(pair):
-    """Which tokens these are each validation says; a run of an earlier version, which did not say, is in no order."""
+    """Which tokens these are each validation says; a run of an earlier version, which did not say,
+    is in no order."""
 
     def read(folder, **fields):
         rewrite(RunFolder(folder), "validated", lambda event: event | fields)
@@ -151,7 +177,9 @@ def test_losses_are_put_in_order_only_over_the_same_tokens(pair):
         names = ("validation loss, nats a token", "validation loss, bits a byte")
         return [lines(found)[name].best for name in names], found.notes
 
-    rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"loss": 1.0, "bits_per_byte": 0.5})
+    rewrite(
+        RunFolder(pair[1]), "validated", lambda event: event | {"loss": 1.0, "bits_per_byte": 0.5}
+    )
     for folder in pair:
         read(folder, tokens=17_000, of=83_000, read="these")
     assert order() == ([1, 1], ())
@@ -163,5 +191,9 @@ def test_losses_are_put_in_order_only_over_the_same_tokens(pair):
     for folder in pair:
         read(folder, tokens=83_000)  # Windows of unlike lengths, but all of the split.
     assert order() == ([1, 1], ())
-    rewrite(RunFolder(pair[0]), "validated", lambda e: {k: v for k, v in e.items() if k not in ("of", "read")})
+    rewrite(
+        RunFolder(pair[0]),
+        "validated",
+        lambda e: {k: v for k, v in e.items() if k not in ("of", "read")},
+    )
     assert order()[0] == [None, None]

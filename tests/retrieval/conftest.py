@@ -23,7 +23,8 @@ TOPICS = {
 
 
 def make_documents(count: int) -> list[Document]:
-    """Titles such as `socket.listen_port7.ListenPort`; the first line names the title, the body its words."""
+    """Titles such as `socket.listen_port7.ListenPort`; the first line names the title, the body its
+    words."""
     documents = []
     for number in range(count):
         topic, words = list(TOPICS.items())[number % len(TOPICS)]
@@ -31,8 +32,10 @@ def make_documents(count: int) -> list[Document]:
         documents.append(
             Document(
                 title=f"{topic}.{first}_{second}{number}.{third.title()}Base",
-                text=f"{topic} {first} summary {number}.\n\nThe {topic} will {first} and {second} its {third}"
-                f" (see {words}). Case {number} of many.\n\nMore about how {topic} objects {third}, and when.",
+                text=f"{topic} {first} summary {number}.\n\nThe {topic} will {first} and {second} "
+                f"its {third}"
+                f" (see {words}). Case {number} of many.\n\nMore about how {topic} objects "
+                f"{third}, and when.",
                 origin=f"docs/{number}.txt",
             )
         )
@@ -57,7 +60,8 @@ def fit(
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread():
-    """These models are too small to share out: with other work on the machine, threads would mostly wait."""
+    """These models are too small to share out: with other work on the machine, threads would mostly
+    wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,10 +82,20 @@ def tokenizer(documents):
 def model(request, tokenizer) -> Decoder:
     gpt2 = request.param == "gpt2"
     spec = ModelSpec(
-        family=request.param, layers=2, d_model=32, heads=2, kv_heads=2, d_ff=64, vocab_size=tokenizer.vocab_size,
-        context=64, norm="layernorm" if gpt2 else "rmsnorm", activation="gelu_tanh" if gpt2 else "swiglu",
-        positions="learned" if gpt2 else "rope", bias=gpt2, tied=True,
-    )  # fmt: skip
+        family=request.param,
+        layers=2,
+        d_model=32,
+        heads=2,
+        kv_heads=2,
+        d_ff=64,
+        vocab_size=tokenizer.vocab_size,
+        context=64,
+        norm="layernorm" if gpt2 else "rmsnorm",
+        activation="gelu_tanh" if gpt2 else "swiglu",
+        positions="learned" if gpt2 else "rope",
+        bias=gpt2,
+        tied=True,
+    )
     model = Decoder(spec).eval()
     initialise(model, 5)
     return model

@@ -1,5 +1,5 @@
-"""A process that makes an index, to be stopped: `python -m tests.retrieval.making FOLDER [CHANGED]`. Prints what it
-embedded; with CHANGED so many documents are other ones than before."""
+"""A process that makes an index, to be stopped: `python -m tests.retrieval.making FOLDER
+[CHANGED]`. Prints what it embedded; with CHANGED so many documents are other ones than before."""
 
 from __future__ import annotations
 
@@ -26,9 +26,20 @@ ORIGIN = Origin(model="m", tokenizer="t")
 DOCUMENTS = make_documents(200)
 TOKENIZER = train((document.text for document in DOCUMENTS[:60]), 512)
 SPEC = ModelSpec(
-    family="llama", layers=2, d_model=32, heads=2, kv_heads=2, d_ff=64, vocab_size=TOKENIZER.vocab_size, context=64,
-    norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=True,
-)  # fmt: skip
+    family="llama",
+    layers=2,
+    d_model=32,
+    heads=2,
+    kv_heads=2,
+    d_ff=64,
+    vocab_size=TOKENIZER.vocab_size,
+    context=64,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rope",
+    bias=False,
+    tied=True,
+)
 
 
 def model(seed: int) -> Decoder:
@@ -39,20 +50,35 @@ def model(seed: int) -> Decoder:
 
 def opened(folder: Path, own: Decoder | None = None, tokenizer: Tokenizer = TOKENIZER) -> Index:
     """The index at `folder`, with the model that made it."""
-    return Index.open(folder, lambda fitted, of: Embedder.load(own or model(5), tokenizer, fitted), command="embed")
+    return Index.open(
+        folder,
+        lambda fitted, of: Embedder.load(own or model(5), tokenizer, fitted),
+        command="embed",
+    )
 
 
 def changed(count: int) -> list[Document]:
-    """The documents, the first `count` of them with other words, and as many new ones in place of the last."""
-    some = [msgspec.structs.replace(d, text=f"{d.text}\n\nAnd words that are new.") for d in DOCUMENTS[:count]]
+    """The documents, the first `count` of them with other words, and as many new ones in place of
+    the last."""
+    some = [
+        msgspec.structs.replace(d, text=f"{d.text}\n\nAnd words that are new.")
+        for d in DOCUMENTS[:count]
+    ]
     return [*some, *DOCUMENTS[count : len(DOCUMENTS) - count], *make_documents(200 + count)[200:]]
 
 
 def make(
-    folder: Path, seed: int = 5, stop_after: int | None = None, documents: Sequence[Document] = DOCUMENTS,
-    refit: bool = False, source: str = "", own: Sequence[Query] = (), taught_by: Path | None = None,
-    say=lambda line: None, **recipe,
-) -> tuple[IndexWork, IndexManifest]:  # fmt: skip
+    folder: Path,
+    seed: int = 5,
+    stop_after: int | None = None,
+    documents: Sequence[Document] = DOCUMENTS,
+    refit: bool = False,
+    source: str = "",
+    own: Sequence[Query] = (),
+    taught_by: Path | None = None,
+    say=lambda line: None,
+    **recipe,
+) -> tuple[IndexWork, IndexManifest]:
     """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
 
     def progress(work: IndexWork) -> None:
@@ -60,10 +86,23 @@ def make(
             raise KeyboardInterrupt
 
     work = IndexWork(changed=progress)
-    manifest = build(Task(
-        path=folder, model=model(seed), tokenizer=TOKENIZER, documents=documents, train=170, origin=ORIGIN,
-        recipe=Recipe(**recipe), say=say, work=work, refit=refit, source=source, own=own, teacher=taught_by,
-    ))  # fmt: skip
+    manifest = build(
+        Task(
+            path=folder,
+            model=model(seed),
+            tokenizer=TOKENIZER,
+            documents=documents,
+            train=170,
+            origin=ORIGIN,
+            recipe=Recipe(**recipe),
+            say=say,
+            work=work,
+            refit=refit,
+            source=source,
+            own=own,
+            teacher=taught_by,
+        )
+    )
     return work, manifest
 
 

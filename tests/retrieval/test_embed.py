@@ -1,4 +1,5 @@
-"""Vectors are of a text's tokens and of the model's states, fitted so that what belongs together lies near."""
+"""Vectors are of a text's tokens and of the model's states, fitted so that what belongs together
+lies near."""
 
 import random
 import re
@@ -13,12 +14,19 @@ from farspan.retrieval.pooling import Processes
 from farspan.retrieval.tuning import tune, vectors_of
 from tests.retrieval.conftest import fit, paired
 
-TEXTS = ["short", "a text of several words, and some more", "listen " * 90, "", "the server's port is open\n\nnow"]
+TEXTS = [
+    "short",
+    "a text of several words, and some more",
+    "listen " * 90,
+    "",
+    "the server's port is open\n\nnow",
+]
 TITLES, OWNERS = [" open port", " server words", " some text"], [4, 4, 1]
 
 
 def by_hand(model, tokenizer, texts, corpus) -> np.ndarray:
-    """Every stream of every text averaged with inverse document frequencies, one text at a time, without padding."""
+    """Every stream of every text averaged with inverse document frequencies, one text at a time,
+    without padding."""
     ids = [tokenizer.encode(text) for text in corpus]
     rows = []
     for text in texts:
@@ -31,7 +39,9 @@ def by_hand(model, tokenizer, texts, corpus) -> np.ndarray:
         with torch.no_grad():
             streams = list(model.streams(torch.tensor([[tokenizer.end_of_text, *own]])))
             streams.append(model.norm(streams[-1]))
-        rows.append(np.concatenate([weights @ x[0, 1:].double().numpy() / weights.sum() for x in streams]))
+        rows.append(
+            np.concatenate([weights @ x[0, 1:].double().numpy() / weights.sum() for x in streams])
+        )
     return np.array(rows)
 
 
@@ -39,19 +49,34 @@ def test_features_are_weighted_means_of_every_stream(model, tokenizer, monkeypat
     monkeypatch.setattr("farspan.retrieval.pooling.bf16_is_fast", lambda device: False)
     embedder, _ = fit(model, tokenizer, TEXTS, paired(TITLES, OWNERS, 5), FitSettings())
     for texts in (TEXTS, TITLES):
-        np.testing.assert_allclose(embedder.pool(texts), by_hand(model, tokenizer, texts, TEXTS), atol=1e-5)
+        np.testing.assert_allclose(
+            embedder.pool(texts), by_hand(model, tokenizer, texts, TEXTS), atol=1e-5
+        )
 
 
 def test_vectors_are_what_the_formula_says(model, tokenizer, documents):
     texts = [document.text for document in documents]
-    embedder, vectors = fit(model, tokenizer, texts, paired(TITLES, [0, 7, 3], len(texts)), FitSettings())
+    embedder, vectors = fit(
+        model, tokenizer, texts, paired(TITLES, [0, 7, 3], len(texts)), FitSettings()
+    )
     fitted = {name: tensor.double().numpy() for name, tensor in embedder._fitted.items()}
-    for kind, found, asked in (("passage", vectors, texts), ("query", embedder.queries(TEXTS), TEXTS)):
+    for kind, found, asked in (
+        ("passage", vectors, texts),
+        ("query", embedder.queries(TEXTS), TEXTS),
+    ):
         features = embedder.pool(asked).double().numpy()
         for row, text in enumerate(asked):
-            tokens = set(tokenizer.encode("".join(f" {part}" for part in re.findall(r"[a-z0-9]+", text.lower()))))
+            tokens = set(
+                tokenizer.encode(
+                    "".join(f" {part}" for part in re.findall(r"[a-z0-9]+", text.lower()))
+                )
+            )
             own = sum(
-                (np.exp(fitted["token_weights"][token]) * fitted["table"][token] for token in tokens), np.zeros(512)
+                (
+                    np.exp(fitted["token_weights"][token]) * fitted["table"][token]
+                    for token in tokens
+                ),
+                np.zeros(512),
             )
             states = (features[row] - fitted[f"{kind}_mean"]) @ fitted[f"{kind}_map"]
             gated = np.exp(fitted[f"{kind}_gate"]) * states / np.linalg.norm(states)
@@ -84,7 +109,8 @@ def test_tokens_come_near_others_that_mean_the_same():
 
 
 def _hit(passages, texts, said, asked, fit) -> float:
-    """How often one of the last 500 texts finds its own passage first among theirs, fitted to the others."""
+    """How often one of the last 500 texts finds its own passage first among theirs, fitted to the
+    others."""
     known = len(said) - 500
     pairs = paired([""] * known, range(known), known)
     bags, features = (said[:known], asked[:known]), (passages[:known], texts[:known])
@@ -95,14 +121,22 @@ def _hit(passages, texts, said, asked, fit) -> float:
 
 
 def test_what_looks_alike_is_told_apart_where_it_was_given_as_wrong():
-    """Asked for token 0, passages that have it and token 1 are right, those that have it and token 2 are not."""
+    """Asked for token 0, passages that have it and token 1 are right, those that have it and token
+    2 are not."""
     rng = random.Random(0)
     said = [[0, 1 + row % 2, *rng.sample(range(3, 60), 6)] for row in range(400)]
     features, right = torch.zeros(400, 4), [row for row in range(400) if not row % 2]
     for given in (False, True):
         negatives = [[row + 1] * given for row in right]
         pairs = Pairs([""] * 200, list(range(200)), right, negatives, np.arange(400))
-        fitted = tune((said, [[0]] * 200), (features, features[:200]), torch.ones(60), pairs, 4, FitSettings(batch=32))
+        fitted = tune(
+            (said, [[0]] * 200),
+            (features, features[:200]),
+            torch.ones(60),
+            pairs,
+            4,
+            FitSettings(batch=32),
+        )
         asked = vectors_of(fitted, [[0]], features[:1], "query")[0]
         apart = vectors_of(fitted, said, features, "passage") @ asked
         assert (apart[::2].mean() - apart[1::2].mean() > 0.2) == given
@@ -118,7 +152,9 @@ def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model, tokenizer, doc
 
 def test_saved_and_loaded_gives_the_same_vectors(model, tokenizer, documents, tmp_path):
     texts = [document.text for document in documents]
-    embedder, vectors = fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
+    embedder, vectors = fit(
+        model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings()
+    )
     embedder.save(tmp_path / "fitted.safetensors")
     loaded = Embedder.load(model, tokenizer, tmp_path / "fitted.safetensors")
     np.testing.assert_allclose(loaded.passages(texts), vectors, atol=1e-6)
@@ -126,7 +162,9 @@ def test_saved_and_loaded_gives_the_same_vectors(model, tokenizer, documents, tm
 
 
 def test_equal_and_empty_texts_still_get_finite_vectors(model, tokenizer):
-    embedder, vectors = fit(model, tokenizer, ["same", "same"], paired(["same"], [0], 2), FitSettings())
+    embedder, vectors = fit(
+        model, tokenizer, ["same", "same"], paired(["same"], [0], 2), FitSettings()
+    )
     assert np.isfinite(vectors).all()
     assert np.isfinite(embedder.passages(["", "same", "other"])).all()
     assert np.isfinite(embedder.queries(["", "same", "other"])).all()

@@ -12,7 +12,9 @@ from farspan.retrieval.rank import DEPTH, by_document, fuse, query_form
 
 
 def make(number: int, body: str | None = None) -> Document:
-    text = f"First line {number}.\n" + (f"Body {number} has five words or more." if body is None else body)
+    text = f"First line {number}.\n" + (
+        f"Body {number} has five words or more." if body is None else body
+    )
     return Document(title=f"pkg.name{number}", text=text, origin=str(number))
 
 
@@ -38,8 +40,16 @@ def test_validation_documents_come_first_and_tuning_is_apart():
 
 
 def test_documents_without_a_body_are_not_asked_for():
-    documents = [make(0, ""), make(1, " word " * (BODY_WORDS - 1)), make(2, " word " * BODY_WORDS), make(3)]
-    assert [query.relevant for query in sorted(chosen(documents, train=0).reported, key=lambda q: q.text)] == [
+    documents = [
+        make(0, ""),
+        make(1, " word " * (BODY_WORDS - 1)),
+        make(2, " word " * BODY_WORDS),
+        make(3),
+    ]
+    assert [
+        query.relevant
+        for query in sorted(chosen(documents, train=0).reported, key=lambda q: q.text)
+    ] == [
         (2,),
         (3,),
     ]
@@ -55,14 +65,21 @@ def test_same_titles_and_same_bodies_answer_one_another():
 
 
 def test_no_document_answers_both_a_reported_and_a_tuning_query():
-    """Each validation document's body is also that of a training document, whose title another one has too."""
+    """Each validation document's body is also that of a training document, whose title another one
+    has too."""
     documents = []
     for n in range(40):
         body = body_of(make(n))
-        documents += [make(100 + n, body), make(100 + n, f"Case {n} of some other five words."), make(200 + n)]
+        documents += [
+            make(100 + n, body),
+            make(100 + n, f"Case {n} of some other five words."),
+            make(200 + n),
+        ]
     documents += [make(300 + n, body_of(make(n))) for n in range(40)]
     queries = chosen(documents, train=120)
-    reported, tuning = ({n for query in some for n in query.relevant} for some in (queries.reported, queries.tuning))
+    reported, tuning = (
+        {n for query in some for n in query.relevant} for some in (queries.reported, queries.tuning)
+    )
     assert queries.tuning and len(queries.reported) >= 40
     assert not reported & tuning
 
@@ -77,7 +94,9 @@ def test_chunks_give_documents_their_best_and_only_the_nearest_count():
 def test_fusion_by_hand():
     fused = fuse(np.array([4, 2, 0], np.float32), np.array([0, 0.5, 0.9], np.float32), 0.5)
     np.testing.assert_allclose(fused, [1, 0.75, 0.45])
-    np.testing.assert_allclose(fuse(np.zeros(2, np.float32), np.array([0.2, 0.4], np.float32), 1.0), [0.2, 0.4])
+    np.testing.assert_allclose(
+        fuse(np.zeros(2, np.float32), np.array([0.2, 0.4], np.float32), 1.0), [0.2, 0.4]
+    )
 
 
 def test_systems_are_measured_as_a_plain_loop_does():
@@ -96,9 +115,12 @@ def test_systems_are_measured_as_a_plain_loop_does():
         for row, query in enumerate(asked):
             scores = scores_of(row, query)
             places = [
-                1 + i for i, n in enumerate(sorted(range(40), key=lambda n: (-scores[n], n in query.relevant)))
+                1 + i
+                for i, n in enumerate(
+                    sorted(range(40), key=lambda n: (-scores[n], n in query.relevant))
+                )
                 if n in query.relevant
-            ]  # fmt: skip
+            ]
             hits1.append(places[0] <= 1)
             hits10.append(places[0] <= 10)
             best = 1 + 1 / math.log2(3)
@@ -107,7 +129,11 @@ def test_systems_are_measured_as_a_plain_loop_does():
 
     def by_vectors(side):
         def best(row, document):
-            return max(side.chunks[i] @ side.reported[row] for i, owner in enumerate(owners) if owner == document)
+            return max(
+                side.chunks[i] @ side.reported[row]
+                for i, owner in enumerate(owners)
+                if owner == document
+            )
 
         return lambda row, query: [max(0, best(row, n)) for n in range(40)]
 
@@ -120,18 +146,31 @@ def test_systems_are_measured_as_a_plain_loop_does():
     }
     for system, (hit1, hit10, gain) in expected.items():
         quality = found.systems[system]
-        np.testing.assert_allclose([quality.hit_at_1, quality.hit_at_10, quality.ndcg_at_10], [hit1, hit10, gain])
+        np.testing.assert_allclose(
+            [quality.hit_at_1, quality.hit_at_10, quality.ndcg_at_10], [hit1, hit10, gain]
+        )
     for difference in found.differences:
-        a, b = (getattr(found.systems[name], difference.metric) for name in (difference.a, difference.b))
+        a, b = (
+            getattr(found.systems[name], difference.metric) for name in (difference.a, difference.b)
+        )
         assert abs(difference.mean - (a - b)) < 1e-12
         assert difference.interval[0] <= difference.mean <= difference.interval[1]
-    assert (result.val_documents, result.train_documents, found.reported, found.tuning) == (6, 4, 10, 2)
+    assert (result.val_documents, result.train_documents, found.reported, found.tuning) == (
+        6,
+        4,
+        10,
+        2,
+    )
     assert "6 validation documents" in table(result) and "4 training documents" in table(result)
 
 
 def test_the_fusion_weight_is_the_best_on_tuning_queries_alone():
     bodies = ["same words", "same words", "same words"]
-    side = ModelVectors(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[[0]], np.eye(3, dtype=np.float32)[[1]])
+    side = ModelVectors(
+        np.eye(3, dtype=np.float32),
+        np.eye(3, dtype=np.float32)[[0]],
+        np.eye(3, dtype=np.float32)[[1]],
+    )
     queries = Queries([Query("same", (2,))], [Query("same", (1,))], 0)
     result = evaluate(bodies, range(3), queries, {"model": side}, seed=0)
     assert result.fusion_weight == 0.05, "every weight finds it: the smallest is taken"
@@ -139,12 +178,14 @@ def test_the_fusion_weight_is_the_best_on_tuning_queries_alone():
 
 
 def chosen_on(kinds: dict[str, tuple[int, float]], seed: int):
-    """Of queries of each kind: how many, and the share of them whose document is the nearest vector. Words tie."""
+    """Of queries of each kind: how many, and the share of them whose document is the nearest
+    vector. Words tie."""
     generator = np.random.default_rng(seed)
     documents = sum(count for count, _ in kinds.values())
     near = np.concatenate([generator.random(count) < share for count, share in kinds.values()])
     asked = [
-        Query("same", (n,), kind) for n, kind in enumerate(k for k, (count, _) in kinds.items() for _ in range(count))
+        Query("same", (n,), kind)
+        for n, kind in enumerate(k for k, (count, _) in kinds.items() for _ in range(count))
     ]
     eye = np.eye(documents, dtype=np.float32)
     places = [n if near[n] else (n + 1) % documents for n in range(documents)]
@@ -157,12 +198,21 @@ def chosen_on(kinds: dict[str, tuple[int, float]], seed: int):
 def test_searches_answer_with_words_unless_vectors_find_more_of_every_kind():
     assert chosen_on({"title": (60, 1.0), "question": (60, 1.0)}, 0).default == "fused"
     assert chosen_on({"title": (60, 0.0), "question": (60, 0.0)}, 0).default == "bm25"
-    assert chosen_on({"title": (2, 1.0)}, 0).gain.interval[0] <= chosen_on({"title": (60, 1.0)}, 0).gain.interval[0]
-    assert choose(["a b", "c d"], range(2), [], ModelVectors(*[np.eye(2, dtype=np.float32)] * 3), 0).default == "bm25"
+    assert (
+        chosen_on({"title": (2, 1.0)}, 0).gain.interval[0]
+        <= chosen_on({"title": (60, 1.0)}, 0).gain.interval[0]
+    )
+    assert (
+        choose(
+            ["a b", "c d"], range(2), [], ModelVectors(*[np.eye(2, dtype=np.float32)] * 3), 0
+        ).default
+        == "bm25"
+    )
 
 
 def test_vectors_that_find_less_than_words_are_not_asked():
-    """Words find every question and no title; vectors every title, and put others before the questions' documents."""
+    """Words find every question and no title; vectors every title, and put others before the
+    questions' documents."""
     bodies = [f"word{n} of its own" for n in range(40)]
     titles = [Query("nothing known", (n,)) for n in range(20)]
     questions = [Query(f"word{n}", (n,), "question") for n in range(20, 40)]
@@ -176,18 +226,24 @@ def test_vectors_that_find_less_than_words_are_not_asked():
 def test_questions_and_openings_are_asked_and_left_out_of_what_is_found():
     documents = [
         Document(
-            title=f"faq {n}", origin=str(n),
+            title=f"faq {n}",
+            origin=str(n),
             text=f"faq {n}\nHow this part {n} is used every day.\n\nSome words stand before it.\n\n"
             f"# Why does thing {n} fail?\n\nBecause part {n} was left out of the box.\n",
         )
         for n in range(40)
-    ]  # fmt: skip
+    ]
     queries = chosen(documents, train=40)
-    kinds = {kind: [q for q in queries.reported if q.kind == kind] for kind in ("title", "question", "opening")}
+    kinds = {
+        kind: [q for q in queries.reported if q.kind == kind]
+        for kind in ("title", "question", "opening")
+    }
     assert len(kinds["title"]) == len(kinds["opening"]) and kinds["question"]
     for query in (*queries.reported, *queries.tuning):
         (number,) = query.relevant
         assert query.text.strip() not in body_of(documents[number])
     assert {q.text for q in kinds["question"]} <= {f"Why does thing {n} fail?" for n in range(40)}
     text = documents[0].text
-    assert len(body_of(documents[0])) == len(text) - text.index("\n\n"), "places of what stays are the same"
+    assert len(body_of(documents[0])) == len(text) - text.index("\n\n"), (
+        "places of what stays are the same"
+    )

@@ -1,4 +1,5 @@
-"""An index follows its text: what is new is embedded, what is gone is removed, and the rest is left as it was."""
+"""An index follows its text: what is new is embedded, what is gone is removed, and the rest is left
+as it was."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.search import search
 from tests.retrieval import making
 
-NEW = Document(title="Quokka", text="A quokka.\n\nThe quokka lives on an island and eats leaves.", origin="new.txt")
+NEW = Document(
+    title="Quokka",
+    text="A quokka.\n\nThe quokka lives on an island and eats leaves.",
+    origin="new.txt",
+)
 
 
 def check(index: Index, documents: list[Document]) -> None:
@@ -27,10 +32,17 @@ def check(index: Index, documents: list[Document]) -> None:
     ]
     for row, chunk in enumerate(passages):
         assert documents[chunk.document].text[chunk.start :].startswith(chunk.text)
-        assert chunk.document == passages.rows_N["document"][row] and chunk.id == passages.rows_N["id"][row]
-    assert {n for n in range(len(documents)) if passages.of_document(n)} == set(range(len(documents)))
+        assert (
+            chunk.document == passages.rows_N["document"][row]
+            and chunk.id == passages.rows_N["id"][row]
+        )
+    assert {n for n in range(len(documents)) if passages.of_document(n)} == set(
+        range(len(documents))
+    )
     assert index.store.ids().tolist() == sorted(passages.rows_N["id"].tolist())
-    embedder = Embedder.load(making.model(5), making.TOKENIZER, index.path / manifest.files / "fitted.safetensors")
+    embedder = Embedder.load(
+        making.model(5), making.TOKENIZER, index.path / manifest.files / "fitted.safetensors"
+    )
     vectors = embedder.passages([chunk.indexed for chunk in passages])
     assert np.einsum("ne,ne->n", vectors, passages.vectors_NE).min() > 0.999
     for row in range(0, len(vectors), 17):
@@ -75,21 +87,31 @@ def test_any_changes_give_the_index_of_what_is_there_in_the_end(folder: Path, se
         index.close()
     fresh = making.make(folder.with_name("fresh"), evaluate=False, documents=documents)[1]
     other = making.opened(folder.with_name("fresh"))
-    assert sorted(other.passages.rows_N["id"]) == sorted(making.opened(folder).passages.rows_N["id"])
+    assert sorted(other.passages.rows_N["id"]) == sorted(
+        making.opened(folder).passages.rows_N["id"]
+    )
     assert fresh.corpus == manifest.corpus
     other.close()
 
 
 def test_one_changed_document_embeds_its_own_new_chunks_alone(folder: Path):
     lines: list[str] = []
-    documents = [msgspec.structs.replace(making.DOCUMENTS[0], text=making.DOCUMENTS[0].text + "\n\nOne more line.")]
-    work, _ = making.make(folder, evaluate=False, documents=[*documents, *making.DOCUMENTS[1:]], say=lines.append)
+    documents = [
+        msgspec.structs.replace(
+            making.DOCUMENTS[0], text=making.DOCUMENTS[0].text + "\n\nOne more line."
+        )
+    ]
+    work, _ = making.make(
+        folder, evaluate=False, documents=[*documents, *making.DOCUMENTS[1:]], say=lines.append
+    )
     assert 0 < work.embedded <= 3
     assert lines[0].startswith("1 document new or changed, 1 gone: embedding")
 
 
 def test_a_document_that_moved_keeps_its_vectors(folder: Path):
-    moved = [msgspec.structs.replace(d, origin=f"elsewhere/{d.origin}", line=4) for d in making.DOCUMENTS]
+    moved = [
+        msgspec.structs.replace(d, origin=f"elsewhere/{d.origin}", line=4) for d in making.DOCUMENTS
+    ]
     work, manifest = making.make(folder, evaluate=False, documents=moved)
     assert work.embedded == 0 and manifest.fitted_chunks == manifest.chunks
     index = making.opened(folder)
@@ -98,7 +120,10 @@ def test_a_document_that_moved_keeps_its_vectors(folder: Path):
 
 
 def test_what_a_filter_finds_follows_the_columns(folder: Path):
-    marked = [msgspec.structs.replace(d, metadata={"year": str(n % 3)}) for n, d in enumerate(making.DOCUMENTS)]
+    marked = [
+        msgspec.structs.replace(d, metadata={"year": str(n % 3)})
+        for n, d in enumerate(making.DOCUMENTS)
+    ]
     _, manifest = making.make(folder, evaluate=False, documents=marked)
     assert manifest.fields == ("title", "origin", "year")
     index = making.opened(folder)
@@ -106,7 +131,9 @@ def test_what_a_filter_finds_follows_the_columns(folder: Path):
         found = search(index, "socket port of a thread", 200, system, {"year": "1"})
         assert found.results and all(result.metadata == {"year": "1"} for result in found.results)
         whole = search(index, "socket port of a thread", 200, system)
-        assert {r.title for r in found.results} <= {r.title for r in whole.results} or system != "bm25"
+        assert {r.title for r in found.results} <= {
+            r.title for r in whole.results
+        } or system != "bm25"
     index.close()
 
 
@@ -118,14 +145,20 @@ def test_a_new_fit_is_due_when_much_is_new_and_is_made_when_asked_for(folder: Pa
     assert followed.fit_is_due
     work, fitted = making.make(folder, evaluate=False, documents=much, refit=True)
     assert not fitted.fit_is_due and fitted.fit != followed.fit and work.embedded >= fitted.chunks
-    assert making.make(folder, evaluate=False, documents=much, refit=True)[0].embedded == 0, "nothing is left to do"
+    assert making.make(folder, evaluate=False, documents=much, refit=True)[0].embedded == 0, (
+        "nothing is left to do"
+    )
 
 
 def test_an_evaluation_stays_with_its_fit(tmp_path: Path):
     folder = tmp_path / "index"
     first = making.make(folder)[1]
     second = making.make(folder, documents=[*making.DOCUMENTS, NEW])[1]
-    assert first.evaluation is not None and second.evaluation == first.evaluation and second.fit == first.fit
+    assert (
+        first.evaluation is not None
+        and second.evaluation == first.evaluation
+        and second.fit == first.fit
+    )
     assert making.make(folder, documents=[*making.DOCUMENTS, NEW], evaluate=False)[0].embedded == 0
 
 
@@ -142,7 +175,10 @@ def test_a_document_that_a_source_gives_twice_is_found_once_each(tmp_path: Path)
     _, manifest = making.make(tmp_path / "index", evaluate=False, documents=twice)
     index = making.opened(tmp_path / "index")
     assert index.store.count() == manifest.chunks == len({*index.passages.rows_N["id"].tolist()})
-    assert [result.title for result in search(index, "quokka", 9, "bm25").results] == ["Quokka", "Quokka"]
+    assert [result.title for result in search(index, "quokka", 9, "bm25").results] == [
+        "Quokka",
+        "Quokka",
+    ]
     index.close()
 
 

@@ -30,7 +30,9 @@ def tables(server: str) -> set[str]:
     import psycopg
 
     with psycopg.connect(server.partition(":")[2]) as connection:
-        rows = connection.execute("SELECT tablename FROM pg_tables WHERE tablename LIKE 'farspan%'").fetchall()
+        rows = connection.execute(
+            "SELECT tablename FROM pg_tables WHERE tablename LIKE 'farspan%'"
+        ).fetchall()
     return {name for (name,) in rows}
 
 
@@ -66,7 +68,9 @@ def test_a_new_fit_and_another_store_leave_no_table_behind(server: str, tmp_path
     index.close()
 
 
-def test_what_a_killed_build_did_not_clear_is_cleared_by_the_next(server: str, tmp_path: Path, monkeypatch):
+def test_what_a_killed_build_did_not_clear_is_cleared_by_the_next(
+    server: str, tmp_path: Path, monkeypatch
+):
     folder, before = tmp_path / "index", tables(server)
     making.make(folder, evaluate=False, store=server)
 

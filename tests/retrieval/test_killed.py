@@ -1,4 +1,5 @@
-"""Builds killed at random moments: what was committed answers, and the next build goes on to the same index."""
+"""Builds killed at random moments: what was committed answers, and the next build goes on to the
+same index."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """An index that a build is to bring up to other documents, and the seconds from its first file to its end."""
+    """An index that a build is to bring up to other documents, and the seconds from its first file
+    to its end."""
     folder = tmp_path_factory.mktemp("before") / "index"
     making.make(folder, evaluate=False)
     trial = folder.parent / "trial" / "index"
@@ -46,7 +48,9 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> float:
     return time.monotonic()
 
 
-def test_a_build_killed_at_any_moment_loses_nothing_and_is_gone_on_with(before: tuple[Path, float], tmp_path: Path):
+def test_a_build_killed_at_any_moment_loses_nothing_and_is_gone_on_with(
+    before: tuple[Path, float], tmp_path: Path
+):
     source, seconds = before
     rng, old, new = random.Random(30), list(making.DOCUMENTS), making.changed(CHANGED)
     outcomes = set()
@@ -97,15 +101,22 @@ print(opened)
 """
 
 
-def test_two_readers_during_a_write_find_one_index_or_the_other(before: tuple[Path, float], tmp_path: Path):
-    """Readers that open the index again and again, from before a write until they have seen the new one."""
+def test_two_readers_during_a_write_find_one_index_or_the_other(
+    before: tuple[Path, float], tmp_path: Path
+):
+    """Readers that open the index again and again, from before a write until they have seen the new
+    one."""
     folder = tmp_path / "index"
     shutil.copytree(before[0], folder)
     readers = [
-        subprocess.Popen([sys.executable, "-c", READER, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                         text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", READER, str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     for reader in readers:
         assert reader.stdout is not None and reader.stdout.readline() == "reading\n"
     writer = start(folder)

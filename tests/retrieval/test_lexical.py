@@ -18,11 +18,25 @@ TEXTS = [
 
 def test_names_are_split_and_kept_whole():
     assert words("torch.nn.CrossEntropyLoss") == [
-        "torch", "nn", "cross", "entropy", "loss", "torch.nn.crossentropyloss",
-    ]  # fmt: skip
+        "torch",
+        "nn",
+        "cross",
+        "entropy",
+        "loss",
+        "torch.nn.crossentropyloss",
+    ]
     assert words("HTTPServer _private_name x2Y plain.") == [
-        "http", "server", "httpserver", "private", "name", "private_name", "x2", "y", "x2y", "plain",
-    ]  # fmt: skip
+        "http",
+        "server",
+        "httpserver",
+        "private",
+        "name",
+        "private_name",
+        "x2",
+        "y",
+        "x2y",
+        "plain",
+    ]
     assert words("Ünïcode 日本 ...") == ["ünïcode", "日本"]
 
 

@@ -24,8 +24,13 @@ def test_by_hand():
     assert (hit(np.array([2, 20]), 1), hit(np.array([2, 20]), 10)) == (0, 1)
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=12).flatmap(
-    lambda scores: st.tuples(st.just(scores), st.sets(st.integers(0, len(scores) - 1), min_size=1))))  # fmt: skip
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=12).flatmap(
+        lambda scores: st.tuples(
+            st.just(scores), st.sets(st.integers(0, len(scores) - 1), min_size=1)
+        )
+    )
+)
 def test_ranks_are_those_of_a_sort(case):
     scores, relevant = case
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i in relevant))
@@ -35,10 +40,14 @@ def test_ranks_are_those_of_a_sort(case):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_values_are_those_of_trec_eval(seed: int):
-    pytrec_eval = pytest.importorskip("pytrec_eval", reason="needs pytrec-eval-terrier: pip install 'farspan[test]'")
+    pytrec_eval = pytest.importorskip(
+        "pytrec_eval", reason="needs pytrec-eval-terrier: pip install 'farspan[test]'"
+    )
     rng = np.random.default_rng(seed)
     scores = rng.permutation(int(rng.integers(3, 300))).astype(float)
-    relevant = rng.choice(len(scores), int(rng.integers(1, 1 + len(scores) // 2)), replace=False).tolist()
+    relevant = rng.choice(
+        len(scores), int(rng.integers(1, 1 + len(scores) // 2)), replace=False
+    ).tolist()
     judged = {"q": {f"d{n}": 1 for n in relevant}}
     ranked = {"q": {f"d{n}": float(score) for n, score in enumerate(scores)}}
     evaluator = pytrec_eval.RelevanceEvaluator(judged, {"ndcg_cut.10", "recall.100", "recip_rank"})
@@ -62,6 +71,8 @@ def test_intervals_cover_the_true_mean_about_95_times_in_100():
     generator = np.random.default_rng(0)
     covered = 0
     for trial in range(200):
-        low, high = bootstrap(generator.choice([-1.0, 0.0, 1.0], 300, p=[0.1, 0.7, 0.2]), seed=trial, resamples=500)
+        low, high = bootstrap(
+            generator.choice([-1.0, 0.0, 1.0], 300, p=[0.1, 0.7, 0.2]), seed=trial, resamples=500
+        )
         covered += low <= 0.1 <= high
     assert 180 <= covered <= 199

@@ -1,4 +1,5 @@
-"""Headings are found as a reader sees them, and a passage lies under those that a reader would name."""
+"""Headings are found as a reader sees them, and a passage lies under those that a reader would
+name."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""An index is built once, whole or not at all, refused where it does not belong, and answers as it says."""
+"""An index is built once, whole or not at all, refused where it does not belong, and answers as it
+says."""
 
 import msgspec
 import numpy as np
@@ -23,7 +24,13 @@ def make(path, model, tokenizer, documents, **changes) -> tuple[IndexManifest, l
     said: list[str] = []
     options = {"train": TRAIN, "origin": ORIGIN, "recipe": Recipe()} | changes
     task = Task(
-        path=path, model=model, tokenizer=tokenizer, documents=documents, say=said.append, work=IndexWork(), **options
+        path=path,
+        model=model,
+        tokenizer=tokenizer,
+        documents=documents,
+        say=said.append,
+        work=IndexWork(),
+        **options,
     )
     return build(task), said
 
@@ -50,7 +57,9 @@ def with_evaluation(index: Index, **changes) -> None:
     """Put an evaluation into an open index."""
     evaluation = index.manifest.evaluation
     assert isinstance(evaluation, Evaluation)
-    index.manifest = msgspec.structs.replace(index.manifest, evaluation=msgspec.structs.replace(evaluation, **changes))
+    index.manifest = msgspec.structs.replace(
+        index.manifest, evaluation=msgspec.structs.replace(evaluation, **changes)
+    )
 
 
 def better(index: Index, system: str) -> None:
@@ -64,12 +73,17 @@ def test_the_manifest_says_what_the_index_is(built, model, tokenizer, documents)
     titles = evaluation.kinds["title"]
     assert evaluation.val_documents == 10 and evaluation.train_documents + titles.tuning <= TRAIN
     assert titles.reported == 10 + evaluation.train_documents
-    assert all(set(kind.systems) == {"bm25", "untuned", "model", "fused"} for kind in evaluation.kinds.values())
+    assert all(
+        set(kind.systems) == {"bm25", "untuned", "model", "fused"}
+        for kind in evaluation.kinds.values()
+    )
     assert (manifest.fit.k1, manifest.fit.b) == (evaluation.k1, evaluation.b)
     assert msgspec.json.decode((built / "index.json").read_bytes(), type=IndexManifest) == manifest
 
 
-def test_the_same_again_does_nothing_and_anything_else_builds_anew(tmp_path, model, tokenizer, documents):
+def test_the_same_again_does_nothing_and_anything_else_builds_anew(
+    tmp_path, model, tokenizer, documents
+):
     path = tmp_path / "index"
     first, _ = make(path, model, tokenizer, documents)
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
@@ -78,7 +92,9 @@ def test_the_same_again_does_nothing_and_anything_else_builds_anew(tmp_path, mod
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()} == before
     other, said = make(path, model, tokenizer, documents, origin=Origin(model="m2", tokenizer="t1"))
     assert other.origin.model == "m2" and len(said) > 1
-    changed, said = make(path, model, tokenizer, documents[:-1], origin=other.origin, recipe=Recipe(seed=3))
+    changed, said = make(
+        path, model, tokenizer, documents[:-1], origin=other.origin, recipe=Recipe(seed=3)
+    )
     assert changed.documents == 59 and len(said) > 1
     assert [p.name for p in tmp_path.iterdir()] == ["index"]
 
@@ -100,7 +116,11 @@ def test_a_build_that_fails_leaves_the_old_index(tmp_path, model, tokenizer, doc
     first, _ = make(path, model, tokenizer, documents)
     with pytest.raises(Refusal) as refusal:
         make(
-            path, model, tokenizer, [Document(title="t", text=" ", origin="o")], origin=Origin(model="x", tokenizer="y")
+            path,
+            model,
+            tokenizer,
+            [Document(title="t", text=" ", origin="o")],
+            origin=Origin(model="x", tokenizer="y"),
         )
     assert refusal.value.problem.code == "no-documents"
     index = opened(path, model, tokenizer)
@@ -111,7 +131,10 @@ def test_a_build_that_fails_leaves_the_old_index(tmp_path, model, tokenizer, doc
 def test_a_missing_index_is_refused(tmp_path):
     with pytest.raises(Refusal) as refusal:
         read_manifest(tmp_path, "farspan embed RUN")
-    assert (refusal.value.problem.code, refusal.value.problem.remedy) == ("no-index", "farspan embed RUN")
+    assert (refusal.value.problem.code, refusal.value.problem.remedy) == (
+        "no-index",
+        "farspan embed RUN",
+    )
 
 
 def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
@@ -129,9 +152,13 @@ def test_the_better_system_answers_and_is_named(index, documents, system):
     better(index, system)
     answer = search(index, "port of a socket", 7)
     assert (answer.system, len(answer.results)) == (system, 7) and "nDCG" in answer.why
-    assert answer == msgspec.structs.replace(search(index, "port of a socket", 7, system), why=answer.why)
+    assert answer == msgspec.structs.replace(
+        search(index, "port of a socket", 7, system), why=answer.why
+    )
     assert answer.results[0].origin.startswith("docs/") and "socket" in answer.results[0].title
-    assert [r.score for r in answer.results] == sorted((r.score for r in answer.results), reverse=True)
+    assert [r.score for r in answer.results] == sorted(
+        (r.score for r in answer.results), reverse=True
+    )
 
 
 @pytest.mark.parametrize("system", ["bm25", "model", "fused"])
@@ -144,7 +171,9 @@ def test_scores_are_those_of_a_plain_loop(index, documents, system):
     cosine = np.zeros(len(documents))
     for chunk, vector in zip(every_chunk(index), vectors, strict=True):
         cosine[chunk.document] = max(cosine[chunk.document], vector @ asked)
-    expected = {"bm25": lexical, "model": cosine, "fused": lexical / lexical.max() + 0.3 * cosine}[system]
+    expected = {"bm25": lexical, "model": cosine, "fused": lexical / lexical.max() + 0.3 * cosine}[
+        system
+    ]
     for result in search(index, query, 10, system).results:
         number = int(result.origin[5:-4])
         assert result.title == documents[number].title
@@ -166,9 +195,13 @@ def test_the_full_name_of_a_document_finds_it_first(index, documents):
 
 
 def test_a_title_comes_before_shorter_texts_that_mention_it(tmp_path, model, tokenizer, documents):
-    alias = [Document(title=f"alias{n}", text="Same as lib.thing_one.", origin="") for n in range(9)]
+    alias = [
+        Document(title=f"alias{n}", text="Same as lib.thing_one.", origin="") for n in range(9)
+    ]
     thing = Document(
-        title="lib.thing_one", text="What it is.\n" + "Many words of all kinds, at length. " * 9, origin="x"
+        title="lib.thing_one",
+        text="What it is.\n" + "Many words of all kinds, at length. " * 9,
+        origin="x",
     )
     make(tmp_path / "index", model, tokenizer, [*documents, *alias, thing])
     index = opened(tmp_path / "index", model, tokenizer)
@@ -180,6 +213,11 @@ def test_a_title_comes_before_shorter_texts_that_mention_it(tmp_path, model, tok
 def test_snippets_are_short_and_show_what_was_asked_for():
     text = "word " * 200 + "the cross_entropy loss " + "tail " * 200
     cut = snippet(text, "CrossEntropy")
-    assert len(cut) <= SNIPPET_CHARS + 4 and "cross_entropy" in cut and cut.startswith("…") and cut.endswith("…")
+    assert (
+        len(cut) <= SNIPPET_CHARS + 4
+        and "cross_entropy" in cut
+        and cut.startswith("…")
+        and cut.endswith("…")
+    )
     assert snippet("a short\n  text", "nothing") == "a short text"
     assert snippet("x" * 1000, "y")

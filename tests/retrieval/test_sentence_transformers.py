@@ -1,4 +1,5 @@
-"""A sentence-transformers folder gives the vectors of the embedder that it was written from, through real files."""
+"""A sentence-transformers folder gives the vectors of the embedder that it was written from,
+through real files."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from farspan.runtime.inference import Trained
 from farspan.runtime.model.decoder import Decoder, initialise
 from tests.retrieval.conftest import fit, paired
 
-st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers: pip install 'farspan[st]'")
+st = pytest.importorskip(
+    "sentence_transformers", reason="needs sentence-transformers: pip install 'farspan[st]'"
+)
 
 SHAPES = {
     "gpt2": ("gpt2", {"heads": 2}),
@@ -31,11 +34,21 @@ SHAPES = {
     "opt": ("opt", {"heads": 2}),
 }
 CONTEXT = 64
-#: Empty, blank, longer than the context, outside ASCII, half of a surrogate pair, a special token, names, line ends.
+#: Empty, blank, longer than the context, outside ASCII, half of a surrogate pair, a special token,
+#: names, line ends.
 TEXTS = [
-    "", " ", "listen", "listen " * 300, "👩‍🔬 naïve 字, emoji 🙂" * 9, "half \ud83d a pair", "<|endoftext|> is text",
-    "torch.nn.CrossEntropyLoss", "HTTPServer_v2", "a\r\nb\0c", "query: what listens?",
-]  # fmt: skip
+    "",
+    " ",
+    "listen",
+    "listen " * 300,
+    "👩‍🔬 naïve 字, emoji 🙂" * 9,
+    "half \ud83d a pair",
+    "<|endoftext|> is text",
+    "torch.nn.CrossEntropyLoss",
+    "HTTPServer_v2",
+    "a\r\nb\0c",
+    "query: what listens?",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,10 +60,13 @@ def fp32():
 
 @pytest.fixture(scope="module", params=SHAPES)
 def trained(request, tokenizer) -> Trained:
-    """A model whose norms and biases are random too, so that no mistake hides behind ones and zeros."""
+    """A model whose norms and biases are random too, so that no mistake hides behind ones and
+    zeros."""
     family, knobs = SHAPES[request.param]
     vocab_size = tokenizer.vocab_size + 7
-    spec = models.family(family).shape(d_model=32, layers=2, vocab_size=vocab_size, context=CONTEXT, **knobs)
+    spec = models.family(family).shape(
+        d_model=32, layers=2, vocab_size=vocab_size, context=CONTEXT, **knobs
+    )
     model, generator = Decoder(spec).eval(), torch.Generator().manual_seed(3)
     initialise(model, 5)
     with torch.no_grad():
@@ -62,9 +78,16 @@ def trained(request, tokenizer) -> Trained:
 
 @pytest.fixture(scope="module")
 def fitted(trained, documents) -> Embedder:
-    texts, titles = [document.text for document in documents], [query_form(document.title) for document in documents]
+    texts, titles = (
+        [document.text for document in documents],
+        [query_form(document.title) for document in documents],
+    )
     return fit(
-        trained.model, trained.tokenizer, texts, paired(titles, range(len(texts)), len(texts)), FitSettings(size=48)
+        trained.model,
+        trained.tokenizer,
+        texts,
+        paired(titles, range(len(texts)), len(texts)),
+        FitSettings(size=48),
     )[0]
 
 
@@ -79,10 +102,13 @@ def write(folder: Path, trained: Trained, embedder: Embedder) -> Path:
 
 @pytest.fixture(scope="module")
 def written(trained, fitted, tmp_path_factory):
-    """An embedder and the folder that was written from it, with maps of passages and queries that differ at random."""
+    """An embedder and the folder that was written from it, with maps of passages and queries that
+    differ at random."""
     generator, maps = torch.Generator().manual_seed(7), dict(fitted._fitted)
     for name in ("passage_map", "query_map"):
-        maps[name] = torch.linalg.qr(torch.randn(maps[name].shape, generator=generator))[0].contiguous()
+        maps[name] = torch.linalg.qr(torch.randn(maps[name].shape, generator=generator))[
+            0
+        ].contiguous()
     embedder = Embedder(trained.model, trained.tokenizer, maps)
     return embedder, write(tmp_path_factory.mktemp("written") / "made", trained, embedder)
 
@@ -99,7 +125,10 @@ def same(found, expected, most: float = 1e-5) -> None:
 def test_vectors_equal_the_embedders(written, documents):
     embedder, folder = written
     texts, model = TEXTS + [document.text for document in documents], loaded(folder)
-    passages, queries = embedder.passages(texts), embedder.queries([query_form(text) for text in texts])
+    passages, queries = (
+        embedder.passages(texts),
+        embedder.queries([query_form(text) for text in texts]),
+    )
     assert np.abs(passages - queries).max() > 0.1
     for rows in (1, 5, 32):
         same(model.encode(texts, batch_size=rows), passages)
@@ -108,14 +137,16 @@ def test_vectors_equal_the_embedders(written, documents):
         # What programs call that know only of prompts.
         same(model.encode(texts, prompt_name="query", batch_size=rows), queries)
     same(model.encode_query("listen"), queries[2])
-    assert float(model.similarity(queries[2], passages[2])) == pytest.approx(queries[2] @ passages[2], abs=1e-5)
+    assert float(model.similarity(queries[2], passages[2])) == pytest.approx(
+        queries[2] @ passages[2], abs=1e-5
+    )
 
 
 def test_so_do_those_of_fitted_maps(trained, fitted, documents, tmp_path):
     texts = TEXTS + [document.text for document in documents]
     model = loaded(write(tmp_path / "made", trained, fitted))
-    # Whitening takes small directions up a thousand times, and with them the rounding that another batch brings: of
-    # these LayerNorm models an embedder differs so much from itself.
+    # Whitening takes small directions up a thousand times, and with them the rounding that another
+    # batch brings: of these LayerNorm models an embedder differs so much from itself.
     most = 2e-5 if trained.model.spec.norm == "layernorm" else 1e-5
     same(model.encode(texts), fitted.passages(texts), most)
     same(model.encode_query(texts), fitted.queries([query_form(text) for text in texts]), most)
@@ -142,9 +173,15 @@ def test_less_of_a_text_counts_if_asked_and_another_prompt_is_embedded(written):
 def test_the_folder_is_whole_and_readable_like_its_siblings(written, tmp_path):
     folder = written[1]
     (tmp_path / "sibling").write_text("")
-    modes = {stat.S_IMODE(file.stat().st_mode) for file in [tmp_path / "sibling", *folder.iterdir()]}
+    modes = {
+        stat.S_IMODE(file.stat().st_mode) for file in [tmp_path / "sibling", *folder.iterdir()]
+    }
     assert len(modes) == 1
-    assert {file.name for file in folder.iterdir()} >= {"modules.json", "farspan_embedding.py", "fitted.safetensors"}
+    assert {file.name for file in folder.iterdir()} >= {
+        "modules.json",
+        "farspan_embedding.py",
+        "fitted.safetensors",
+    }
     prompts = json.loads((folder / "config_sentence_transformers.json").read_text())["prompts"]
     assert prompts == {"query": "query: ", "document": ""}
 
@@ -152,7 +189,12 @@ def test_the_folder_is_whole_and_readable_like_its_siblings(written, tmp_path):
 def test_the_module_needs_no_farspan(written):
     tree = ast.parse((written[1] / "farspan_embedding.py").read_text())
     named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    named += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    named += [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
     libraries = {"torch", "transformers", "safetensors", "sentence_transformers"}
     assert {name.split(".")[0] for name in named} == libraries | {
         "__future__",
@@ -164,11 +206,15 @@ def test_the_module_needs_no_farspan(written):
 
 
 def test_without_maps_nothing_is_written(tokenizer, tmp_path):
-    spec = models.family("gpt2").shape(d_model=8, layers=1, heads=1, vocab_size=tokenizer.vocab_size, context=8)
+    spec = models.family("gpt2").shape(
+        d_model=8, layers=1, heads=1, vocab_size=tokenizer.vocab_size, context=8
+    )
     tokenizer.save(tmp_path / "tokenizer.json")
     with pytest.raises(Refusal) as refused:
         write_sentence_transformers(
-            tmp_path / "st", Trained(Decoder(spec), tokenizer, 1, ""), tokenizer=tmp_path / "tokenizer.json",
+            tmp_path / "st",
+            Trained(Decoder(spec), tokenizer, 1, ""),
+            tokenizer=tmp_path / "tokenizer.json",
             fitted=tmp_path / "fitted.safetensors",
-        )  # fmt: skip
+        )
     assert refused.value.problem.code == "path-missing" and not (tmp_path / "st").exists()

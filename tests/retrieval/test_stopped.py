@@ -1,4 +1,5 @@
-"""An index whose making was stopped, however that happened, goes on where it was and is the same in the end."""
+"""An index whose making was stopped, however that happened, goes on where it was and is the same in
+the end."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_stopped_making_embeds_only_what_is_missing(tmp_path: Path, whole, number: signal.Signals):
+def test_a_stopped_making_embeds_only_what_is_missing(
+    tmp_path: Path, whole, number: signal.Signals
+):
     folder, every = tmp_path / "index", whole[1]
     for share in sorted(random.Random(number).uniform(0.05, 0.6) for _ in range(2)):
         stop(folder, int(share * every / 32 * BLOCK), number)
@@ -125,7 +128,9 @@ def test_what_was_embedded_for_an_evaluation_serves_without_one(tmp_path: Path):
     assert making.make(folder, evaluate=False)[0].kept >= 100
     assert b'"evaluation": null' in content(folder)["index.json"]
     assert making.make(folder)[0].embedded > 0, "asked for, an evaluation is made"
-    assert making.make(folder, evaluate=False)[0].embedded == 0, "and is no reason to make the index again"
+    assert making.make(folder, evaluate=False)[0].embedded == 0, (
+        "and is no reason to make the index again"
+    )
 
 
 def test_two_at_once_are_refused_and_the_old_index_answers_meanwhile(tmp_path: Path):
@@ -162,7 +167,8 @@ def test_an_open_index_goes_on_answering_when_another_takes_its_place(tmp_path: 
 
 
 def test_searches_during_the_change_find_one_index_or_the_other(tmp_path: Path):
-    """Opened again and again while one index takes the place of another: never a mixture, never a failure."""
+    """Opened again and again while one index takes the place of another: never a mixture, never a
+    failure."""
     folder = tmp_path / "index"
     making.make(folder, evaluate=False)
     other = threading.Thread(target=making.make, args=(folder,))
@@ -178,7 +184,12 @@ def test_searches_during_the_change_find_one_index_or_the_other(tmp_path: Path):
 
 
 def test_what_killed_makings_left_is_removed_by_the_next(tmp_path: Path):
-    for left in ("index.building/x", "index.building/lock", "index.building/store/x", "index/0123456789abcdef/store/x"):
+    for left in (
+        "index.building/x",
+        "index.building/lock",
+        "index.building/store/x",
+        "index/0123456789abcdef/store/x",
+    ):
         (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / left).write_text("x")
     making.make(tmp_path / "index", evaluate=False)

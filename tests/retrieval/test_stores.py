@@ -1,5 +1,5 @@
-"""The contract of stores, on every one of them: they find what brute force finds, filter, replace, delete and persist;
-they lose nothing acknowledged to kill -9, and refuse what is not theirs."""
+"""The contract of stores, on every one of them: they find what brute force finds, filter, replace,
+delete and persist; they lose nothing acknowledged to kill -9, and refuse what is not theirs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.retrieval import servers
 
 DIM = 24
 ABOUT = About(model="a1", tokenizer="b2", fit="c3", dim=DIM)
-#: Store, what it needs to be imported, and the server that its location is; none is the embedded store.
+#: Store, what it needs to be imported, and the server that its location is; none is the embedded
+#: store.
 KINDS = {
     "qdrant": ("qdrant", ("qdrant_edge",), None),
     "faiss": ("faiss", ("faiss",), None),
@@ -57,11 +58,25 @@ for start in range(0, len(vectors), 50):
     print(start + 50, flush=True)
     time.sleep(0.005)  # Who kills it must not come too late.
 store.close()
-"""
+"""  # noqa: E501
 NASTY = [
-    'quoted "twice" and \'once\'', "'; DROP TABLE farspan; --", '{"$ne": ""}', '"}, "x": {"', "👩‍🔬 émigré 漢字",
-    "שלום עולם", "مرحبا", "a\\b\n\tc", "%s {table} $1 :x", "", " ", "1", "true", "null", "\u202eesrever", "x" * 5000,
-]  # fmt: skip
+    "quoted \"twice\" and 'once'",
+    "'; DROP TABLE farspan; --",
+    '{"$ne": ""}',
+    '"}, "x": {"',
+    "👩‍🔬 émigré 漢字",
+    "שלום עולם",
+    "مرحبا",
+    "a\\b\n\tc",
+    "%s {table} $1 :x",
+    "",
+    " ",
+    "1",
+    "true",
+    "null",
+    "\u202eesrever",
+    "x" * 5000,
+]
 
 
 class Place(NamedTuple):
@@ -96,7 +111,8 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="session")
 def location() -> Iterator:
-    """Where the server of a kind is: it is started when first asked for, and ends with the session."""
+    """Where the server of a kind is: it is started when first asked for, and ends with the
+    session."""
     running: dict[str, str] = {}
     contexts = []
     before = os.environ.get("PGPASSWORD")
@@ -171,11 +187,16 @@ def test_search_is_brute_force_with_and_without_a_filter_also_after_reopening(pl
             similarities = vectors @ query
             found = store.search(query, 10)
             assert [hit.id for hit in found] == np.argsort(-similarities)[:10].tolist()
-            np.testing.assert_allclose([h.score for h in found], np.sort(similarities)[::-1][:10], atol=1e-5)
+            np.testing.assert_allclose(
+                [h.score for h in found], np.sort(similarities)[::-1][:10], atol=1e-5
+            )
             assert [hit.payload for hit in found] == [payloads[hit.id] for hit in found]
             odd = store.search(query, 5, {"title": "t1"})
             assert [h.id for h in odd] == [i for i in np.argsort(-similarities) if i % 2][:5]
-        assert {hit.id for hit in store.search(vectors[0], 9, {"document": 7, "title": "t1"})} == {21, 23}
+        assert {hit.id for hit in store.search(vectors[0], 9, {"document": 7, "title": "t1"})} == {
+            21,
+            23,
+        }
         assert store.search(vectors[0], 9, {"document": 7, "title": "t2"}) == []
     store.close()
 
@@ -214,7 +235,11 @@ def test_an_id_that_is_added_again_is_replaced_with_all_its_fields(place):
         hit = store.search(second, 5)[0]
         assert (store.count(), hit.id, hit.payload) == (1, 4, {"title": "new"})
         assert hit.score == pytest.approx(1, abs=1e-5)
-        assert store.search(second, 5, {"document": 3}) == store.search(second, 5, {"title": "old"}) == []
+        assert (
+            store.search(second, 5, {"document": 3})
+            == store.search(second, 5, {"title": "old"})
+            == []
+        )
 
 
 def test_of_an_id_that_is_given_twice_the_last_one_counts(place):
@@ -229,11 +254,16 @@ def test_ids_reach_from_0_to_below_2_to_the_63_and_payloads_may_be_empty(place):
     vectors = unit_vectors(3)
     ids = [2**63 - 1, 0, 2**53 + 1]
     with place.store() as store:
-        assert store.search(vectors[0], 3) == [] and store.ids().tolist() == [] and store.count() == 0
+        assert (
+            store.search(vectors[0], 3) == [] and store.ids().tolist() == [] and store.count() == 0
+        )
         store.add(ids, vectors, [{}, {"big": 2**63 - 1, "small": -(2**63)}, {}])
         assert store.ids().tolist() == sorted(ids)
         assert [hit.id for hit in store.search(vectors[0], 1)] == [2**63 - 1]
-        assert store.search(vectors[1], 3, {"big": 2**63 - 1})[0].payload == {"big": 2**63 - 1, "small": -(2**63)}
+        assert store.search(vectors[1], 3, {"big": 2**63 - 1})[0].payload == {
+            "big": 2**63 - 1,
+            "small": -(2**63),
+        }
         assert store.search(vectors[1], 3, {"big": 2**63 - 2}) == []
         store.delete([0, 77])
         store.delete([])
@@ -244,14 +274,20 @@ def test_ids_reach_from_0_to_below_2_to_the_63_and_payloads_may_be_empty(place):
 def test_filters_take_every_text_as_it_is(place):
     vectors = unit_vectors(2 * len(NASTY))
     with place.store() as store:
-        payloads = [{"title": text, "document": number} for number, text in enumerate([*NASTY, *NASTY])]
+        payloads = [
+            {"title": text, "document": number} for number, text in enumerate([*NASTY, *NASTY])
+        ]
         store.add(range(len(vectors)), vectors, payloads)
         for number, text in enumerate(NASTY):
             found = store.search(vectors[0], 50, {"title": text})
             assert sorted(hit.id for hit in found) == [number, number + len(NASTY)]
             assert {hit.payload["title"] for hit in found} == {text}
         # A number is not the text that shows it.
-        assert store.search(vectors[0], 50, {"title": 1}) == store.search(vectors[0], 50, {"document": "1"}) == []
+        assert (
+            store.search(vectors[0], 50, {"title": 1})
+            == store.search(vectors[0], 50, {"document": "1"})
+            == []
+        )
         assert store.search(vectors[0], 50, {"nothing": 1}) == []
         assert store.count() == len(vectors)
 
@@ -289,7 +325,9 @@ PAYLOADS = st.dictionaries(st.sampled_from(["document", "title", "_x9"]), VALUES
 NUMBERS = st.integers(0, 5) | st.just(2**63 - 1)
 SEEDS = st.integers(0, 2**32 - 1)
 OPERATIONS = st.one_of(
-    st.tuples(st.just("add"), st.lists(st.tuples(NUMBERS, SEEDS, PAYLOADS), min_size=1, max_size=4)),
+    st.tuples(
+        st.just("add"), st.lists(st.tuples(NUMBERS, SEEDS, PAYLOADS), min_size=1, max_size=4)
+    ),
     st.tuples(st.just("delete"), st.lists(NUMBERS, max_size=3)),
     st.tuples(st.just("search"), st.tuples(SEEDS, PAYLOADS | st.just({}), st.integers(1, 9))),
     st.tuples(st.just("reopen"), st.booleans()),
@@ -314,7 +352,9 @@ def test_any_row_of_operations_does_what_it_does_to_a_dict(kind, tmp_path_factor
                     _do(store, model, what, of)
                 assert store.ids().tolist() == sorted(model) and store.count() == len(model)
             everything = store.search(unit_vectors(1)[0], 100)
-            assert {hit.id: hit.payload for hit in everything} == {number: p for number, (_, p) in model.items()}
+            assert {hit.id: hit.payload for hit in everything} == {
+                number: p for number, (_, p) in model.items()
+            }
         finally:
             store.close()
             place.module.drop(place.spot())
@@ -346,7 +386,9 @@ def _do(store: stores.Store, model: dict, what: str, of) -> None:
 def test_what_was_acknowledged_survives_kill_9(place, acknowledged):
     spot = place.spot()
     words = [place.name, str(spot.folder), spot.location, spot.name, "100000"]
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, *words], stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, *words], stdout=subprocess.PIPE, text=True
+    )
     for _ in range(place.most(acknowledged * 50) // 50):
         count = int(writer.stdout.readline())
     os.kill(writer.pid, signal.SIGKILL)
@@ -415,7 +457,9 @@ def test_an_embedded_store_is_read_from_a_copy_while_it_is_written(embedded_plac
         store.add(range(10), vectors[:10], [{"document": i} for i in range(10)])
         store.finish()
     shutil.copytree(embedded_place.spot().folder, embedded_place.spot("copy").folder)
-    writing, reading = (embedded_place.module.open_store(embedded_place.spot(name)) for name in ("farspan", "copy"))
+    writing, reading = (
+        embedded_place.module.open_store(embedded_place.spot(name)) for name in ("farspan", "copy")
+    )
     writing.add(range(10, 20), vectors[10:], [{"document": i} for i in range(10, 20)])
     assert (reading.count(), writing.count()) == (10, 20)
     assert [hit.id for hit in reading.search(vectors[3], 1)] == [3]
@@ -431,7 +475,10 @@ def test_a_folder_of_somebody_else_is_refused_and_left(embedded_place):
     spot = embedded_place.spot()
     spot.folder.mkdir()
     (spot.folder / "letters.txt").write_text("dear")
-    for call in (lambda: embedded_place.module.open_store(spot), lambda: embedded_place.module.create(spot, ABOUT)):
+    for call in (
+        lambda: embedded_place.module.open_store(spot),
+        lambda: embedded_place.module.create(spot, ABOUT),
+    ):
         assert "letters.txt" in refused("store-foreign", call)
     assert [path.name for path in spot.folder.iterdir()] == ["letters.txt"]
 
@@ -544,7 +591,9 @@ def test_a_user_who_may_not_make_tables_or_extensions_is_told_so(tmp_path, locat
     guest = place.location.replace(servers.USER, "guest")
     place.module.create(place.spot("x"), ABOUT).close()
     spot = Spot(folder=tmp_path, location=guest, name="guests")
-    assert "permission denied" in refused("store-unreachable", lambda: place.module.create(spot, ABOUT))
+    assert "permission denied" in refused(
+        "store-unreachable", lambda: place.module.create(spot, ABOUT)
+    )
     bare = Spot(folder=tmp_path, location=guest.replace("/postgres", "/bare"), name="guests")
     assert "CREATE EXTENSION" in refused("extra-missing", lambda: place.module.create(bare, ABOUT))
 
@@ -612,7 +661,9 @@ def test_an_unknown_store_is_refused_with_the_nearest():
     assert refusal.value.problem.remedy == "set index.store: qdrant"
 
 
-@pytest.mark.parametrize("location", ["postgresql://me:pw@host/db", "postgresql://host/db?user=me&password=pw"])
+@pytest.mark.parametrize(
+    "location", ["postgresql://me:pw@host/db", "postgresql://host/db?user=me&password=pw"]
+)
 def test_a_location_with_a_password_is_refused_without_showing_it(location):
     words = refused("out-of-range", lambda: stores.resolve(f"pgvector:{location}"))
     assert "pw" not in words.replace("export PGPASSWORD", "")

@@ -30,7 +30,9 @@ def static(tmp_path: Path) -> Path:
     table = torch.randn(len(WORDS), 16, generator=torch.Generator().manual_seed(0))
     table[2], table[4] = table[1] + 0.1 * table[2], table[3] + 0.1 * table[4]
     save_file({"embeddings": table}, folder / "model.safetensors")
-    tokenizer = Tokenizer(WordLevel({word: row for row, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        WordLevel({word: row for row, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -46,10 +48,17 @@ def test_a_static_model_says_which_words_are_alike(static):
 def test_what_no_pair_says_a_teacher_does():
     """Tokens 0 and 5 are in no pair, and never in one passage."""
     bags, asked = [[0, 1], [2, 3], [5, 6]] * 4, [[1], [3]]
-    pooled = tuple(torch.randn(len(rows), 8, generator=torch.Generator().manual_seed(1)) for rows in (bags, asked))
+    pooled = tuple(
+        torch.randn(len(rows), 8, generator=torch.Generator().manual_seed(1))
+        for rows in (bags, asked)
+    )
     pairs = Pairs(
-        asked=["", ""], texts=[0, 1], passages=[0, 1], negatives=[[], []], groups=torch.arange(12).numpy()
-    )  # fmt: skip
+        asked=["", ""],
+        texts=[0, 1],
+        passages=[0, 1],
+        negatives=[[], []],
+        groups=torch.arange(12).numpy(),
+    )
     taught = torch.eye(8)
     taught[5] = taught[0]
 
@@ -67,7 +76,9 @@ def test_an_index_with_another_teacher_is_another_index(tmp_path, static):
     path, recipe = tmp_path / "index", {"evaluate": False, "teacher": digest(static)}
     _, alone = making.make(path, evaluate=False)
     work, taught = making.make(path, taught_by=static, **recipe)
-    assert work.embedded and taught.fit.id != alone.fit.id and taught.recipe.teacher == digest(static)
+    assert (
+        work.embedded and taught.fit.id != alone.fit.id and taught.recipe.teacher == digest(static)
+    )
     assert making.make(path, taught_by=static, **recipe)[1] == taught
     with closing(making.opened(path, making.model(5))) as index:
         assert index.embedder.queries(["school"]).shape == (1, taught.dim)
@@ -75,15 +86,29 @@ def test_an_index_with_another_teacher_is_another_index(tmp_path, static):
     assert digest(static) != taught.recipe.teacher
 
 
-@pytest.mark.parametrize(("spoil", "code"), [
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"), "model-unsupported"),
-    (lambda folder: save_file({"other": torch.ones(2, 2)}, folder / "model.safetensors"), "model-unsupported"),
-    (lambda folder: save_file({"embeddings": torch.ones(2, 2)}, folder / "model.safetensors"), "model-unsupported"),
-    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "model-unsupported"),
-    (lambda folder: (folder / "tokenizer.json").unlink(), "model-unsupported"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "model-unsupported"),
-    (lambda folder: folder.rename(folder.with_name("gone")), "path-missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"),
+            "model-unsupported",
+        ),
+        (
+            lambda folder: save_file({"other": torch.ones(2, 2)}, folder / "model.safetensors"),
+            "model-unsupported",
+        ),
+        (
+            lambda folder: save_file(
+                {"embeddings": torch.ones(2, 2)}, folder / "model.safetensors"
+            ),
+            "model-unsupported",
+        ),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "model-unsupported"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "model-unsupported"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model-unsupported"),
+        (lambda folder: folder.rename(folder.with_name("gone")), "path-missing"),
+    ],
+)
 def test_what_is_no_teacher_is_refused(static, spoil, code):
     spoil(static)
     with pytest.raises(Refusal) as refused:
@@ -100,7 +125,9 @@ def test_a_model_of_sentence_transformers_needs_the_library(static):
 
 
 def test_a_model_of_sentence_transformers_is_a_teacher(static, tmp_path):
-    st = pytest.importorskip("sentence_transformers", reason="waits for sentence-transformers (pip install '.[st]')")
+    st = pytest.importorskip(
+        "sentence_transformers", reason="waits for sentence-transformers (pip install '.[st]')"
+    )
     tokenizer = Tokenizer.from_file(str(static / "tokenizer.json"))
     modules = importlib.import_module("sentence_transformers.sentence_transformer.modules")
     embedding = modules.StaticEmbedding(tokenizer, embedding_dim=16)

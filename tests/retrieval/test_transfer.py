@@ -36,10 +36,19 @@ def unit_vectors(count: int, dim: int) -> np.ndarray:
 def made() -> list[Row]:
     """Ids up to the largest, and texts that JSON must escape."""
     return [
-        Row(id=2**63 - 1 - number, vector=vector, text=f'the "{number}"\n\t字 🙂 \u2028',
-            payload={"document": number // 3, "title": f"a, {number}", "origin": "docs/a b.txt", "page": 0})
+        Row(
+            id=2**63 - 1 - number,
+            vector=vector,
+            text=f'the "{number}"\n\t字 🙂 \u2028',
+            payload={
+                "document": number // 3,
+                "title": f"a, {number}",
+                "origin": "docs/a b.txt",
+                "page": 0,
+            },
+        )
         for number, vector in enumerate(unit_vectors(COUNT, ABOUT.dim))
-    ]  # fmt: skip
+    ]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -52,7 +61,11 @@ def test_what_is_written_is_read_back_by_the_code_beside_it(suffix, made, tmp_pa
         pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     write_vectors(tmp_path / f"out{suffix}", iter(made), ABOUT)
     beside = {"out.jsonl"} if suffix == ".npy" else set()
-    assert {file.name for file in tmp_path.iterdir()} == {f"out{suffix}", f"out{suffix}.load.md", *beside}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"out{suffix}",
+        f"out{suffix}.load.md",
+        *beside,
+    }
     code = blocks(tmp_path / f"out{suffix}.load.md", "python")[0]
     monkeypatch.chdir(tmp_path)
     read: dict = {}
@@ -69,8 +82,15 @@ def test_parquet_says_what_made_the_vectors(made, tmp_path):
     write_vectors(tmp_path / "out.parquet", made, ABOUT)
     schema = parquet.read_schema(tmp_path / "out.parquet")
     assert msgspec.json.decode(schema.metadata[b"farspan"], type=About) == ABOUT
-    assert [str(schema.field(name).type) for name in ("id", "document", "title")] == ["string", "int64", "string"]
-    assert str(schema.field("vector").type).startswith("list<") and schema.field("vector").type.value_type == "float"
+    assert [str(schema.field(name).type) for name in ("id", "document", "title")] == [
+        "string",
+        "int64",
+        "string",
+    ]
+    assert (
+        str(schema.field("vector").type).startswith("list<")
+        and schema.field("vector").type.value_type == "float"
+    )
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".npy", ".parquet"])
@@ -83,8 +103,10 @@ def test_an_index_without_passages_gives_an_empty_file(suffix, tmp_path):
 
 def test_rows_are_those_of_the_indexs_files(tmp_path):
     folder = tmp_path / "index"
-    marked = [msgspec.structs.replace(d, metadata={"year": str(n)}) if n % 2 else d
-              for n, d in enumerate(making.DOCUMENTS)]  # fmt: skip
+    marked = [
+        msgspec.structs.replace(d, metadata={"year": str(n)}) if n % 2 else d
+        for n, d in enumerate(making.DOCUMENTS)
+    ]
     _, manifest = making.make(folder, evaluate=False, documents=marked)
     passages = passages_of(folder, folder, manifest)
     found = list(rows(passages, manifest.fields))
@@ -92,9 +114,13 @@ def test_rows_are_those_of_the_indexs_files(tmp_path):
         document = marked[chunk.document]
         assert (row.id, row.text) == (chunk.id, chunk.text)
         assert row.payload == {
-            "title": document.title, "origin": document.origin, "year": document.metadata.get("year", ""),
-            "line": chunk.line, "page": chunk.page, "headings": "",
-        }  # fmt: skip
+            "title": document.title,
+            "origin": document.origin,
+            "year": document.metadata.get("year", ""),
+            "line": chunk.line,
+            "page": chunk.page,
+            "headings": "",
+        }
     assert np.array_equal(np.stack([row.vector for row in found]), passages.vectors_NE)
     write_vectors(tmp_path / "out.jsonl", found, manifest.about)
 
@@ -125,11 +151,16 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 @pytest.mark.parametrize("suffix", [".jsonl", ".npy", ".parquet"])
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"vector": np.zeros(3, np.float32)}, "shape"), ({"payload": {"title": "other keys"}}, "the first")],
+    [
+        ({"vector": np.zeros(3, np.float32)}, "shape"),
+        ({"payload": {"title": "other keys"}}, "the first"),
+    ],
 )
 def test_rows_unlike_the_others_leave_nothing_behind(suffix, wrong, said, made, tmp_path):
     with pytest.raises(ValueError, match=said):
-        write_vectors(tmp_path / f"out{suffix}", [*made[:5], msgspec.structs.replace(made[5], **wrong)], ABOUT)
+        write_vectors(
+            tmp_path / f"out{suffix}", [*made[:5], msgspec.structs.replace(made[5], **wrong)], ABOUT
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -140,8 +171,12 @@ def test_few_rows_are_held_at_a_time(suffix, tmp_path):
     vector = unit_vectors(1, 512)[0]
     about = msgspec.structs.replace(ABOUT, dim=512)
     # What libraries import when they are first used is no row.
-    write_vectors(tmp_path / f"first{suffix}", [Row(id=0, vector=vector, text="", payload={})], about)
-    passing = (Row(id=number, vector=vector.copy(), text="", payload={}) for number in range(20_000))
+    write_vectors(
+        tmp_path / f"first{suffix}", [Row(id=0, vector=vector, text="", payload={})], about
+    )
+    passing = (
+        Row(id=number, vector=vector.copy(), text="", payload={}) for number in range(20_000)
+    )
     tracemalloc.start()
     write_vectors(tmp_path / f"out{suffix}", passing, about)
     held = tracemalloc.get_traced_memory()[1]
@@ -161,7 +196,10 @@ def sections(dim: int, largest: int = 900) -> dict[str, str]:
 @pytest.mark.parametrize("target", targets.TARGETS, ids=lambda target: target.name)
 def test_each_database_gets_the_size_and_the_fields_and_is_told_of_its_limit(target):
     fits, beyond = (sections(dim)[target.title] for dim in (target.numbers, target.numbers + 1))
-    assert "Too large" not in fits and f"Too large for it: these have {target.numbers + 1:,} numbers" in beyond
+    assert (
+        "Too large" not in fits
+        and f"Too large for it: these have {target.numbers + 1:,} numbers" in beyond
+    )
     assert f"{target.numbers:,} numbers a vector" in fits and "OSINE" in fits.upper()
     schema = "".join(re.findall(r"```\w+\n(.*?)```", fits, re.DOTALL))
     assert str(target.numbers) in schema
@@ -172,7 +210,9 @@ def test_each_database_gets_the_size_and_the_fields_and_is_told_of_its_limit(tar
 
 
 def test_metadata_beyond_what_pinecone_takes_is_said():
-    assert "Too large for it: these have 50,000 bytes of metadata" in sections(512, 50_000)["Pinecone"]
+    assert (
+        "Too large for it: these have 50,000 bytes of metadata" in sections(512, 50_000)["Pinecone"]
+    )
 
 
 def test_a_pinecone_request_stays_below_its_2_mb():
@@ -196,6 +236,9 @@ def test_the_document_has_the_commands_as_they_are_written():
 
 
 def test_no_torch_is_imported():
-    code = "import sys, farspan.retrieval.transfer; print({'torch', 'pyarrow', 'jinja2'} & set(sys.modules))"
+    code = (
+        "import sys, farspan.retrieval.transfer; print({'torch', 'pyarrow', 'jinja2'} & "
+        "set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -1,5 +1,6 @@
-"""`python -m tests.runtime.all_plans`: every plan by hand, all that techniques emit on random clusters, and random
-valid ones, each run by real workers against the reference. A table says how many there were, and the worst."""
+"""`python -m tests.runtime.all_plans`: every plan by hand, all that techniques emit on random
+clusters, and random valid ones, each run by real workers against the reference. A table says how
+many there were, and the worst."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.runtime.random_plans import random_plan
 from tests.runtime.verify import Verdict, verify
 
 KINDS = ("hand", "compiled", "planned", "random")
-#: Plans by hand that are run compiled too, where there is a C++ compiler: it takes half a minute each.
+#: Plans by hand that are run compiled too, where there is a C++ compiler: it takes half a minute
+#: each.
 COMPILED = ("a site axis", "recomputed", "megatron", "two stages")
 
 
@@ -64,7 +66,9 @@ def mechanisms(plan: Plan) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=150, help="clusters to plan for, and random plans")
+    parser.add_argument(
+        "--seeds", type=int, default=150, help="clusters to plan for, and random plans"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--steps", type=int, default=20, help="of each training")
     parser.add_argument("--only", default="", help="a kind, or one plan: random:97")
@@ -78,16 +82,22 @@ def main() -> int:
             if asked.only not in ("", kind, name):
                 continue
             began = time.monotonic()
-            verdict = checked(fleet, name, replace(plan, train=replace(plan.train, steps=asked.steps)))
+            verdict = checked(
+                fleet, name, replace(plan, train=replace(plan.train, steps=asked.steps))
+            )
             seconds[kind] += time.monotonic() - began
             tried[kind] += 1
             failed[kind] += bool(verdict.faults)
             seen.update(set(mechanisms(plan)))
             worst[kind] = max(worst[kind][0], verdict.gradient), max(worst[kind][1], verdict.scalar)
-    print(f"\n{'plans':<12}{'tried':>8}{'failed':>8}{'gradient':>10}{'loss, norm':>12}{'seconds':>9}")
+    print(
+        f"\n{'plans':<12}{'tried':>8}{'failed':>8}{'gradient':>10}{'loss, norm':>12}{'seconds':>9}"
+    )
     for kind in KINDS:
-        print(f"{kind:<12}{tried[kind]:>8}{failed[kind]:>8}{worst[kind][0]:>10.3f}{worst[kind][1]:>12.3f}"
-              f"{seconds[kind]:>9.0f}")  # fmt: skip
+        print(
+            f"{kind:<12}{tried[kind]:>8}{failed[kind]:>8}{worst[kind][0]:>10.3f}{worst[kind][1]:>12.3f}"
+            f"{seconds[kind]:>9.0f}"
+        )
     print("\nThe worst errors are shares of what is allowed. Plans by what they exercise:")
     print(", ".join(f"{what} {count}" for what, count in sorted(seen.items())))
     return 1 if failed.total() else 0
@@ -103,7 +113,9 @@ def checked(fleet: Fleet, name: str, plan: Plan) -> Verdict:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if verdict.faults:
-        print(f"--- {name}, {len(verdict.faults)} faults", *verdict.faults[:8], sep="\n", flush=True)
+        print(
+            f"--- {name}, {len(verdict.faults)} faults", *verdict.faults[:8], sep="\n", flush=True
+        )
     return verdict
 
 

@@ -1,6 +1,8 @@
-"""Worker processes that stay: torch is imported once, and each case is one call of a function by some of them.
+"""Worker processes that stay: torch is imported once, and each case is one call of a function by
+some of them.
 
-They are forked from a server that has imported everything, so that killing all of them after a failure costs little.
+They are forked from a server that has imported everything, so that killing all of them after a
+failure costs little.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 #: A case that takes longer stands still.
 DEADLINE_S = 240.0
-#: After the first failure the others may say what they saw, and after the deadline write where they are.
+#: After the first failure the others may say what they saw, and after the deadline write where they
+#: are.
 GRACE_S = 1.0
 MODULES = ["tests.runtime.verify"]
 
@@ -59,18 +62,27 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         self._kill()
         self._folder.cleanup()
 
     def run(
-        self, function: Callable[Concatenate[Group, Arguments], Result], world: int, *args: Arguments.args,
+        self,
+        function: Callable[Concatenate[Group, Arguments], Result],
+        world: int,
+        *args: Arguments.args,
         **kwargs: Arguments.kwargs,
-    ) -> list[Result]:  # fmt: skip
+    ) -> list[Result]:
         """`function(group, *args)` on `world` workers; their results, by rank. Raises Failed."""
         while len(self._members) < world:
             self._members.append(self._start(len(self._members)))
-        # A file, as a server looks up the names of who calls: where no name server answers, for five seconds.
+        # A file, as a server looks up the names of who calls: where no name server answers, for
+        # five seconds.
         store = str(Path(self._folder.name) / f"store-{time.monotonic_ns()}")
         for rank, member in enumerate(self._members[:world]):
             member.pipe.send((rank, world, store, function, args, kwargs))
@@ -92,7 +104,10 @@ class Fleet:
                     well, answers[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
                     members[rank].process.join(GRACE_S)
-                    well, answers[rank] = False, f"the process ended with {members[rank].process.exitcode}"
+                    well, answers[rank] = (
+                        False,
+                        f"the process ended with {members[rank].process.exitcode}",
+                    )
                 if not well:
                     problems.append(f"rank {rank}: {answers[rank]}")
                     end = min(end, time.monotonic() + GRACE_S)
@@ -106,7 +121,10 @@ class Fleet:
             assert member.process.pid is not None
             os.kill(member.process.pid, signal.SIGUSR1)
         time.sleep(GRACE_S)
-        return [f"rank {r} stands still after {DEADLINE_S:.0f} s:\n{m.stacks.read_text()}" for r, m in members.items()]
+        return [
+            f"rank {r} stands still after {DEADLINE_S:.0f} s:\n{m.stacks.read_text()}"
+            for r, m in members.items()
+        ]
 
     def _start(self, number: int) -> Member:
         ours, theirs = self._context.Pipe()
@@ -130,7 +148,10 @@ def serve(pipe: Connection, stacks: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # Small models must be divided as large ones are: over streams, and the logits in chunks.
-    for module, name, value in ((messages, "LEAST_PART", 512), (kernels, "LOGITS_CHUNK_BYTES", 40_000)):
+    for module, name, value in (
+        (messages, "LEAST_PART", 512),
+        (kernels, "LOGITS_CHUNK_BYTES", 40_000),
+    ):
         setattr(module, name, value)
     os.fsync = lambda fd: None  # Nobody reads these runs after a power cut.
     with open(stacks, "w") as file:
@@ -143,11 +164,16 @@ def serve(pipe: Connection, stacks: Path) -> None:
             # Where whoever asked is gone there is nobody else to end this.
             faulthandler.dump_traceback_later(2 * DEADLINE_S, exit=True, file=file)
             try:
-                met = Notices(dist.FileStore(store, world), b"of these workers") if world > 1 else None
+                met = (
+                    Notices(dist.FileStore(store, world), b"of these workers")
+                    if world > 1
+                    else None
+                )
                 with Group(rank, world, torch.device("cpu"), met) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:
                 found = False, traceback.format_exc()
             faulthandler.cancel_dump_traceback_later()
-            gc.collect()  # A worker's parts know each other; with them go the threads of their connections.
+            # A worker's parts know each other; with them go the threads of their connections.
+            gc.collect()
             pipe.send(found)

@@ -1,4 +1,5 @@
-"""Trains in a folder that is a small disk of its own, and fills it: `python -m tests.runtime.full_disk FOLDER ROWS...`.
+"""Trains in a folder that is a small disk of its own, and fills it: `python -m
+tests.runtime.full_disk FOLDER ROWS...`.
 
 `test_unsaved` calls it where such a disk can be mounted.
 """
@@ -50,8 +51,8 @@ def a_disk_that_has_space_again_is_saved_to(run: RunFolder, ballast: Path) -> No
 
 
 def a_disk_that_stays_full_ends_the_run(run: RunFolder, ballast: Path) -> int:
-    """To the last byte, so that nothing can be written down either: the exit code alone says it. The step after which
-    the disk was full."""
+    """To the last byte, so that nothing can be written down either: the exit code alone says it.
+    The step after which the disk was full."""
     full = None
     with pytest.raises(Refusal) as refusal, tiny.workers(run) as workers:
         for event in workers:
@@ -73,7 +74,12 @@ def main() -> None:
     folder, rows = Path(sys.argv[1]), tuple(map(int, sys.argv[2:]))
     # Learns next to nothing, so that no worker's loss is ever far from the others'.
     train = replace(
-        TRAIN, steps=10**6, batch=sum(rows), validate_every=10**6, checkpoint_every_s=1.0, optimizer=Optimizer(lr=1e-6)
+        TRAIN,
+        steps=10**6,
+        batch=sum(rows),
+        validate_every=10**6,
+        checkpoint_every_s=1.0,
+        optimizer=Optimizer(lr=1e-6),
     )
     run, ballast = tiny.run_folder(folder / "run", tiny.plan(train, rows=rows)), folder / "ballast"
     a_disk_that_has_space_again_is_saved_to(run, ballast)

@@ -1,4 +1,5 @@
-"""What the workers of a `Fleet` are asked to do; each function is called by all workers of a plan at once."""
+"""What the workers of a `Fleet` are asked to do; each function is called by all workers of a plan
+at once."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ Arrays = dict[str, NDArray[np.float32]]
 
 
 class Gradients(NamedTuple):
-    """As one worker knows them: its replica's mean loss and norm; on rank 0 the gradients of every replica."""
+    """As one worker knows them: its replica's mean loss and norm; on rank 0 the gradients of every
+    replica."""
 
     loss: float
     norm: float
@@ -38,7 +40,8 @@ class Gradients(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """As one worker knows it: its replica's losses, gradient norms, and the last validation loss."""
+    """As one worker knows it: its replica's losses, gradient norms, and the last validation
+    loss."""
 
     reason: str
     losses: list[float]
@@ -57,7 +60,8 @@ def trainer(group: Group, plan: Plan, path: Path) -> Iterator[tuple[Trainer, lis
     worker.executor.load(iter(reference.start(plan.model).items()))
     yield Trainer(worker), events
     for parameter in worker.state.parameters:
-        # A hook that knows its parameter's owner would keep both, and all connections, for as long as this process is.
+        # A hook that knows its parameter's owner would keep both, and all connections, for as long
+        # as this process is.
         parameter._post_accumulate_grad_hooks.clear()
 
 
@@ -85,20 +89,25 @@ def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Tra
 
 
 def restore_and_save(group: Group, plan: Plan, path: Path) -> tuple[int, int]:
-    """From the newest checkpoint, which is written anew: bytes of tensors that were read, and that this worker owns."""
+    """From the newest checkpoint, which is written anew: bytes of tensors that were read, and that
+    this worker owns."""
     with trainer(group, plan, path) as (made, _):
         made.restore()
         made.saves.step = -1
         made.save(last=True)
         owned = sum(
             4 * (piece.stop - piece.start)
-            for pieces in made.worker.executor.whole.manifests[group.rank].pieces for piece in pieces
-        )  # fmt: skip
+            for pieces in made.worker.executor.whole.manifests[group.rank].pieces
+            for piece in pieces
+        )
         return made.checkpointer.read_bytes, (3 if plan.sync is None else 5) * owned
 
 
-def train_where_files_may_not_be_large(group: Group, plan: Plan, path: Path, most: int, failures: int) -> Trained:
-    """As `train`, but until so many saves have failed no file of rank 0 may have more than `most` bytes."""
+def train_where_files_may_not_be_large(
+    group: Group, plan: Plan, path: Path, most: int, failures: int
+) -> Trained:
+    """As `train`, but until so many saves have failed no file of rank 0 may have more than `most`
+    bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with trainer(group, plan, path) as (made, events):
         made.restore()
@@ -117,9 +126,11 @@ def train_where_files_may_not_be_large(group: Group, plan: Plan, path: Path, mos
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def step_while_another_is_away(group: Group, plan: Plan, path: Path, steps: int) -> list[NDArray[np.float32]]:
-    """All make a step. Rank 0 leaves for an exchange and makes more steps; the others come to it only when these are
-    made. Returns the parameters of the meeting, as this worker has them."""
+def step_while_another_is_away(
+    group: Group, plan: Plan, path: Path, steps: int
+) -> list[NDArray[np.float32]]:
+    """All make a step. Rank 0 leaves for an exchange and makes more steps; the others come to it
+    only when these are made. Returns the parameters of the meeting, as this worker has them."""
     with trainer(group, plan, path) as (made, _):
         outer, made_them = made.worker.executor.outer, path / "made"
         assert outer is not None
@@ -157,9 +168,13 @@ def hand_out(group: Group, plan: Plan, path: Path) -> int:
 def _gradients(made: Trainer, step: int) -> Gradients:
     valid, outcome = made.gradients(step)
     whole, state = made.worker.executor.whole, made.worker.state
-    found = [whole.collect(state.grad, replica) for replica in range(len(made.worker.plan.replicas))]
+    found = [
+        whole.collect(state.grad, replica) for replica in range(len(made.worker.plan.replicas))
+    ]
     return Gradients(
-        outcome.loss / valid, outcome.norm, [{n: g.numpy().copy() for n, g in one.items()} for one in found]
+        outcome.loss / valid,
+        outcome.norm,
+        [{n: g.numpy().copy() for n, g in one.items()} for one in found],
     )
 
 
@@ -168,14 +183,20 @@ def _trained(made: Trainer, events: list[Event]) -> Trained:
     steps = [event for event in events if isinstance(event, Step)]
     validated = [event.loss for event in events if isinstance(event, Validated)]
     return Trained(
-        reason, [s.loss for s in steps], [s.grad_norm for s in steps], validated[-1] if validated else None,
+        reason,
+        [s.loss for s in steps],
+        [s.grad_norm for s in steps],
+        validated[-1] if validated else None,
         [event.step for event in events if isinstance(event, Saved)],
         [event.message for event in events if isinstance(event, Warned)],
-    )  # fmt: skip
+    )
 
 
-def overflow(group: Group, plan: Plan, path: Path, scale: float) -> list[tuple[float, float, float]]:
-    """Loss, gradient norm and the next step's loss scale of every step of a training that begins with this one."""
+def overflow(
+    group: Group, plan: Plan, path: Path, scale: float
+) -> list[tuple[float, float, float]]:
+    """Loss, gradient norm and the next step's loss scale of every step of a training that begins
+    with this one."""
     with trainer(group, plan, path) as (made, _):
         made.loss_scale, found = scale, []
         for step in range(plan.train.steps):
@@ -195,7 +216,11 @@ def table(group: Group, plan: Plan, path: Path) -> NDArray[np.float32] | None:
     with trainer(group, plan, path) as (made, events):
         _trained(made, events)
         state = made.worker.state
-        return state.view(state.master, state.names.index(TABLE)).numpy().copy() if TABLE in state.names else None
+        return (
+            state.view(state.master, state.names.index(TABLE)).numpy().copy()
+            if TABLE in state.names
+            else None
+        )
 
 
 def staying(group: Group, plan: Plan, path: Path) -> list[str]:
@@ -204,9 +229,15 @@ def staying(group: Group, plan: Plan, path: Path) -> list[str]:
         state = made.worker.state
         made.worker.executor.param_gather.begin()
         here = [
-            b for b, bucket in enumerate(state.buckets) if bucket.ways > 1 and state.working[b].untyped_storage().size()
+            b
+            for b, bucket in enumerate(state.buckets)
+            if bucket.ways > 1 and state.working[b].untyped_storage().size()
         ]
-        return [name for i, name in enumerate(state.names) if name.startswith("blocks.") and state.home[i][0] in here]
+        return [
+            name
+            for i, name in enumerate(state.names)
+            if name.startswith("blocks.") and state.home[i][0] in here
+        ]
 
 
 class RunsWhenUnpickled:
@@ -220,7 +251,8 @@ class RunsWhenUnpickled:
 
 
 def build_beside_a_hostile_peer(group: Group, plan: Plan, path: Path, marker: Path) -> None:
-    """Rank 1 sends an object where the others say what they own, in the way in which torch exchanges objects."""
+    """Rank 1 sends an object where the others say what they own, in the way in which torch
+    exchanges objects."""
     if group.rank == 1:
         full_state.gather_bytes = lambda *given: dist.all_gather_object(
             [None] * len(plan.devices), RunsWhenUnpickled(marker)
@@ -233,12 +265,16 @@ def build_beside_a_hostile_peer(group: Group, plan: Plan, path: Path, marker: Pa
 
 
 def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[LossSums, list[int]]:
-    """What the first weights have on windows of the validation split, and the windows that this worker reads itself."""
+    """What the first weights have on windows of the validation split, and the windows that this
+    worker reads itself."""
     with trainer(group, plan, path) as (made, _):
         validation = made.validation
         chosen = validation.windows(first, stop)
         mine = [
-            int(worker) for windows in validation._mine(chosen) for worker in windows if worker < made.worker.val.count
+            int(worker)
+            for windows in validation._mine(chosen)
+            for worker in windows
+            if worker < made.worker.val.count
         ]
         topology = made.worker.executor.topology
         return validation.read(first, stop), mine if topology.last and topology.tensor == 0 else []

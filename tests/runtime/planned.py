@@ -1,5 +1,5 @@
-"""The plans that techniques emit on small clusters, for a model of ordinary size: made to run by one as deep and as
-divisible whose dims are a few numbers long."""
+"""The plans that techniques emit on small clusters, for a model of ordinary size: made to run by
+one as deep and as divisible whose dims are a few numbers long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def random_cluster(rng: random.Random) -> Cluster:
     """Up to three sites of up to two hosts, devices alike inside a host more often than not."""
     kinds = []
     for i in range(2):
-        memory, flops, bandwidth = rng.choice(MEMORIES), rng.choice((1, 4, 6)) * 1e12, rng.choice((1, 4)) * 1e11
+        memory, flops, bandwidth = (
+            rng.choice(MEMORIES),
+            rng.choice((1, 4, 6)) * 1e12,
+            rng.choice((1, 4)) * 1e11,
+        )
         sheet = DataSheet(flops={"fp32": flops}, bandwidth=bandwidth)
         kinds.append(Device(kind=f"k{i}", backend="cpu", memory=memory, sheet=sheet))
     left, sites = rng.randint(2, MOST_DEVICES), list[Site]()
@@ -38,7 +42,9 @@ def random_cluster(rng: random.Random) -> Cluster:
         for h in range(rng.randint(1, 2)):
             count = min(left, rng.choice((1, 2, 2, 3, 4)))
             left -= count
-            devices = [rng.choice(kinds)] * count if rng.random() < 0.8 else rng.choices(kinds, k=count)
+            devices = (
+                [rng.choice(kinds)] * count if rng.random() < 0.8 else rng.choices(kinds, k=count)
+            )
             hosts += [Host(name=f"s{s}h{h}", devices=tuple(devices))] if count else []
         sites += [Site(name=f"s{s}", hosts=tuple(hosts))] if hosts else []
     return _linked(rng, sites)
@@ -48,14 +54,22 @@ def _alike(rng: random.Random, kind: Device) -> list[Site]:
     """Two or more sites with as many devices in each."""
     sites = rng.randint(2, 3)
     devices = (kind,) * rng.randint(2, MOST_DEVICES // sites)
-    return [Site(name=f"s{s}", hosts=(Host(name=f"s{s}h0", devices=devices),)) for s in range(sites)]
+    return [
+        Site(name=f"s{s}", hosts=(Host(name=f"s{s}h0", devices=devices),)) for s in range(sites)
+    ]
 
 
 def _linked(rng: random.Random, sites: list[Site]) -> Cluster:
     links = tuple(
-        Link(a=a.name, b=b.name, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e9, 1e10)) / 8)
-        for i, a in enumerate(sites) for b in sites[i + 1 :]
-    )  # fmt: skip
+        Link(
+            a=a.name,
+            b=b.name,
+            rtt_s=rng.choice((1e-3, 0.02, 0.1)),
+            bandwidth=rng.choice((1e9, 1e10)) / 8,
+        )
+        for i, a in enumerate(sites)
+        for b in sites[i + 1 :]
+    )
     return Cluster(sites=tuple(sites), links=links)
 
 
@@ -65,14 +79,20 @@ def random_model(rng: random.Random) -> ModelSpec:
             d_model=768, layers=rng.randint(3, 6), heads=12, vocab_size=32768, context=256
         )
     return models.family("llama").shape(
-        d_model=rng.choice((768, 1536)), layers=rng.randint(3, 6), heads=12, kv_heads=rng.choice((4, 6)),
-        vocab_size=32768, context=256, tied=rng.random() < 0.5,
-    )  # fmt: skip
+        d_model=rng.choice((768, 1536)),
+        layers=rng.randint(3, 6),
+        heads=12,
+        kv_heads=rng.choice((4, 6)),
+        vocab_size=32768,
+        context=256,
+        tied=rng.random() < 0.5,
+    )
 
 
 @functools.cache
 def planned(seed: int) -> tuple[Plan, ...]:
-    """What every technique answers on a cluster and on its parts, each kind of plan once, ready to run."""
+    """What every technique answers on a cluster and on its parts, each kind of plan once, ready to
+    run."""
     return tuple(_planned(seed))
 
 
@@ -88,7 +108,8 @@ def _planned(seed: int) -> Iterator[Plan]:
 
 
 def structure(plan: Plan) -> object:
-    """What makes two plans exercise the same: everything but the numbers of rows, layers and buckets."""
+    """What makes two plans exercise the same: everything but the numbers of rows, layers and
+    buckets."""
     sites = [device.site for device in plan.devices]
     return (
         tuple(map(functools.partial(_structure, sites), plan.replicas)),
@@ -102,12 +123,24 @@ def _structure(sites: list[str], replica: Replica) -> object:
         names = [sites[rank] for rank in stage.mesh.ranks]
         places = tuple(names.index(name) for name in names)
         return (
-            stage.mesh.shape, stage.mesh.axes, places, stage.zero, stage.recompute, tuple(stage.splits.items()),
-            stage.grad_sync.topology, stage.grad_sync.bits, len(set(stage.rows)) > 1, depth >= replica.microbatches,
-        )  # fmt: skip
+            stage.mesh.shape,
+            stage.mesh.axes,
+            places,
+            stage.zero,
+            stage.recompute,
+            tuple(stage.splits.items()),
+            stage.grad_sync.topology,
+            stage.grad_sync.bits,
+            len(set(stage.rows)) > 1,
+            depth >= replica.microbatches,
+        )
 
     stages = tuple(map(of, replica.stages, replica.in_flight))
-    return stages, tuple((edge.bits, edge.streams > 1) for edge in replica.edges), replica.microbatches > 1
+    return (
+        stages,
+        tuple((edge.bits, edge.streams > 1) for edge in replica.edges),
+        replica.microbatches > 1,
+    )
 
 
 def shrunk(plan: Plan) -> Plan:
@@ -117,9 +150,13 @@ def shrunk(plan: Plan) -> Plan:
     share = parameters(small) / parameters(spec)
     train = replace(TRAIN, batch=plan.train.batch, recompute=plan.train.recompute)
     return replace(
-        plan, model=small, train=train, replicas=tuple(_shrunk(one, share) for one in plan.replicas),
-        sync=replace(plan.sync, every=2) if plan.sync else None, inputs=replace(plan.inputs, corpus="tiny"),
-    )  # fmt: skip
+        plan,
+        model=small,
+        train=train,
+        replicas=tuple(_shrunk(one, share) for one in plan.replicas),
+        sync=replace(plan.sync, every=2) if plan.sync else None,
+        inputs=replace(plan.inputs, corpus="tiny"),
+    )
 
 
 def _shrunk(replica: Replica, share: float) -> Replica:
@@ -127,6 +164,8 @@ def _shrunk(replica: Replica, share: float) -> Replica:
     stages = []
     for stage in replica.stages:
         size = stage.grad_sync.bucket_bytes
-        sync = replace(stage.grad_sync, bucket_bytes=None if size is None else max(1, round(size * share)))
+        sync = replace(
+            stage.grad_sync, bucket_bytes=None if size is None else max(1, round(size * share))
+        )
         stages.append(replace(stage, grad_sync=sync))
     return replace(replica, stages=tuple(stages))

@@ -1,5 +1,5 @@
-"""Seeded plans that no technique emits: any cuts, meshes, rows, levels, splits, edges, depths and replicas that a Plan
-may have and the runtime promises to run."""
+"""Seeded plans that no technique emits: any cuts, meshes, rows, levels, splits, edges, depths and
+replicas that a Plan may have and the runtime promises to run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from tests.runtime.plans import GPT2, LLAMA, LLAMA_TIED, MEGATRON, SEQUENCE, TRA
 
 MOST_RANKS = 8
 MODELS = (
-    GPT2, LLAMA, LLAMA_TIED, replace(GPT2, tied=False, layers=3), replace(LLAMA, bias=True, layers=1),
+    GPT2,
+    LLAMA,
+    LLAMA_TIED,
+    replace(GPT2, tied=False, layers=3),
+    replace(LLAMA, bias=True, layers=1),
     replace(GPT2, family="opt", activation="relu", extra_positions=2),
-)  # fmt: skip
+)
 
 
 def random_plan(seed: int) -> Plan:
@@ -34,14 +38,23 @@ def random_plan(seed: int) -> Plan:
     parts = _divided(rng, ranks, count)
     replicas = [replica for part in parts if (replica := _replica(rng, model, part))]
     sync = Sync(
-        every=rng.randint(1, 3), overlap=rng.random() < 0.5, lr=rng.choice((0.5, 0.7, 1.0)),
+        every=rng.randint(1, 3),
+        overlap=rng.random() < 0.5,
+        lr=rng.choice((0.5, 0.7, 1.0)),
         momentum=rng.choice((0.0, 0.6, 0.9)),
-    )  # fmt: skip
+    )
     train = replace(
-        TRAIN, attention=rng.choice(("sdpa", "vanilla")), seed=rng.randrange(100), seq_len=rng.choice((1, 5, 8, 12)),
+        TRAIN,
+        attention=rng.choice(("sdpa", "vanilla")),
+        seed=rng.randrange(100),
+        seq_len=rng.choice((1, 5, 8, 12)),
         optimizer=replace(TRAIN.optimizer, clip=rng.choice((0.0, 1.0))),
-    )  # fmt: skip
-    at = sorted(rng.randrange(sites) for _ in ranks) if rng.random() < 0.8 else [rng.randrange(sites) for _ in ranks]
+    )
+    at = (
+        sorted(rng.randrange(sites) for _ in ranks)
+        if rng.random() < 0.8
+        else [rng.randrange(sites) for _ in ranks]
+    )
     alone = count == 1 and rng.random() < 0.9
     return plan(*replicas, sites=at, model=model, sync=None if alone else sync, train=train)
 
@@ -59,7 +72,9 @@ def _divided(rng: random.Random, ranks: Sequence[int], count: int) -> list[Seque
     return [ranks[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def _replica(rng: random.Random, model: ModelSpec, ranks: Sequence[int], batch: int | None = None) -> Replica | None:
+def _replica(
+    rng: random.Random, model: ModelSpec, ranks: Sequence[int], batch: int | None = None
+) -> Replica | None:
     """Of any batch, or of this one; None where what was drawn cannot be of it."""
     units = model.layers + 2
     count = min(len(ranks), units, rng.choice((1, 1, 2, 2, 3, 4)))
@@ -97,7 +112,9 @@ def _mesh(rng: random.Random, ranks: Sequence[int]) -> Mesh:
     shape, left = list[int](), len(ranks)
     named: tuple[Axis, ...] = rng.choice((("site", "data"), ("data", "site"), ("data",), ("data",)))
     tensor = (
-        rng.choice([n for n in range(1, left + 1) if left % n == 0 and n <= 6 and n != 5]) if rng.random() < 0.5 else 1
+        rng.choice([n for n in range(1, left + 1) if left % n == 0 and n <= 6 and n != 5])
+        if rng.random() < 0.5
+        else 1
     )
     left //= tensor
     for axis in named[:-1]:
@@ -110,9 +127,16 @@ def _mesh(rng: random.Random, ranks: Sequence[int]) -> Mesh:
 
 
 def _stage(
-    rng: random.Random, model: ModelSpec, units: tuple[int, int], mesh: Mesh, quantum: int, portions: int,
-    microbatches: int, *, piped: bool,
-) -> Stage:  # fmt: skip
+    rng: random.Random,
+    model: ModelSpec,
+    units: tuple[int, int],
+    mesh: Mesh,
+    quantum: int,
+    portions: int,
+    microbatches: int,
+    *,
+    piped: bool,
+) -> Stage:
     splits = _splits(rng, model, mesh.size("tensor"))
     parts = [len(part) for part in _divided(rng, range(portions), len(mesh.batch))]
     rows = [part * quantum * microbatches for part in parts]
@@ -120,12 +144,18 @@ def _stage(
         # A stage by itself takes any rows, some of its coordinates none in some microbatches.
         rows = [part + rng.randint(0, 2) for part in parts]
     sync = GradSync(
-        bucket_bytes=rng.choice((None, 700, 5_000, 10**9)), topology=rng.choice(("flat", "flat", "hierarchical"))
+        bucket_bytes=rng.choice((None, 700, 5_000, 10**9)),
+        topology=rng.choice(("flat", "flat", "hierarchical")),
     )
     return Stage(
-        units=units, mesh=mesh, rows=tuple(rows), grad_sync=sync, zero=rng.choice((0, 0, 1, 2, 3)), splits=splits,
+        units=units,
+        mesh=mesh,
+        rows=tuple(rows),
+        grad_sync=sync,
+        zero=rng.choice((0, 0, 1, 2, 3)),
+        splits=splits,
         recompute=rng.random() < 0.3,
-    )  # fmt: skip
+    )
 
 
 def _splits(rng: random.Random, model: ModelSpec, ways: int) -> dict[str, str]:

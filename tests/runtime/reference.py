@@ -1,8 +1,9 @@
-"""The training that a plan asks for, in one process and in double precision, by the textbook: an oracle.
+"""The training that a plan asks for, in one process and in double precision, by the textbook: an
+oracle.
 
-It shares no arithmetic with `farspan.runtime`: a decoder in a few lines, torch's own AdamW and SGD, and DiLoCo as its
-papers have it. Only the order of the data, and what of it is
-masked and dropped, is the runtime's.
+It shares no arithmetic with `farspan.runtime`: a decoder in a few lines, torch's own AdamW and SGD,
+and DiLoCo as its papers have it. Only the order of the data, and what of it is masked and dropped,
+is the runtime's.
 
 Shapes: B rows, S positions, D d_model, H heads, K kv heads, E head size.
 """
@@ -49,12 +50,21 @@ class Data(NamedTuple):
 
     @classmethod
     def of(cls, corpus: Path, train: TrainSpec) -> Data:
-        windows, val = (Windows(np.fromfile(corpus / f"{n}.bin", "<u2"), train.seq_len) for n in ("train", "val"))
+        windows, val = (
+            Windows(np.fromfile(corpus / f"{n}.bin", "<u2"), train.seq_len)
+            for n in ("train", "val")
+        )
         if train.regular.reshuffle:
             offsets = np.fromfile(corpus / "train.idx", "<i8")
             windows = ReshuffledWindows(windows.tokens, train.seq_len, offsets, train.seed)
         vocabulary = load(corpus / "corpus.json", CorpusManifest).vocab_size
-        return cls(windows, val, Order(windows.count, train.seed, train.regular.reshuffle), train, vocabulary)
+        return cls(
+            windows,
+            val,
+            Order(windows.count, train.seed, train.regular.reshuffle),
+            train,
+            vocabulary,
+        )
 
     def read(self, samples: NDArray[np.int64]) -> tuple[Tensor, Tensor, Drop]:
         """Inputs, targets, and what is dropped on the way."""
@@ -63,7 +73,11 @@ class Data(NamedTuple):
         if regular.mask:
             inputs = mask(inputs, samples, regular.mask, self.vocabulary, self.spec.seed)
         drop = Dropout(regular.dropout, torch.from_numpy(dropout_seeds(samples, self.spec.seed)))
-        return torch.from_numpy(inputs), torch.from_numpy(targets), drop if regular.dropout else kept
+        return (
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            drop if regular.dropout else kept,
+        )
 
     def step_with_a_short_window(self, batch: int) -> int:
         """The first step that reads the window with fewer targets than the others."""
@@ -72,30 +86,44 @@ class Data(NamedTuple):
 
 
 def start(spec: ModelSpec, seed: int = 0) -> Weights:
-    """Weights (fp32) with which no part of a model is idle: attention is uneven, biases are not zero, gains not one."""
+    """Weights (fp32) with which no part of a model is idle: attention is uneven, biases are not
+    zero, gains not one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
     found = {}
     for name, shape in sorted(shapes.items()):
         gain = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-        std = 0.1 if len(shape) < 2 or name.startswith(("tok", "pos", "head")) else 0.7 / math.sqrt(shape[1])
+        std = (
+            0.1
+            if len(shape) < 2 or name.startswith(("tok", "pos", "head"))
+            else 0.7 / math.sqrt(shape[1])
+        )
         found[name] = gain + std * torch.randn(shape, generator=generator)
     return found
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model
+#   ------------------------------------------------------------------------------------------------
 
 
-def logits(weights: Mapping[str, Tensor], spec: ModelSpec, tokens_BS: Tensor, drop: Drop = kept) -> Tensor:
+def logits(
+    weights: Mapping[str, Tensor], spec: ModelSpec, tokens_BS: Tensor, drop: Drop = kept
+) -> Tensor:
     """(B, S, V)."""
     x_BSD = weights["tok.weight"][tokens_BS]
     if spec.positions == "learned":
         x_BSD = x_BSD + weights["pos.weight"][spec.extra_positions :][: tokens_BS.shape[1]]
     x_BSD = drop(x_BSD, 0)
     for i in range(spec.layers):
-        block = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"blocks.{i}.")}
-        x_BSD = x_BSD + drop(_attention(block, spec, _norm(block, spec, "attn_norm", x_BSD)), 2 * i + 2)
+        block = {
+            name.split(".", 2)[2]: w
+            for name, w in weights.items()
+            if name.startswith(f"blocks.{i}.")
+        }
+        x_BSD = x_BSD + drop(
+            _attention(block, spec, _norm(block, spec, "attn_norm", x_BSD)), 2 * i + 2
+        )
         x_BSD = x_BSD + drop(_mlp(block, spec, _norm(block, spec, "mlp_norm", x_BSD)), 2 * i + 3)
     head = weights["tok.weight" if spec.tied else "head.weight"]
     return _norm(weights, spec, "norm", x_BSD) @ head.T
@@ -104,7 +132,11 @@ def logits(weights: Mapping[str, Tensor], spec: ModelSpec, tokens_BS: Tensor, dr
 def _norm(weights: Mapping[str, Tensor], spec: ModelSpec, name: str, x: Tensor) -> Tensor:
     if spec.norm == "layernorm":
         x = x - x.mean(-1, keepdim=True)
-    x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + spec.norm_eps) * weights[f"{name}.weight"]
+    x = (
+        x
+        / torch.sqrt(x.square().mean(-1, keepdim=True) + spec.norm_eps)
+        * weights[f"{name}.weight"]
+    )
     return x + weights[f"{name}.bias"] if spec.norm == "layernorm" else x
 
 
@@ -116,7 +148,10 @@ def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) ->
     B, S, D = x_BSD.shape
     E, group = spec.head_dim, spec.heads // spec.kv_heads
     sizes = [spec.heads * E, spec.kv_heads * E, spec.kv_heads * E]
-    q, k, v = (t.view(B, S, -1, E).transpose(1, 2) for t in _linear(weights, "attn.qkv", x_BSD).split(sizes, dim=-1))
+    q, k, v = (
+        t.view(B, S, -1, E).transpose(1, 2)
+        for t in _linear(weights, "attn.qkv", x_BSD).split(sizes, dim=-1)
+    )
     if spec.positions == "rope":
         q, k = _rotated(q, spec), _rotated(k, spec)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -129,7 +164,9 @@ def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) ->
 def _rotated(x_BHSE: Tensor, spec: ModelSpec) -> Tensor:
     """Pairs of the two halves of a head as complex numbers, turned by position."""
     S, E = x_BHSE.shape[2:]
-    turn = torch.outer(torch.arange(S).double(), spec.rope_theta ** (-torch.arange(0, E, 2).double() / E))
+    turn = torch.outer(
+        torch.arange(S).double(), spec.rope_theta ** (-torch.arange(0, E, 2).double() / E)
+    )
     x = torch.complex(*x_BHSE.chunk(2, -1)) * torch.polar(torch.ones_like(turn), turn)
     return torch.cat((x.real, x.imag), -1)
 
@@ -139,17 +176,28 @@ def _mlp(weights: Mapping[str, Tensor], spec: ModelSpec, x: Tensor) -> Tensor:
     if spec.activation == "swiglu":
         gate, value = h.chunk(2, -1)
         return _linear(weights, "mlp.down", F.silu(gate) * value)
-    return _linear(weights, "mlp.down", F.relu(h) if spec.activation == "relu" else F.gelu(h, approximate="tanh"))
+    return _linear(
+        weights,
+        "mlp.down",
+        F.relu(h) if spec.activation == "relu" else F.gelu(h, approximate="tanh"),
+    )
 
 
 def mean_loss(
-    weights: Mapping[str, Tensor], spec: ModelSpec, tokens: Tensor, targets: Tensor, drop: Drop = kept
+    weights: Mapping[str, Tensor],
+    spec: ModelSpec,
+    tokens: Tensor,
+    targets: Tensor,
+    drop: Drop = kept,
 ) -> Tensor:
     """Over all valid targets together."""
-    return F.cross_entropy(logits(weights, spec, tokens, drop).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    return F.cross_entropy(
+        logits(weights, spec, tokens, drop).flatten(0, 1), targets.flatten(), ignore_index=-1
+    )
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training
+#   ------------------------------------------------------------------------------------------------
 
 
 class Gradient(NamedTuple):
@@ -173,12 +221,17 @@ def gradients(plan: Plan, data: Data, weights: Weights, step: int) -> list[Gradi
         loss = mean_loss(leaves, plan.model, *batch)
         loss.backward()
         found.append(
-            Gradient(float(loss.detach()), {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None})
+            Gradient(
+                float(loss.detach()),
+                {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None},
+            )
         )
     return found
 
 
-def share_of_gradient(plan: Plan, data: Data, weights: Weights, spans: Sequence[tuple[int, int]]) -> Weights:
+def share_of_gradient(
+    plan: Plan, data: Data, weights: Weights, spans: Sequence[tuple[int, int]]
+) -> Weights:
     """What some samples of the first step add to the gradient of a plan of one replica."""
     leaves = {name: value.double().requires_grad_() for name, value in weights.items()}
     _, targets, _ = data.read(np.arange(plan.train.batch))
@@ -195,13 +248,20 @@ class Replica:
         self.train, self.losses, self.norms = train, list[float](), list[float]()
         self.weights = {name: value.double().requires_grad_() for name, value in weights.items()}
         with_ = train.optimizer
-        self.momenta = {n: torch.zeros_like(w) for n, w in self.weights.items()
-                        if with_.muon and n.startswith("blocks.") and w.dim() >= 2}  # fmt: skip
+        self.momenta = {
+            n: torch.zeros_like(w)
+            for n, w in self.weights.items()
+            if with_.muon and n.startswith("blocks.") and w.dim() >= 2
+        }
         rest = [w for name, w in self.weights.items() if name not in self.momenta]
-        decayed, others = ([w for w in rest if (w.dim() >= 2) == matrix] for matrix in (True, False))
+        decayed, others = (
+            [w for w in rest if (w.dim() >= 2) == matrix] for matrix in (True, False)
+        )
         faster = with_.muon.embedding if with_.muon else 1.0
-        groups = [{"params": decayed, "weight_decay": with_.weight_decay, "faster": faster},
-                  {"params": others, "weight_decay": 0.0, "faster": 1.0}]  # fmt: skip
+        groups = [
+            {"params": decayed, "weight_decay": with_.weight_decay, "faster": faster},
+            {"params": others, "weight_decay": 0.0, "faster": 1.0},
+        ]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], betas=(with_.beta1, with_.beta2), eps=with_.eps
         )
@@ -210,7 +270,10 @@ class Replica:
         loss = mean_loss(self.weights, spec, *batch)
         loss.backward()
         gradients = [w.grad for w in self.weights.values() if w.grad is not None]
-        norm, clip = math.sqrt(sum(float(g.square().sum()) for g in gradients)), self.train.optimizer.clip
+        norm, clip = (
+            math.sqrt(sum(float(g.square().sum()) for g in gradients)),
+            self.train.optimizer.clip,
+        )
         if clip and norm > clip:
             for gradient in gradients:
                 gradient.mul_(clip / norm)
@@ -226,7 +289,8 @@ class Replica:
 
     @torch.no_grad()
     def _muon(self, spec: ModelSpec, lr: float) -> None:
-        """As Jordan et al. 2024 have it, with the scale of arXiv 2502.16982; q, k, v, gate and value each by itself."""
+        """As Jordan et al. 2024 have it, with the scale of arXiv 2502.16982; q, k, v, gate and
+        value each by itself."""
         head = spec.head_dim
         cuts = {"qkv": [spec.heads * head, spec.kv_heads * head, spec.kv_heads * head]}
         cuts |= {"up": [spec.d_ff, spec.d_ff]} if spec.activation == "swiglu" else {}
@@ -237,7 +301,10 @@ class Replica:
             nesterov = (1 - muon.momentum) * weight.grad + muon.momentum * momentum
             parts = nesterov.split(cuts.get(name.split(".")[-2], len(weight)))
             step = torch.cat(
-                [0.2 * math.sqrt(max(part.shape)) * _newton_schulz(part, muon.iterations) for part in parts]
+                [
+                    0.2 * math.sqrt(max(part.shape)) * _newton_schulz(part, muon.iterations)
+                    for part in parts
+                ]
             )
             weight.mul_(1 - lr * self.train.optimizer.weight_decay).sub_(lr * step)
 
@@ -260,7 +327,8 @@ def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
 
 
 def share(schedule: Schedule, step: int, steps: int) -> float:
-    """Of the peak learning rate: linear warm-up, then constant or cosine down to the floor at the last step."""
+    """Of the peak learning rate: linear warm-up, then constant or cosine down to the floor at the
+    last step."""
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.kind == "constant":
@@ -271,14 +339,20 @@ def share(schedule: Schedule, step: int, steps: int) -> float:
 
 
 class Meetings:
-    """DiLoCo's outer optimizer (arXiv 2311.08105). With overlap what is exchanged at one meeting is applied at the
-    next (arXiv 2501.18512, section 2.3): a replica then adds what it learnt meanwhile. `shares` are the replicas'
-    parts of a step's sequences."""
+    """DiLoCo's outer optimizer (arXiv 2311.08105). With overlap what is exchanged at one meeting is
+    applied at the next (arXiv 2501.18512, section 2.3): a replica then adds what it learnt
+    meanwhile. `shares` are the replicas' parts of a step's sequences."""
 
     def __init__(self, sync: Sync, replicas: list[Replica], shares: list[float]) -> None:
-        self.sync, self.replicas, self.shares = sync, replicas, torch.tensor(shares, dtype=torch.float64)
+        self.sync, self.replicas, self.shares = (
+            sync,
+            replicas,
+            torch.tensor(shares, dtype=torch.float64),
+        )
         self.anchor = {name: w.clone().requires_grad_() for name, w in replicas[0].now.items()}
-        self.sgd = torch.optim.SGD(self.anchor.values(), lr=sync.lr, momentum=sync.momentum, nesterov=sync.momentum > 0)
+        self.sgd = torch.optim.SGD(
+            self.anchor.values(), lr=sync.lr, momentum=sync.momentum, nesterov=sync.momentum > 0
+        )
         #: Models as they left for the exchange that goes on, and the mean of their changes.
         self.left: list[Weights] | None = None
         self.change: Weights = {}
@@ -294,9 +368,16 @@ class Meetings:
 
     def _exchange(self) -> None:
         self.left = [replica.now for replica in self.replicas]
-        changes = {n: torch.stack([a.detach() - one[n] for one in self.left]) for n, a in self.anchor.items()}
-        self.change = {name: torch.tensordot(self.shares, each, 1) for name, each in changes.items()}
-        self.greatest_change = max(self.greatest_change, *(float(each.abs().max()) for each in changes.values()))
+        changes = {
+            n: torch.stack([a.detach() - one[n] for one in self.left])
+            for n, a in self.anchor.items()
+        }
+        self.change = {
+            name: torch.tensordot(self.shares, each, 1) for name, each in changes.items()
+        }
+        self.greatest_change = max(
+            self.greatest_change, *(float(each.abs().max()) for each in changes.values())
+        )
 
     def _apply(self, left: list[Weights]) -> None:
         for name, anchor in self.anchor.items():
@@ -304,13 +385,15 @@ class Meetings:
         self.sgd.step()
         for replica, before in zip(self.replicas, left, strict=True):
             now = replica.now
-            replica.become({n: anchor.detach() + (now[n] - before[n]) for n, anchor in self.anchor.items()})
+            replica.become(
+                {n: anchor.detach() + (now[n] - before[n]) for n, anchor in self.anchor.items()}
+            )
         self.left = None
 
 
 class Trained(NamedTuple):
-    """Losses and gradient norms of each replica, step by step; the model in the end, and its validation loss; and the
-    greatest change of a number between two meetings of replicas."""
+    """Losses and gradient norms of each replica, step by step; the model in the end, and its
+    validation loss; and the greatest change of a number between two meetings of replicas."""
 
     losses: list[list[float]]
     norms: list[list[float]]
@@ -319,12 +402,17 @@ class Trained(NamedTuple):
     greatest_change: float
 
 
-def averaged(train: TrainSpec, average: Weights | None, now: Weights, step: int, steps: int) -> Weights | None:
-    """The moving average of weights after so many steps more, the last of which is number `step`."""
+def averaged(
+    train: TrainSpec, average: Weights | None, now: Weights, step: int, steps: int
+) -> Weights | None:
+    """The moving average of weights after so many steps more, the last of which is number
+    `step`."""
     if average is None or not train.optimizer.average:
         return None
     left = min(train.optimizer.average, (1 + step) / (10 + step)) ** steps
-    return {name: left * before + (1 - left) * now[name].detach() for name, before in average.items()}
+    return {
+        name: left * before + (1 - left) * now[name].detach() for name, before in average.items()
+    }
 
 
 def train(plan: Plan, data: Data, weights: Weights) -> Trained:
@@ -339,14 +427,26 @@ def train(plan: Plan, data: Data, weights: Weights) -> Trained:
             replica.step(step, plan.model, data.read(np.arange(before, before + planned.batch)))
             before += planned.batch
         last = step + 1 == plan.train.steps
-        if meetings is not None and plan.sync is not None and ((step + 1) % plan.sync.every == 0 or last):
+        if (
+            meetings is not None
+            and plan.sync is not None
+            and ((step + 1) % plan.sync.every == 0 or last)
+        ):
             meetings.meet(last)
             average = averaged(plan.train, average, meetings.anchor, step + 1, plan.sync.every)
         if meetings is None:
             average = averaged(plan.train, average, replicas[0].now, step + 1, 1)
     final = average or replicas[0].now
-    inputs, targets = map(torch.from_numpy, data.val.read(np.arange(data.val.count, dtype=np.uint64)))
+    inputs, targets = map(
+        torch.from_numpy, data.val.read(np.arange(data.val.count, dtype=np.uint64))
+    )
     with torch.no_grad():
         validation = float(mean_loss(final, plan.model, inputs, targets))
     greatest = meetings.greatest_change if meetings is not None else 0.0
-    return Trained([one.losses for one in replicas], [one.norms for one in replicas], final, validation, greatest)
+    return Trained(
+        [one.losses for one in replicas],
+        [one.norms for one in replicas],
+        final,
+        validation,
+        greatest,
+    )

@@ -22,7 +22,11 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """The model of a checkpoint, by parameter name."""
-    return {name.removeprefix("model/"): value for name, value in tensors(path).items() if name.startswith("model/")}
+    return {
+        name.removeprefix("model/"): value
+        for name, value in tensors(path).items()
+        if name.startswith("model/")
+    }
 
 
 def newest(run: RunFolder) -> Path:
@@ -30,10 +34,15 @@ def newest(run: RunFolder) -> Path:
 
 
 def slices(values: Mapping[str, torch.Tensor]) -> list[OwnedSlice]:
-    return [OwnedSlice(name, tuple(v.shape), (0,) * v.dim(), v.contiguous()) for name, v in values.items()]
+    return [
+        OwnedSlice(name, tuple(v.shape), (0,) * v.dim(), v.contiguous())
+        for name, v in values.items()
+    ]
 
 
-def write(folder: Path, values: Mapping[str, torch.Tensor], progress: TrainingProgress, keep: int = 3) -> Path:
+def write(
+    folder: Path, values: Mapping[str, torch.Tensor], progress: TrainingProgress, keep: int = 3
+) -> Path:
     """A checkpoint of whole tensors, as one worker would write it."""
     path = folder / checkpoint.step_name(progress.step)
     checkpoint.write(path, slices(values), progress, keep)

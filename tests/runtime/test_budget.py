@@ -1,5 +1,5 @@
-"""Time budgets against simulated clocks: paces that drift and jump, costs of validations and saves; no overrun, and a
-learning rate that only falls."""
+"""Time budgets against simulated clocks: paces that drift and jump, costs of validations and saves;
+no overrun, and a learning rate that only falls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ WINDOW = 64
 
 @dataclass
 class Machine:
-    """Takes a step, a validation or a checkpoint some seconds of its clock, as the trainer would ask for them."""
+    """Takes a step, a validation or a checkpoint some seconds of its clock, as the trainer would
+    ask for them."""
 
     deadline_s: float
     planned: int
@@ -37,7 +38,8 @@ class Machine:
     spikes: float = 0.0
     #: From these shares of the deadline on, all takes so many times as long.
     turns: tuple[tuple[float, float], ...] = ()
-    #: Workers of one replica hear what rank 0 says so many steps later; replicas meet after so many.
+    #: Workers of one replica hear what rank 0 says so many steps later; replicas meet after so
+    #: many.
     later: int = 0
     every: int = 1
     seed: int = 0
@@ -45,19 +47,38 @@ class Machine:
     kind: str = ""
 
     def __post_init__(self) -> None:
-        self.now, self.rng, self.rates, self.told, self.steps_seen = 0.0, random.Random(self.seed), [], [], []
-        train = replace(TRAIN, steps=self.planned, deadline_s=self.deadline_s, schedule=self.schedule, batch=4)
+        self.now, self.rng, self.rates, self.told, self.steps_seen = (
+            0.0,
+            random.Random(self.seed),
+            [],
+            [],
+            [],
+        )
+        train = replace(
+            TRAIN, steps=self.planned, deadline_s=self.deadline_s, schedule=self.schedule, batch=4
+        )
         self.between = max(1, -(-self.planned // 12))
         self.work = RunWork(
-            step_tokens=1024, validate_every=self.between, validation_tokens=16 * WINDOW, last_tokens=self.val_tokens,
-            checkpoint_bytes=10**6, checkpoint_every_s=self.deadline_s / 5,
-        )  # fmt: skip
+            step_tokens=1024,
+            validate_every=self.between,
+            validation_tokens=16 * WINDOW,
+            last_tokens=self.val_tokens,
+            checkpoint_bytes=10**6,
+            checkpoint_every_s=self.deadline_s / 5,
+        )
         self.pacing = SharedClock(tiny.plan(train), self.work, lambda: self.now)
         self.longest_s = self.spiked_s = 0.0
 
     def spend(self, seconds: float) -> float:
         """Some seconds, at the pace of now."""
-        factor = next((f for since, f in sorted(self.turns, reverse=True) if since * self.deadline_s <= self.now), 1.0)
+        factor = next(
+            (
+                f
+                for since, f in sorted(self.turns, reverse=True)
+                if since * self.deadline_s <= self.now
+            ),
+            1.0,
+        )
         seconds *= factor * self.rng.lognormvariate(0, self.noise)
         if self.rng.random() < self.spikes:
             self.spiked_s += 9 * seconds
@@ -124,36 +145,72 @@ class Machine:
     def falls(self) -> bool:
         """Whether the learning rate never rises once it has fallen."""
         top = self.rates.index(max(self.rates))
-        return self.rates[: top + 1] == sorted(self.rates[: top + 1]) and self.rates[top:] == sorted(
-            self.rates[top:], reverse=True
-        )
+        return self.rates[: top + 1] == sorted(self.rates[: top + 1]) and self.rates[
+            top:
+        ] == sorted(self.rates[top:], reverse=True)
 
 
-KINDS = st.sampled_from([
-    Schedule(warmup_steps=10), Schedule(warmup_steps=0), Schedule(kind="wsd", warmup_steps=5),
-    Schedule(kind="linear", warmup_steps=5),
-    Schedule(kind="constant", warmup_steps=3), Schedule(warmup_steps=200),
-])  # fmt: skip
+KINDS = st.sampled_from(
+    [
+        Schedule(warmup_steps=10),
+        Schedule(warmup_steps=0),
+        Schedule(kind="wsd", warmup_steps=5),
+        Schedule(kind="linear", warmup_steps=5),
+        Schedule(kind="constant", warmup_steps=3),
+        Schedule(warmup_steps=200),
+    ]
+)
 
 
 @settings(max_examples=400, deadline=None)
 @given(
-    deadline_s=st.sampled_from([12.0, 25.0, 240.0, 3600.0]), fit=st.floats(0.2, 5.0), planned=st.integers(200, 3000),
-    forward=st.floats(0.2, 0.6), save=st.floats(0.0, 0.02), validations=st.floats(0.01, 2.0),
-    first=st.floats(0.0, 0.3), noise=st.floats(0.0, 0.4), spikes=st.sampled_from([0.0, 0.02]),
+    deadline_s=st.sampled_from([12.0, 25.0, 240.0, 3600.0]),
+    fit=st.floats(0.2, 5.0),
+    planned=st.integers(200, 3000),
+    forward=st.floats(0.2, 0.6),
+    save=st.floats(0.0, 0.02),
+    validations=st.floats(0.01, 2.0),
+    first=st.floats(0.0, 0.3),
+    noise=st.floats(0.0, 0.4),
+    spikes=st.sampled_from([0.0, 0.02]),
     turns=st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(1 / 3, 3.0)), max_size=3),
-    late=st.sampled_from([(0, 1), (1, 1), (0, 10)]), seed=st.integers(0, 10**6), schedule=KINDS,
-)  # fmt: skip
+    late=st.sampled_from([(0, 1), (1, 1), (0, 10)]),
+    seed=st.integers(0, 10**6),
+    schedule=KINDS,
+)
 def test_whatever_the_pace_the_run_ends_with_its_deadline_and_its_learning_rate_only_falls(
-    deadline_s, fit, planned, forward, save, validations, first, noise, spikes, turns, late, seed, schedule
+    deadline_s,
+    fit,
+    planned,
+    forward,
+    save,
+    validations,
+    first,
+    noise,
+    spikes,
+    turns,
+    late,
+    seed,
+    schedule,
 ):
-    """`fit` planned runs fill the deadline at the first pace; steps, validations and saves are short."""
+    """`fit` planned runs fill the deadline at the first pace; steps, validations and saves are
+    short."""
     run = Machine(
-        deadline_s=deadline_s, planned=planned, step_s=deadline_s / fit / planned, forward=forward,
-        save_s=save * deadline_s, val_tokens=max(16 * WINDOW, int(validations * planned * 1024 / 4)),
-        first_s=first * deadline_s, noise=noise, spikes=spikes, turns=tuple(turns), later=late[0], every=late[1],
-        seed=seed, schedule=schedule,
-    )  # fmt: skip
+        deadline_s=deadline_s,
+        planned=planned,
+        step_s=deadline_s / fit / planned,
+        forward=forward,
+        save_s=save * deadline_s,
+        val_tokens=max(16 * WINDOW, int(validations * planned * 1024 / 4)),
+        first_s=first * deadline_s,
+        noise=noise,
+        spikes=spikes,
+        turns=tuple(turns),
+        later=late[0],
+        every=late[1],
+        seed=seed,
+        schedule=schedule,
+    )
     made = run.train()
     # What is begun is ended: one step of slow ones, validation or save.
     alone_s = max(0.0, late[1] * run.longest_s - SHARE * deadline_s)
@@ -168,9 +225,15 @@ def test_whatever_the_pace_the_run_ends_with_its_deadline_and_its_learning_rate_
 def test_a_steady_pace_fills_its_deadline(planned, step_s, first, later):
     """Early, too, by no more than is promised, nor than one step."""
     run = Machine(
-        deadline_s=1000.0, planned=planned, step_s=step_s, forward=0.33, save_s=1.0, val_tokens=50_000, later=later,
+        deadline_s=1000.0,
+        planned=planned,
+        step_s=step_s,
+        forward=0.33,
+        save_s=1.0,
+        val_tokens=50_000,
+        later=later,
         first_s=first * 1000.0,
-    )  # fmt: skip
+    )
     made = run.train()
     assert run.now <= 1000.0 * (1 + SHARE) + SECONDS
     assert made == planned or run.now >= 1000.0 * (1 - SHARE) - SECONDS - step_s
@@ -179,13 +242,20 @@ def test_a_steady_pace_fills_its_deadline(planned, step_s, first, later):
 
 
 def test_a_machine_as_fast_as_its_trial_follows_the_plan():
-    run = Machine(deadline_s=1000.0, planned=900, step_s=1.0, forward=0.3, save_s=0.5, val_tokens=20_000)
+    run = Machine(
+        deadline_s=1000.0, planned=900, step_s=1.0, forward=0.3, save_s=0.5, val_tokens=20_000
+    )
     assert run.train() == 900
-    assert run.rates == [learning_rate(run.schedule, 1.0, step, 900) for step in range(900)] and not run.told
+    assert (
+        run.rates == [learning_rate(run.schedule, 1.0, step, 900) for step in range(900)]
+        and not run.told
+    )
 
 
 def test_one_slow_step_is_no_trend_and_one_line_says_what_was_planned_anew():
-    run = Machine(deadline_s=1000.0, planned=900, step_s=2.0, forward=0.3, save_s=0.5, val_tokens=20_000)
+    run = Machine(
+        deadline_s=1000.0, planned=900, step_s=2.0, forward=0.3, save_s=0.5, val_tokens=20_000
+    )
     spend, count = run.spend, 0
 
     def once_slow(seconds: float) -> float:
@@ -202,9 +272,14 @@ def test_one_slow_step_is_no_trend_and_one_line_says_what_was_planned_anew():
 
 def test_a_pace_that_recovers_gives_the_steps_back():
     run = Machine(
-        deadline_s=1000.0, planned=900, step_s=1.0, forward=0.3, save_s=0.1, val_tokens=20_000,
+        deadline_s=1000.0,
+        planned=900,
+        step_s=1.0,
+        forward=0.3,
+        save_s=0.1,
+        val_tokens=20_000,
         turns=((0.0, 3.0), (0.2, 1.0)),
-    )  # fmt: skip
+    )
     made = run.train()
     assert min(run.steps_seen) < 400 and made > 700
     assert run.now <= 1000.0 * (1 + SHARE) + SECONDS

@@ -1,4 +1,5 @@
-"""Workers that no launcher watches: whoever is left behind saves or says why, and ends by itself."""
+"""Workers that no launcher watches: whoever is left behind saves or says why, and ends by
+itself."""
 
 from __future__ import annotations
 
@@ -45,15 +46,19 @@ def by_hand(run: RunFolder, world: int, first: str = "") -> Iterator[list[subpro
     """The workers of a run, each of which does something `first`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(world),
-                 "FARSPAN_SECRET": "of these workers alone"}  # fmt: skip
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+            "WORLD_SIZE": str(world),
+            "FARSPAN_SECRET": "of these workers alone",
+        }
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER.format(first=first), str(run.plan), str(run.path)],
             env={**os.environ, **place, "RANK": str(rank)},
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     try:
         yield workers
     finally:
@@ -65,19 +70,26 @@ def by_hand(run: RunFolder, world: int, first: str = "") -> Iterator[list[subpro
 def wait_for(run: RunFolder, kind: type[Event]) -> None:
     """Until the run has had an event of this kind."""
     deadline = time.monotonic() + 120
-    while not run.events.exists() or not any(isinstance(event, kind) for event in read_events(run.events)):
+    while not run.events.exists() or not any(
+        isinstance(event, kind) for event in read_events(run.events)
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
 def test_a_worker_whose_launcher_is_killed_saves_and_ends(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
-    launcher = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+    launcher = (
+        "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); "
+        "sys.stdin.read()"
+    )
     worker = [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)]
     with subprocess.Popen(
-        [sys.executable, "-c", launcher, *worker], env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", launcher, *worker],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
         pid = int(process.stdout.readline())
         wait_for(run, Step)
         process.kill()
@@ -127,7 +139,9 @@ def named(run: RunFolder, rank: int = 0) -> str:
 
 def test_workers_of_which_some_never_come_say_so(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
-    with by_hand(run, 2, "collective.START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)") as workers:
+    with by_hand(
+        run, 2, "collective.START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)"
+    ) as workers:
         assert workers[0].wait(HANGS_S) == LOST
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
     assert problem["what"] == "the 2 workers did not meet" and "1/2" in problem["fact"]
@@ -145,9 +159,16 @@ def test_more_workers_than_the_plan_has_are_refused(tmp_path):
 def test_a_plan_that_was_edited_into_one_that_cannot_be_is_refused(tmp_path):
     (whole,) = tiny.plan(TRAIN, rows=(6,)).replicas
     twice = (replace(whole, stages=(replace(whole.stages[0], rows=(3,)),)),) * 2
-    apart = [replace(one, stages=(replace(one.stages[0], mesh=Mesh(ranks=(rank,), shape=(1,), axes=("data",))),))
-             for rank, one in enumerate(twice)]  # fmt: skip
-    run = tiny.run_folder(tmp_path / "run", replace(tiny.plan(TRAIN, rows=(3, 3)), replicas=tuple(apart)))
+    apart = [
+        replace(
+            one,
+            stages=(replace(one.stages[0], mesh=Mesh(ranks=(rank,), shape=(1,), axes=("data",))),),
+        )
+        for rank, one in enumerate(twice)
+    ]
+    run = tiny.run_folder(
+        tmp_path / "run", replace(tiny.plan(TRAIN, rows=(3, 3)), replicas=tuple(apart))
+    )
     with by_hand(run, 2) as workers:
         assert workers[0].wait(HANGS_S) == EXIT_CODES["plan-mismatch"]
     assert "never meet" in json.loads((run.logs / "rank-0.problem.json").read_text())["fact"]
@@ -170,7 +191,8 @@ worker.fingerprint = fingerprint
 
 
 def divided(plan: Plan) -> Plan:
-    """The same plan with everything divided over the data axis, which workers exchange in threads of their own."""
+    """The same plan with everything divided over the data axis, which workers exchange in threads
+    of their own."""
     (replica,) = plan.replicas
     stage = replace(replica.stages[0], zero=3)
     return replace(plan, replicas=(replace(replica, stages=(stage,)),))
@@ -179,7 +201,10 @@ def divided(plan: Plan) -> Plan:
 @pytest.mark.parametrize("dead", [0, 1])
 def test_when_one_dies_the_others_end_whatever_their_threads_wait_for(tmp_path, dead):
     """And all name it, though each of them breaks connections, too, when it goes."""
-    run, others = tiny.run_folder(tmp_path / "run", divided(tiny.plan(TRAIN, rows=(2, 2, 2)))), {0, 1, 2} - {dead}
+    run, others = (
+        tiny.run_folder(tmp_path / "run", divided(tiny.plan(TRAIN, rows=(2, 2, 2)))),
+        {0, 1, 2} - {dead},
+    )
     with by_hand(run, 3) as workers:
         wait_for(run, Step)
         workers[dead].kill()

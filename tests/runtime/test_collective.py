@@ -43,18 +43,27 @@ with Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET)) as group
 
 
 @contextmanager
-def members(world: int, program: str, member: str = MEMBER) -> Iterator[list[subprocess.Popen[str]]]:
+def members(
+    world: int, program: str, member: str = MEMBER
+) -> Iterator[list[subprocess.Popen[str]]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", member + indent(program, "    ")], env={**os.environ, **place, "RANK": str(rank)},
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", member + indent(program, "    ")],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     try:
         yield started
     finally:
@@ -67,7 +76,9 @@ def members(world: int, program: str, member: str = MEMBER) -> Iterator[list[sub
 @pytest.mark.parametrize("texts", [("", "a disk is full"), ("a", ""), ("", ""), ("b", "cc")])
 def test_texts_are_gathered_also_where_some_have_none(texts):
     with members(
-        2, f"print(group.gather_text({texts!r}[rank]), group.share({texts!r}[0].encode()), flush=True)"
+        2,
+        f"print(group.gather_text({texts!r}[rank]), group.share({texts!r}[0].encode()), "
+        "flush=True)",
     ) as two:
         said = [process.communicate(timeout=30)[0].strip() for process in two]
     assert said == [f"{list(texts)} {texts[0].encode()!r}"] * 2
@@ -150,7 +161,8 @@ assert group.share(bytes([7]) if rank == 0 else b"") == bytes([7])
 
 
 @pytest.mark.parametrize(
-    ("kinds", "wanted"), [("cpu cpu", "gloo"), ("cuda cpu", "gloo"), ("cuda cuda", "cpu:gloo,cuda:nccl")]
+    ("kinds", "wanted"),
+    [("cpu cpu", "gloo"), ("cuda cpu", "gloo"), ("cuda cuda", "cpu:gloo,cuda:nccl")],
 )
 def test_nccl_is_for_groups_of_gpus_and_gloo_for_what_is_in_the_memory_of_hosts(kinds, wanted):
     assert backend(kinds.split()) == wanted
@@ -161,8 +173,9 @@ STARTING = MEMBER.partition("with Group(")[0]
 
 @pytest.mark.parametrize("still", [0, 1])
 def test_who_stands_still_before_all_are_connected_is_lost_and_named(still):
-    """Met, and then nothing: the others wait for connections, which by themselves they would for hours. It stands still
-    a second late, when the others have heard it: who was never heard is waited for as one that opens its device."""
+    """Met, and then nothing: the others wait for connections, which by themselves they would for
+    hours. It stands still a second late, when the others have heard it: who was never heard is
+    waited for as one that opens its device."""
     program = f"""
 if rank == {still}:
     collective.dist.init_process_group = lambda *given, **named: time.sleep(1) or stand_still()

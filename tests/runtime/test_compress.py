@@ -1,11 +1,19 @@
-"""Fewer bits: how far decoded numbers may be off, what must never look finite, and that errors do not add up."""
+"""Fewer bits: how far decoded numbers may be off, what must never look finite, and that errors do
+not add up."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.runtime.comm.compress import BLOCK, CHUNK, GREATEST, SMALLEST_SCALE, Codec, ErrorFeedback
+from farspan.runtime.comm.compress import (
+    BLOCK,
+    CHUNK,
+    GREATEST,
+    SMALLEST_SCALE,
+    Codec,
+    ErrorFeedback,
+)
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SIZES = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77, CHUNK, 2 * CHUNK + BLOCK + 3]
@@ -41,12 +49,23 @@ def test_sizes_types_and_zeros(bits, n, device):
 
 
 def test_sizes_by_hand():
-    assert [Codec(bits).encoded_size(1000) for bits in (32, 16, 8, 4)] == [4000, 2000, 1000 + 4 * 2, 500 + 4 * 2]
-    assert [Codec(bits).encoded_size(257) for bits in (32, 16, 8, 4)] == [1028, 514, 257 + 2 * 2, 129 + 2 * 2]
+    assert [Codec(bits).encoded_size(1000) for bits in (32, 16, 8, 4)] == [
+        4000,
+        2000,
+        1000 + 4 * 2,
+        500 + 4 * 2,
+    ]
+    assert [Codec(bits).encoded_size(257) for bits in (32, 16, 8, 4)] == [
+        1028,
+        514,
+        257 + 2 * 2,
+        129 + 2 * 2,
+    ]
 
 
 def test_bytes_by_hand():
-    """Greatest values 7 and 127 of the codes: steps of 1, which is 0x3F80 in bf16. Halves go to the even number."""
+    """Greatest values 7 and 127 of the codes: steps of 1, which is 0x3F80 in bf16. Halves go to the
+    even number."""
     four, eight = torch.tensor([7.0, -7, 1, 0, -2.6]), torch.tensor([127.0, -1, 0.5, -1.5])
     assert Codec(4).encode(four).tolist() == [0x80, 0x3F, 15 + 1 * 16, 9 + 8 * 16, 5 + 8 * 16]
     assert Codec(8).encode(eight).tolist() == [0x80, 0x3F, 127, 255, 0, 254]
@@ -59,14 +78,19 @@ def test_bytes_by_hand():
 def test_no_number_is_off_by_more_than_half_a_step_of_its_block(bits, dtype, n, device):
     codec, x = Codec(bits), numbers(n, dtype=dtype).to(device)
     error = (codec.decode(codec.encode(x), n).double() - x.double()).abs()
-    # The scale is off by at most 1/256, being bf16; the quotient by two roundings of fp32, in 127 steps.
+    # The scale is off by at most 1/256, being bf16; the quotient by two roundings of fp32, in 127
+    # steps.
     step = (largest(x).double() / GREATEST[bits] * (1 + 2**-8)).clamp(min=SMALLEST_SCALE)
     assert (error <= step * (0.5 + 127 * 2**-23)).all()
 
 
 @FEW
 @settings(deadline=None)
-@given(st.lists(st.floats(width=32, min_value=-(2.0**126), max_value=2.0**126), min_size=1, max_size=40))
+@given(
+    st.lists(
+        st.floats(width=32, min_value=-(2.0**126), max_value=2.0**126), min_size=1, max_size=40
+    )
+)
 def test_half_a_step_holds_for_any_finite_numbers(bits, values):
     codec, x = Codec(bits), torch.tensor(values)
     back = codec.decode(codec.encode(x), len(x))
@@ -101,7 +125,9 @@ def test_equal_bytes_decode_to_equal_bits_wherever_they_lie(bits, device):
     data = codec.encode(x)
     assert torch.equal(data, codec.encode(x))
     message = torch.cat([torch.zeros(3, dtype=torch.uint8), data]).to(device)
-    first, second = (codec.decode(part, len(x)).cpu().view(torch.int32) for part in (data, message[3:]))
+    first, second = (
+        codec.decode(part, len(x)).cpu().view(torch.int32) for part in (data, message[3:])
+    )
     assert torch.equal(first, second)
 
 
@@ -114,7 +140,9 @@ def test_decoding_is_the_scale_times_the_code(bits):
     if bits == 8:
         codes = data[8:].view(torch.int8).double()
     else:
-        codes = torch.tensor([half - 8.0 for byte in data[8:].tolist() for half in (byte % 16, byte // 16)])
+        codes = torch.tensor(
+            [half - 8.0 for byte in data[8:].tolist() for half in (byte % 16, byte // 16)]
+        )
     assert torch.equal(codec.decode(data, len(x)).double(), scale * codes)
 
 
@@ -138,7 +166,8 @@ def test_a_message_of_another_length_is_an_error():
 @settings(max_examples=20, deadline=None)
 @given(n=st.integers(1, 3 * BLOCK), steps=st.integers(1, 40), seed=st.integers(0, 2**20))
 def test_with_feedback_the_sums_stay_within_one_rounding(bits, n, steps, seed):
-    """What was received differs from what was to be sent by the residual, which is one encoding's error."""
+    """What was received differs from what was to be sent by the residual, which is one encoding's
+    error."""
     feedback = ErrorFeedback(Codec(bits))
     generator = torch.Generator().manual_seed(seed)
     sent, received, bound = (torch.zeros(n, dtype=torch.float64) for _ in range(3))
@@ -151,11 +180,14 @@ def test_with_feedback_the_sums_stay_within_one_rounding(bits, n, steps, seed):
         bound = largest(total) / GREATEST[bits] * 0.502 if bits < 16 else total.abs() * 2**-8
     rounding = 1e-6 * steps  # Of the sums in fp32.
     assert ((sent - received).abs() <= bound + rounding).all()
-    torch.testing.assert_close(sent - received, feedback.residuals["k"].double(), rtol=0, atol=rounding)
+    torch.testing.assert_close(
+        sent - received, feedback.residuals["k"].double(), rtol=0, atol=rounding
+    )
 
 
 def test_feedback_sends_what_is_too_small_to_send_alone():
-    """A number of a hundredth of its block's step is lost each time without feedback, and arrives with it."""
+    """A number of a hundredth of its block's step is lost each time without feedback, and arrives
+    with it."""
     x = torch.tensor([127.0, 0.01])
     feedback = ErrorFeedback(Codec(8))
     alone = sum(feedback.codec.decode(feedback.codec.encode(x), 2) for _ in range(1000))
@@ -176,7 +208,8 @@ def test_feedback_keeps_keys_apart():
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_with_feedback_everyone_has_the_bits_that_were_sent(bits, n, device):
-    """The sender's own numbers become those that its bytes decode to, by the very bits: all add the same."""
+    """The sender's own numbers become those that its bytes decode to, by the very bits: all add the
+    same."""
     feedback = ErrorFeedback(Codec(bits))
     for seed in (0, 1):
         x = numbers(n, seed).to(device)
@@ -192,7 +225,9 @@ def test_feedback_recovers_after_a_number_that_was_not_finite():
     bad = x.clone()
     bad[7] = float("nan")
     assert not feedback.codec.decode(feedback.encode_(0, bad), 100).isfinite().any()
-    assert torch.equal(feedback.encode_(0, x.clone()), feedback.codec.encode(x)), "nothing of it is left"
+    assert torch.equal(feedback.encode_(0, x.clone()), feedback.codec.encode(x)), (
+        "nothing of it is left"
+    )
 
 
 def test_feedback_over_32_bits_keeps_nothing():

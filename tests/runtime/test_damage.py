@@ -1,4 +1,5 @@
-"""Damaged checkpoints: whatever is wrong with the newest, the run goes on from the one before, and says why."""
+"""Damaged checkpoints: whatever is wrong with the newest, the run goes on from the one before, and
+says why."""
 
 from __future__ import annotations
 
@@ -40,11 +41,14 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run that wrote a checkpoint at every step, of which steps 2 to 4 are kept, and the best weights."""
+    """A run that wrote a checkpoint at every step, of which steps 2 to 4 are kept, and the best
+    weights."""
     plan = tiny.plan(replace(TRAIN, steps=4, checkpoint_every_s=0.5, validate_every=2))
     start = Start(tiny.run_folder(tmp_path_factory.mktemp("whole") / "run", plan))
     assert start.train()[0] == "done"
-    assert [checkpoint.step_of(path) for path in checkpoint.newest_first(start.run.checkpoints)] == [4, 3, 2]
+    assert [
+        checkpoint.step_of(path) for path in checkpoint.newest_first(start.run.checkpoints)
+    ] == [4, 3, 2]
     return start.run
 
 
@@ -70,7 +74,8 @@ def find(executor: Executor, folder: Path) -> tuple[int | None, list[str]]:
     return (adopted[-1].step if there else None), said
 
 
-# -- kinds of damage ---------------------------------------------------------------------------------------------------
+# -- kinds of damage
+#   ------------------------------------------------------------------------------------------------
 
 
 def rewrite(path: Path, change: Callable[[dict], None], *, vouched: bool = False) -> None:
@@ -83,14 +88,17 @@ def rewrite(path: Path, change: Callable[[dict], None], *, vouched: bool = False
 
 
 def vouch(path: Path) -> None:
-    """Let the manifest name the checksums that the part's tensors have now, where they are still there."""
+    """Let the manifest name the checksums that the part's tensors have now, where they are still
+    there."""
     held = {key: value.numpy().tobytes() for key, value in load_file(path / PART).items()}
 
     def change(manifest: dict) -> None:
         for name, tensor in manifest["tensors"].items():
             for part in tensor["slices"]:
                 content = held.get(f"{name}@{','.join(map(str, part['at']))}", b"")
-                part["sha256"] = [digest(content[at : at + BLOCK]) for at in range(0, len(content), BLOCK)]
+                part["sha256"] = [
+                    digest(content[at : at + BLOCK]) for at in range(0, len(content), BLOCK)
+                ]
 
     rewrite(path, change, vouched=True)
 
@@ -112,12 +120,16 @@ def overwrite(name: str, content: bytes) -> Damage:
 
 
 def progress(*, vouched: bool = True, **values: object) -> Damage:
-    return lambda path: rewrite(path, lambda manifest: manifest["progress"].update(values), vouched=vouched)
+    return lambda path: rewrite(
+        path, lambda manifest: manifest["progress"].update(values), vouched=vouched
+    )
 
 
 def slices(name: str, change: Callable[[list[dict]], object]) -> Damage:
     """Change the slices that the manifest says a tensor has."""
-    return lambda path: rewrite(path, lambda manifest: change(manifest["tensors"][name]["slices"]), vouched=True)
+    return lambda path: rewrite(
+        path, lambda manifest: change(manifest["tensors"][name]["slices"]), vouched=True
+    )
 
 
 def high_byte(where: bytes) -> Damage:
@@ -185,7 +197,9 @@ OF_WEIGHTS: dict[str, Damage] = {
     "a header that is refused": overwrite(PART, b"\xff" * 64),
     "a header beyond the file": overwrite(PART, (2**20).to_bytes(8, "little") + b"{}"),
     "a missing weight": retensor(lambda tensors: tensors.pop(f"{WEIGHT}@0,0")),
-    "a weight of another shape": retensor(lambda tensors: tensors.update({f"{WEIGHT}@0,0": torch.zeros(33)})),
+    "a weight of another shape": retensor(
+        lambda tensors: tensors.update({f"{WEIGHT}@0,0": torch.zeros(33)})
+    ),
     "a weight that the manifest does not name": forget(WEIGHT),
     "a slice twice": slices(WEIGHT, lambda parts: parts.append(parts[0])),
     "a slice elsewhere": slices(WEIGHT, lambda parts: parts[0].update(at=[1, 0])),
@@ -209,8 +223,12 @@ OF_WEIGHTS: dict[str, Damage] = {
 }
 OF_STEPS = OF_WEIGHTS | {
     "a missing moment": retensor(lambda tensors: tensors.pop(f"{MOMENT}@0")),
-    "a moment of another shape": retensor(lambda tensors: tensors.update({f"{MOMENT}@0": torch.zeros(33)})),
-    "a moment of another dtype": retensor(lambda tensors: tensors.update({f"{MOMENT}@0": torch.zeros(32).half()})),
+    "a moment of another shape": retensor(
+        lambda tensors: tensors.update({f"{MOMENT}@0": torch.zeros(33)})
+    ),
+    "a moment of another dtype": retensor(
+        lambda tensors: tensors.update({f"{MOMENT}@0": torch.zeros(32).half()})
+    ),
     "a moment that the manifest does not name": forget(MOMENT),
     "another step": progress(step=3),
 }
@@ -219,24 +237,35 @@ RENAMED = ("step-abc", "step-", "step--5", "step-00000010", "step-9", "step-٠٠
 
 
 @pytest.mark.parametrize("kind", OF_STEPS)
-def test_a_damaged_newest_is_named_with_why_and_the_one_before_is_used(executor: Executor, run: RunFolder, kind: str):
+def test_a_damaged_newest_is_named_with_why_and_the_one_before_is_used(
+    executor: Executor, run: RunFolder, kind: str
+):
     newest = next(checkpoint.newest_first(run.checkpoints))
     OF_STEPS[kind](newest)
     step, (said,) = find(executor, run.checkpoints)
     assert step == 3
-    why = said.removeprefix(f"corrupt checkpoint {newest}: ").removesuffix(". Going on from step 3: 1 step lost.")
+    why = said.removeprefix(f"corrupt checkpoint {newest}: ").removesuffix(
+        ". Going on from step 3: 1 step lost."
+    )
     assert 10 < len(why) < len(said) - 60
 
 
 @pytest.mark.parametrize("name", RENAMED)
-def test_a_newest_of_another_name_is_named_and_the_one_before_is_used(executor: Executor, run: RunFolder, name: str):
+def test_a_newest_of_another_name_is_named_and_the_one_before_is_used(
+    executor: Executor, run: RunFolder, name: str
+):
     newest = next(checkpoint.newest_first(run.checkpoints))
     newest.rename(newest.with_name(name))
     step, (said,) = find(executor, run.checkpoints)
-    assert step == 3 and f"{newest.with_name(name)}: its manifest is of step 4, its name is not" in said
+    assert (
+        step == 3
+        and f"{newest.with_name(name)}: its manifest is of step 4, its name is not" in said
+    )
 
 
-@pytest.mark.parametrize("name", ["step-abc", "step-", "step--5", "step-00000010", "step-99999999999999999999999"])
+@pytest.mark.parametrize(
+    "name", ["step-abc", "step-", "step--5", "step-00000010", "step-99999999999999999999999"]
+)
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
 def test_what_is_no_checkpoint_beside_whole_ones_stops_nothing(
     executor: Executor, run: RunFolder, name: str, kind: str
@@ -288,7 +317,9 @@ def any_damage(path: Path, rng: random.Random) -> str:
     return f"{kind} {name} at {at}"
 
 
-def test_damage_of_any_kind_is_found_or_changes_nothing(executor: Executor, run: RunFolder, tmp_path: Path):
+def test_damage_of_any_kind_is_found_or_changes_nothing(
+    executor: Executor, run: RunFolder, tmp_path: Path
+):
     rng, passed_over = random.Random(27), 0
     newest = next(checkpoint.newest_first(run.checkpoints))
     shutil.copytree(newest, tmp_path / "kept")
@@ -298,9 +329,17 @@ def test_damage_of_any_kind_is_found_or_changes_nothing(executor: Executor, run:
         step, said = find(executor, run.checkpoints)
         if step == 4:  # As where a blank of the JSON became another one.
             assert not said and checkpoint.verify(newest) == wanted, what
-            if PART in what:  # What lies there twice, or beyond what the header names, is read by nobody.
+            if (
+                PART in what
+            ):  # What lies there twice, or beyond what the header names, is read by nobody.
                 assert all(
-                    map(torch.equal, *(stored_tensors.tensors(at).values() for at in (newest, tmp_path / "kept")))
+                    map(
+                        torch.equal,
+                        *(
+                            stored_tensors.tensors(at).values()
+                            for at in (newest, tmp_path / "kept")
+                        ),
+                    )
                 )
         else:
             assert step == 3 and len(said) == 1 and str(newest) in said[0], what
@@ -310,7 +349,9 @@ def test_damage_of_any_kind_is_found_or_changes_nothing(executor: Executor, run:
     assert passed_over > 120
 
 
-def test_several_damaged_ones_are_all_named_and_none_whole_is_a_refusal(executor: Executor, run: RunFolder):
+def test_several_damaged_ones_are_all_named_and_none_whole_is_a_refusal(
+    executor: Executor, run: RunFolder
+):
     paths = list(checkpoint.newest_first(run.checkpoints))
     OF_STEPS["a header that is refused"](paths[0])
     OF_STEPS["a byte above 0x7f in a key"](paths[1])
@@ -343,27 +384,38 @@ def test_a_resume_with_another_optimizer_names_it(run: RunFolder):
     save(replace(before, train=replace(before.train, optimizer=optimizer)), run.plan)
     with pytest.raises(Refusal) as refusal:
         Start(run).train()
-    assert (refusal.value.problem.code, "train.optimizer than" in refusal.value.problem.fact) == ("plan-mismatch", True)
+    assert (refusal.value.problem.code, "train.optimizer than" in refusal.value.problem.fact) == (
+        "plan-mismatch",
+        True,
+    )
 
 
 def test_two_workers_fall_back_together(tmp_path: Path):
-    plan = tiny.plan(replace(TRAIN, steps=40, checkpoint_every_s=0.001, validate_every=1000), rows=(1, 1))
+    plan = tiny.plan(
+        replace(TRAIN, steps=40, checkpoint_every_s=0.001, validate_every=1000), rows=(1, 1)
+    )
     run = tiny.run_folder(tmp_path / "run", plan)
     with tiny.workers(run) as workers:
         assert list(workers)[-1].reason == "done"
     newest, previous, *_ = checkpoint.newest_first(run.checkpoints)
-    assert {path.name for path in newest.glob("part-*")} == {"part-00000.safetensors", "part-00001.safetensors"}
+    assert {path.name for path in newest.glob("part-*")} == {
+        "part-00000.safetensors",
+        "part-00001.safetensors",
+    }
     OF_STEPS["a moment that the manifest does not name"](newest)
     with tiny.workers(run) as workers:
         events = list(workers)
     (warned,) = (event.message for event in events if isinstance(event, Warned))
     assert str(newest) in warned
-    assert [event.step for event in events if isinstance(event, Started)] == [checkpoint.step_of(previous)]
+    assert [event.step for event in events if isinstance(event, Started)] == [
+        checkpoint.step_of(previous)
+    ]
     assert events[-1].reason == "done" and events[-1].step == 40
     assert checkpoint.verify(newest).step == 40
 
 
-# -- the best weights --------------------------------------------------------------------------------------------------
+# -- the best weights
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", OF_WEIGHTS)
@@ -377,7 +429,8 @@ def test_damaged_best_weights_are_refused_with_what_helps(run: RunFolder, kind: 
     assert inference.load(run).step == 4
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
+# -- what is kept
+#   ------------------------------------------------------------------------------------------------
 
 
 def save_step(run: RunFolder, step: int, keep: int) -> list[int]:
@@ -393,7 +446,9 @@ def test_remains_of_a_checkpoint_do_not_count_in_what_is_kept(run: RunFolder, na
     assert save_step(run, 5, keep=3) == [5, 3, 2]
 
 
-def test_a_damaged_later_checkpoint_takes_no_place_of_one_that_is_written(executor: Executor, run: RunFolder):
+def test_a_damaged_later_checkpoint_takes_no_place_of_one_that_is_written(
+    executor: Executor, run: RunFolder
+):
     os.truncate(run.checkpoints / "step-00000004" / PART, 100)
     shutil.rmtree(run.checkpoints / "step-00000003")
     assert find(executor, run.checkpoints)[0] == 2
@@ -429,9 +484,15 @@ save_step(RunFolder(Path(sys.argv[1])), 5, 3)
 def test_a_kill_half_way_through_a_deletion_leaves_nothing_that_looks_like_a_checkpoint(
     executor: Executor, run: RunFolder
 ):
-    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_DELETES, str(run.path)], timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_IT_DELETES, str(run.path)], timeout=120
+    )
     assert done.returncode == -9
-    assert [checkpoint.step_of(path) for path in checkpoint.newest_first(run.checkpoints)] == [5, 4, 3]
+    assert [checkpoint.step_of(path) for path in checkpoint.newest_first(run.checkpoints)] == [
+        5,
+        4,
+        3,
+    ]
     assert [path.name for path in run.checkpoints.glob(".*")] == [".step-00000002.tmp"]
     for path in checkpoint.newest_first(run.checkpoints):
         shutil.rmtree(path)

@@ -1,4 +1,5 @@
-"""Data order: every token of every epoch exactly once, whatever the world size, and a pure function of its inputs."""
+"""Data order: every token of every epoch exactly once, whatever the world size, and a pure function
+of its inputs."""
 
 import math
 
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 from farspan.domain.train import TrainSpec
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.dropout import Dropout
-from farspan.runtime.training.data import Order, ReshuffledWindows, Windows, dropout_seeds, mask, permute
+from farspan.runtime.training.data import (
+    Order,
+    ReshuffledWindows,
+    Windows,
+    dropout_seeds,
+    mask,
+    permute,
+)
 from tests import tiny
 
 
@@ -27,13 +35,16 @@ def test_permute_mixes_and_depends_on_seed_and_epoch():
     base = permute(index, 1000, 1, 0)
     for other in (permute(index, 1000, 2, 0), permute(index, 1000, 1, 1), index):
         assert (base == other).mean() < 0.02
-    # Neighbours must not stay neighbours: a correlated order would make every batch a single document.
+    # Neighbours must not stay neighbours: a correlated order would make every batch a single
+    # document.
     assert (np.abs(np.diff(base.astype(np.int64))) == 1).mean() < 0.02
 
 
 def test_permute_evaluates_single_indices_like_whole_ranges():
     whole = permute(np.arange(777, dtype=np.uint64), 777, 5, 3)
-    assert [permute(np.array([i], np.uint64), 777, 5, 3)[0] for i in (0, 1, 500, 776)] == list(whole[[0, 1, 500, 776]])
+    assert [permute(np.array([i], np.uint64), 777, 5, 3)[0] for i in (0, 1, 500, 776)] == list(
+        whole[[0, 1, 500, 776]]
+    )
 
 
 def test_permute_needs_no_memory_for_huge_ranges():
@@ -55,13 +66,20 @@ def test_windows_predict_every_token_but_the_first_exactly_once(tokens, seq_len)
 
 @settings(max_examples=60, deadline=None)
 @given(
-    windows=st.integers(1, 60), rows=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum),
-    seed=st.integers(0, 1000), epochs=st.integers(1, 3), micro_rows=st.integers(1, 4),
-)  # fmt: skip
-def test_every_window_of_every_epoch_exactly_once_over_all_ranks(windows, rows, seed, epochs, micro_rows):
+    windows=st.integers(1, 60),
+    rows=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum),
+    seed=st.integers(0, 1000),
+    epochs=st.integers(1, 3),
+    micro_rows=st.integers(1, 4),
+)
+def test_every_window_of_every_epoch_exactly_once_over_all_ranks(
+    windows, rows, seed, epochs, micro_rows
+):
     order, batch = Order(windows, seed), sum(rows)
     steps = -(-windows * epochs // batch)
-    samples = np.concatenate([one for step in range(steps) for one in samples_of(step, tuple(rows), micro_rows)])
+    samples = np.concatenate(
+        [one for step in range(steps) for one in samples_of(step, tuple(rows), micro_rows)]
+    )
     read = order.window(samples)
     assert sorted(samples) == list(range(steps * batch))
     for epoch in range(epochs):
@@ -84,7 +102,11 @@ def samples_of(step, rows, micro_rows=4):
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), seq_len=st.integers(1, 7), seed=st.integers(0, 9))
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    seq_len=st.integers(1, 7),
+    seed=st.integers(0, 9),
+)
 def test_a_later_epoch_reads_every_document_whole_in_another_order(lengths, seq_len, seed):
     ends = np.cumsum([0, *lengths])
     # Each document is its number, and ends with 0.
@@ -109,13 +131,15 @@ def test_a_later_epoch_reads_every_document_whole_in_another_order(lengths, seq_
         orders.add(tuple(whole))
         if epoch == 0:
             assert all(
-                (ours == theirs).all() for ours, theirs in zip((inputs, targets), plain.read(every), strict=True)
+                (ours == theirs).all()
+                for ours, theirs in zip((inputs, targets), plain.read(every), strict=True)
             )
     assert len(orders) > 1 or len({tuple(d) for d in documents}) < 5
 
 
 def test_epochs_may_be_read_side_by_side():
-    """A step that ends one epoch and begins the next, and a run that goes on from the middle of one."""
+    """A step that ends one epoch and begins the next, and a run that goes on from the middle of
+    one."""
     tokens, ends = np.arange(200) % 50, np.arange(0, 201, 8)
     windows = ReshuffledWindows(tokens, 7, ends, 3)
     places = np.arange(5 * windows.count, dtype=np.uint64)
@@ -141,7 +165,9 @@ def test_dropout_drops_its_share_of_every_row_place_and_column(share):
     dropout = Dropout(share, torch.from_numpy(dropout_seeds(np.arange(64), 1)))
     ones = torch.ones(64, 24, 64)
     masks = torch.stack([dropout(ones, place) == 0 for place in range(6)]).double()
-    assert dropout(ones, 3).mean() == pytest.approx(1.0, abs=6 * math.sqrt(share / (1 - share) / ones.numel()))
+    assert dropout(ones, 3).mean() == pytest.approx(
+        1.0, abs=6 * math.sqrt(share / (1 - share) / ones.numel())
+    )
     for dims in ((0, 1, 2), (1, 2, 3), (0, 1, 3), (0, 2, 3)):
         means = masks.mean(dims)
         count = masks.numel() / means.numel()

@@ -14,9 +14,18 @@ from tests import tiny
 
 GPT2 = tiny.SPEC
 LLAMA = replace(
-    GPT2, family="llama", heads=4, kv_heads=2, d_ff=96, norm="rmsnorm", activation="swiglu", positions="rotary",
-    bias=False, tied=False, context=48,
-)  # fmt: skip
+    GPT2,
+    family="llama",
+    heads=4,
+    kv_heads=2,
+    d_ff=96,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rotary",
+    bias=False,
+    tied=False,
+    context=48,
+)
 
 
 def model_of(spec) -> Decoder:
@@ -32,7 +41,10 @@ def model_of(spec) -> Decoder:
 @pytest.mark.parametrize("spec", [GPT2, LLAMA])
 @pytest.mark.parametrize("parts", [(1,) * 12, (5, 1, 1, 5), (12,)])
 def test_states_are_those_of_the_whole_sequence(spec, parts):
-    model, tokens = model_of(spec), torch.randint(0, 300, (12,), generator=torch.Generator().manual_seed(1))
+    model, tokens = (
+        model_of(spec),
+        torch.randint(0, 300, (12,), generator=torch.Generator().manual_seed(1)),
+    )
     with torch.no_grad():
         whole_SD = model.hidden(tokens[None])[0]
     cache, at = KVCache(model), 0
@@ -50,12 +62,19 @@ def test_tokens_are_those_of_windows_computed_whole(spec, temperature, top_k):
     """Also past the context, where the window slides."""
     model, tokenizer = model_of(spec), tokenizers.train(["alpha beta gamma delta"] * 50, 300)
     for seed in range(4):
-        text = generate(model, tokenizer, "beta", tokens=60, temperature=temperature, top_k=top_k, seed=seed)
-        random, ids = torch.Generator().manual_seed(seed), [tokenizer.end_of_text, *tokenizer.encode("beta")]
+        text = generate(
+            model, tokenizer, "beta", tokens=60, temperature=temperature, top_k=top_k, seed=seed
+        )
+        random, ids = (
+            torch.Generator().manual_seed(seed),
+            [tokenizer.end_of_text, *tokenizer.encode("beta")],
+        )
         first = len(ids)
         while len(ids) < first + 60 and (len(ids) == first or ids[-1] != tokenizer.end_of_text):
             with torch.no_grad():
                 state_D = model.hidden(torch.tensor([ids[-spec.context :]]))[0, -1]
                 logits_V = (model.head_VD @ state_D)[: tokenizer.vocab_size]
             ids.append(_pick(logits_V, temperature, top_k, random))
-        assert text == tokenizer.decode([token for token in ids[first:] if token != tokenizer.end_of_text])
+        assert text == tokenizer.decode(
+            [token for token in ids[first:] if token != tokenizer.end_of_text]
+        )

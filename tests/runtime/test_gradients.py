@@ -1,4 +1,5 @@
-"""Every plan computes what one process would: gradients, losses and norms of real workers against the reference.
+"""Every plan computes what one process would: gradients, losses and norms of real workers against
+the reference.
 
 `make gradients` tries many more plans of the planner's and random ones.
 """
@@ -29,21 +30,52 @@ from tests.runtime.verify import Case, verify
 pytestmark = pytest.mark.usefixtures("one_thread")
 #: One of each mechanism, trained for longer.
 LONG = (
-    "hierarchical", "zero 1", "zero 2", "zero 3", "hybrid 3", "recomputed", "megatron", "two axes out of order",
-    "a unit each, several streams", "tensor widths by stage", "replicas unlike", "replicas unlike, overlapped",
-)  # fmt: skip
+    "hierarchical",
+    "zero 1",
+    "zero 2",
+    "zero 3",
+    "hybrid 3",
+    "recomputed",
+    "megatron",
+    "two axes out of order",
+    "a unit each, several streams",
+    "tensor widths by stage",
+    "replicas unlike",
+    "replicas unlike, overlapped",
+)
 #: One of each way in which the matrices of a block may be divided.
 MUON = (
-    "one worker", "hierarchical", "zero 1", "zero 2", "zero 3", "hybrid 3", "recomputed", "megatron", "rows",
-    "megatron, sequences and vocabulary", "two axes out of order", "three axes", "data and tensor, zero 3",
-    "a unit each, several streams", "tensor widths by stage", "replicas unlike", "replicas unlike, overlapped",
-)  # fmt: skip
+    "one worker",
+    "hierarchical",
+    "zero 1",
+    "zero 2",
+    "zero 3",
+    "hybrid 3",
+    "recomputed",
+    "megatron",
+    "rows",
+    "megatron, sequences and vocabulary",
+    "two axes out of order",
+    "three axes",
+    "data and tensor, zero 3",
+    "a unit each, several streams",
+    "tensor widths by stage",
+    "replicas unlike",
+    "replicas unlike, overlapped",
+)
 #: One of each way in which rows may be divided.
 REGULARIZED = (
-    "one worker", "uneven rows, fewer than microbatches", "zero 3", "recomputed", "rows", "rows, none for one",
-    "megatron, sequences and vocabulary", "a table with a copy and parts, rows between blocks",
-    "a unit each, several streams", "replicas unlike, overlapped",
-)  # fmt: skip
+    "one worker",
+    "uneven rows, fewer than microbatches",
+    "zero 3",
+    "recomputed",
+    "rows",
+    "rows, none for one",
+    "megatron, sequences and vocabulary",
+    "a table with a copy and parts, rows between blocks",
+    "a unit each, several streams",
+    "replicas unlike, overlapped",
+)
 PLANNED, RANDOM = 10, 14
 
 
@@ -73,7 +105,9 @@ def test_a_plan_computes_what_one_process_would(fleet: Fleet, folder: Path, name
 @pytest.mark.parametrize("name", MUON)
 def test_matrices_are_updated_as_one_process_would(fleet: Fleet, folder: Path, name: str):
     plan = HAND_PICKED[name]
-    train = replace(plan.train, steps=6, optimizer=replace(plan.train.optimizer, muon=Muon(embedding=3.0)))
+    train = replace(
+        plan.train, steps=6, optimizer=replace(plan.train.optimizer, muon=Muon(embedding=3.0))
+    )
     verdict = verify(fleet, folder, replace(plan, train=train))
     assert not verdict.faults
 
@@ -86,9 +120,11 @@ def test_what_is_dropped_masked_reshuffled_and_averaged_is_the_same_in_every_pla
     regularization = Regularization(dropout=0.2, mask=0.2, reshuffle=True)
     # The corpus is read twice.
     train = replace(
-        plan.train, steps=2 * 400 // plan.train.tokens_per_step, regularization=regularization,
+        plan.train,
+        steps=2 * 400 // plan.train.tokens_per_step,
+        regularization=regularization,
         optimizer=replace(plan.train.optimizer, average=0.8),
-    )  # fmt: skip
+    )
     assert not verify(fleet, folder, replace(plan, train=train)).faults
 
 
@@ -98,10 +134,16 @@ def test_so_does_a_plan_of_the_planners(fleet: Fleet, folder: Path, number: int)
     assert not verify(fleet, folder, plan).faults, name
 
 
-def test_so_does_one_whose_operators_divide_the_rows_of_every_microbatch(fleet: Fleet, folder: Path):
+def test_so_does_one_whose_operators_divide_the_rows_of_every_microbatch(
+    fleet: Fleet, folder: Path
+):
     plan = planned(31)[1]
     stage = plan.replicas[0].stages[0]
-    assert plan.replicas[0].microbatches > 1 and stage.mesh.size("tensor") == 2 and "b" in stage.splits.values()
+    assert (
+        plan.replicas[0].microbatches > 1
+        and stage.mesh.size("tensor") == 2
+        and "b" in stage.splits.values()
+    )
     assert not verify(fleet, folder, plan).faults
 
 
@@ -111,7 +153,9 @@ def test_so_does_a_random_one(fleet: Fleet, folder: Path, seed: int):
 
 
 @pytest.mark.parametrize("name", ["zero 3", "data and tensor, zero 3"])
-def test_divided_parameters_of_a_block_are_not_gathered_before_it_needs_them(fleet: Fleet, folder: Path, name: str):
+def test_divided_parameters_of_a_block_are_not_gathered_before_it_needs_them(
+    fleet: Fleet, folder: Path, name: str
+):
     case = Case(folder, HAND_PICKED[name])
     assert fleet.run(jobs.staying, case.world, case.plan, case.path) == [[]] * case.world
 
@@ -119,15 +163,33 @@ def test_divided_parameters_of_a_block_are_not_gathered_before_it_needs_them(fle
 def test_the_planners_plans_are_of_many_kinds():
     found = list(itertools.chain.from_iterable(map(planned, range(12))))
     assert len({structure(plan) for plan in found}) > 40
-    assert {plan.technique for plan in found} >= {"data", "zero1", "zero2", "fsdp", "pipeshard", "diloco"}
+    assert {plan.technique for plan in found} >= {
+        "data",
+        "zero1",
+        "zero2",
+        "fsdp",
+        "pipeshard",
+        "diloco",
+    }
 
 
 def cluster(plan: Plan) -> Cluster:
     """One of CPUs that has the plan's devices."""
-    device = Device(kind="cpu", backend="cpu", memory=2**30, sheet=DataSheet(flops={"fp32": 1e11}, bandwidth=1e10))
+    device = Device(
+        kind="cpu",
+        backend="cpu",
+        memory=2**30,
+        sheet=DataSheet(flops={"fp32": 1e11}, bandwidth=1e10),
+    )
     hosts = dict.fromkeys((device.site, device.host) for device in plan.devices)
-    sites = [Site(name=site, hosts=(Host(name=host, devices=(device,) * len(plan.devices)),)) for site, host in hosts]
-    links = (Link(a=a.name, b=b.name, rtt_s=0.05, bandwidth=1e8) for a, b in itertools.combinations(sites, 2))
+    sites = [
+        Site(name=site, hosts=(Host(name=host, devices=(device,) * len(plan.devices)),))
+        for site, host in hosts
+    ]
+    links = (
+        Link(a=a.name, b=b.name, rtt_s=0.05, bandwidth=1e8)
+        for a, b in itertools.combinations(sites, 2)
+    )
     return Cluster(sites=tuple(sites), links=tuple(links))
 
 

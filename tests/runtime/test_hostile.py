@@ -1,4 +1,5 @@
-"""What others on the network can do to a run, and a worker of it to the others: nothing but be refused."""
+"""What others on the network can do to a run, and a worker of it to the others: nothing but be
+refused."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_a_hostile_peer_runs_nothing_on_the_others(fleet: Fleet, folder: Path):
     assert not marker.exists()
 
 
-# -- the store ---------------------------------------------------------------------------------------------------------
+# -- the store
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -65,7 +67,8 @@ def test_only_what_was_said_with_the_secret_is_heard(notices: Notices, tmp_path:
         raise AssertionError("the key is not there")
     with pytest.raises(TimeoutError):
         notices.wait(["beats"], 0.1)
-    # Of another key it is no better than garbage, and who says something first is not held up by it.
+    # Of another key it is no better than garbage, and who says something first is not held up by
+    # it.
     notices.store.set(notices._name("lost"), notices._signed("beats", "7"))
     assert notices.heard("lost") is None
     assert notices.say_first("lost", "2 connection") == b"2 connection"
@@ -91,15 +94,22 @@ def test_whoever_reaches_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_
         wait_for(run, Step)
         for worker in workers:
             listening = {
-                at.laddr.ip for at in psutil.Process(worker.pid).net_connections("tcp") if at.status == "LISTEN"
+                at.laddr.ip
+                for at in psutil.Process(worker.pid).net_connections("tcp")
+                if at.status == "LISTEN"
             }
             assert listening.isdisjoint({"0.0.0.0", "::"}), "open to all interfaces"
-        store = dist.TCPStore("127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=10))
+        store = dist.TCPStore(
+            "127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=10)
+        )
         with pytest.raises(RuntimeError):
-            # Torch's server drops who adds to garbage: the workers' own connections must not be those.
+            # Torch's server drops who adds to garbage: the workers' own connections must not be
+            # those.
             store.set("x", b"garbage")
             store.add("x", 1)
-        store = dist.TCPStore("127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=10))
+        store = dist.TCPStore(
+            "127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=10)
+        )
         attack(store, time.monotonic() + 15)  # SOON makes 6 s of silence a loss.
         before = [event for event in read_events(run.events) if isinstance(event, Step)][-1].step
         time.sleep(3)
@@ -115,9 +125,13 @@ def test_whoever_reaches_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_
 def test_a_worker_that_is_lost_while_somebody_writes_into_the_store_is_still_named(tmp_path: Path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     ports = tmp_path / "port"
-    with by_hand(run, 2, f"{SOON}\nopen({str(ports)!r}, 'w').write(os.environ['MASTER_PORT'])") as workers:
+    with by_hand(
+        run, 2, f"{SOON}\nopen({str(ports)!r}, 'w').write(os.environ['MASTER_PORT'])"
+    ) as workers:
         wait_for(run, Step)
-        store = dist.TCPStore("127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=10))
+        store = dist.TCPStore(
+            "127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=10)
+        )
         store.set("farspan/lost", b"0 silence")
         workers[1].kill()
         assert workers[0].wait(HANGS_S) == 24
@@ -131,9 +145,12 @@ def test_a_worker_without_the_secret_is_refused(tmp_path: Path):
     for secret in ({}, {"FARSPAN_SECRET": "short"}, {"FARSPAN_SECRET": "-"}):
         done = subprocess.run(
             [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)],
-            env={**environment, **place, **secret}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            env={**environment, **place, **secret},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
             timeout=120,
-        )  # fmt: skip
+        )
         assert done.returncode == 39
         assert "FARSPAN_SECRET" in done.stderr
 
@@ -143,7 +160,9 @@ def test_rank_0_listens_where_the_others_call_it(monkeypatch: pytest.MonkeyPatch
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for name, entries in psutil.net_if_addrs().items()
     }
-    name, own = next((name, ips[0]) for name, ips in by_name.items() if ips and not ips[0].startswith("127."))
+    name, own = next(
+        (name, ips[0]) for name, ips in by_name.items() if ips and not ips[0].startswith("127.")
+    )
     assert tcp.listening("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
     assert tcp.listening("127.0.0.1") == "127.0.0.1", "workers of one host, whatever its interface"
@@ -152,7 +171,8 @@ def test_rank_0_listens_where_the_others_call_it(monkeypatch: pytest.MonkeyPatch
     assert tcp.listening("192.0.2.7") == own, "behind address translation"
 
 
-# -- shipping ----------------------------------------------------------------------------------------------------------
+# -- shipping
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -170,18 +190,26 @@ def offer(port: int) -> ShipmentOffer:
 def test_plan_and_tokens_go_to_who_holds_the_secret(server: ship._Server, tmp_path: Path):
     for part in NAMES:
         ship._fetch(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
-    assert (tmp_path / "got-corpus" / "train.bin").read_bytes() == (tmp_path / "corpus" / "train.bin").read_bytes()
-    assert (tmp_path / "got-run" / "plan.json").read_bytes() == (tmp_path / "run" / "plan.json").read_bytes()
+    assert (tmp_path / "got-corpus" / "train.bin").read_bytes() == (
+        tmp_path / "corpus" / "train.bin"
+    ).read_bytes()
+    assert (tmp_path / "got-run" / "plan.json").read_bytes() == (
+        tmp_path / "run" / "plan.json"
+    ).read_bytes()
     assert server._socket.getsockname()[0] == "127.0.0.1"
     assert server.sent > 0
 
 
-def test_to_others_goes_nothing_and_what_they_say_ends_no_thread(server: ship._Server, tmp_path: Path):
+def test_to_others_goes_nothing_and_what_they_say_ends_no_thread(
+    server: ship._Server, tmp_path: Path
+):
     for garbage in (b"", b"\xff" * 300, b"0" * 64 + b"run\n", b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(garbage)
             connection.shutdown(socket.SHUT_WR)
-            assert len(connection.makefile("rb").read()) == 16, "more than the random number of the greeting"
+            assert len(connection.makefile("rb").read()) == 16, (
+                "more than the random number of the greeting"
+            )
     for part, secret in (("run", b"another secret of theirs"), ("no such part", SECRET)):
         with pytest.raises(Refusal, match="worker-lost"):
             ship._fetch(offer(server.port), part, tmp_path / "got", secret)
@@ -234,7 +262,8 @@ def test_what_is_written_in_pieces_is_read_whole():
     ours.close()
 
 
-# -- what may be seen --------------------------------------------------------------------------------------------------
+# -- what may be seen
+#   ------------------------------------------------------------------------------------------------
 
 
 def test_the_secret_stands_on_no_command_line(tmp_path: Path):

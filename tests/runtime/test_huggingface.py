@@ -1,4 +1,5 @@
-"""Logits equal transformers' both ways, through real files; round trips keep every bit; strange folders are refused."""
+"""Logits equal transformers' both ways, through real files; round trips keep every bit; strange
+folders are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ SHAPES = {
     "gpt2": ("gpt2", {"d_model": 48, "layers": 2, "heads": 3}),
     "gpt2-untied": ("gpt2", {"d_model": 40, "layers": 1, "heads": 5, "d_ff": 52, "tied": False}),
     "llama": ("llama", {"d_model": 48, "layers": 2, "heads": 3}),
-    "llama-untied-gqa": ("llama", {"d_model": 96, "layers": 3, "heads": 6, "kv_heads": 2, "d_ff": 101, "tied": False}),
+    "llama-untied-gqa": (
+        "llama",
+        {"d_model": 96, "layers": 3, "heads": 6, "kv_heads": 2, "d_ff": 101, "tied": False},
+    ),
     "llama-mqa": ("llama", {"d_model": 32, "layers": 1, "heads": 4, "kv_heads": 1}),
     "opt": ("opt", {"d_model": 48, "layers": 2, "heads": 3}),
 }
@@ -41,7 +45,10 @@ def tokenizer(tmp_path_factory):
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
-        [TEXT] * 5, trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+        [TEXT] * 5,
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+        ),
     )
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
@@ -54,7 +61,8 @@ def build(name, vocab_size=331, context=24):
 
 
 def decoder(spec, seed=0):
-    """A model whose every parameter is random, norms and biases too, so that no mistake hides behind ones and zeros."""
+    """A model whose every parameter is random, norms and biases too, so that no mistake hides
+    behind ones and zeros."""
     model = Decoder(spec).eval()
     initialise(model, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -65,11 +73,15 @@ def decoder(spec, seed=0):
 
 
 def random_tokens(spec):
-    return torch.randint(spec.vocab_size, (2, spec.context), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        spec.vocab_size, (2, spec.context), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def export(folder, model, tokenizer, **options):
-    huggingface.export(folder, model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=0, **options)
+    huggingface.export(
+        folder, model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=0, **options
+    )
     return folder
 
 
@@ -77,7 +89,9 @@ def export(folder, model, tokenizer, **options):
 @pytest.mark.parametrize("name", SHAPES)
 def test_exported_logits_equal_transformers(name, tmp_path, tokenizer):
     model = decoder(build(name))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(export(tmp_path / "hf", model, tokenizer)).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        export(tmp_path / "hf", model, tokenizer)
+    ).eval()
     assert theirs.dtype == torch.float32
     assert sum(p.numel() for p in theirs.parameters()) == parameters(model.spec)
     tokens_BS = random_tokens(model.spec)
@@ -108,9 +122,16 @@ def test_imported_logits_equal_transformers(name, sharded, tmp_path):
 @torch.no_grad()
 def test_a_mistral_folder_is_read(tmp_path):
     config = transformers.MistralConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=70,
-        vocab_size=97, max_position_embeddings=24, sliding_window=24, rope_theta=5000.0,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=70,
+        vocab_size=97,
+        max_position_embeddings=24,
+        sliding_window=24,
+        rope_theta=5000.0,
+    )
     theirs = transformers.MistralForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)
     spec, state = huggingface.read(tmp_path)
@@ -122,21 +143,46 @@ def test_a_mistral_folder_is_read(tmp_path):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.sampled_from(["gpt2", "llama", "opt"]), st.integers(1, 3), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]),
-    st.integers(1, 9), st.integers(1, 60), st.integers(1, 40), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from(["gpt2", "llama", "opt"]),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2]),
+    st.integers(1, 9),
+    st.integers(1, 60),
+    st.integers(1, 40),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_a_round_trip_keeps_every_bit(
-    tmp_path_factory, tokenizer, family, layers, kv_heads, group, half_head, d_ff, vocab_size, tied, seed
+    tmp_path_factory,
+    tokenizer,
+    family,
+    layers,
+    kv_heads,
+    group,
+    half_head,
+    d_ff,
+    vocab_size,
+    tied,
+    seed,
 ):
     heads = kv_heads * group
     spec = models.family(family).shape(
-        d_model=2 * half_head * heads, layers=layers, heads=heads, kv_heads=kv_heads if family == "llama" else heads,
-        d_ff=d_ff, vocab_size=vocab_size, context=5, tied=tied,
-    )  # fmt: skip
+        d_model=2 * half_head * heads,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads if family == "llama" else heads,
+        d_ff=d_ff,
+        vocab_size=vocab_size,
+        context=5,
+        tied=tied,
+    )
     model = decoder(spec, seed)
     read_spec, state = huggingface.read(export(tmp_path_factory.mktemp("round"), model, tokenizer))
     assert read_spec == spec
-    assert {n: t.shape for n, t in state.items()} == {n: p.shape for n, p in model.named_parameters()}
+    assert {n: t.shape for n, t in state.items()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
     assert all(torch.equal(state[name], parameter) for name, parameter in model.named_parameters())
 
 
@@ -145,29 +191,43 @@ def test_bf16_export_halves_the_file_and_reads_back(tmp_path, tokenizer):
     folder = export(tmp_path / "bf16", model, tokenizer, dtype="bf16")
     _, state = huggingface.read(folder)
     assert all(torch.equal(state[n], p.detach().bfloat16()) for n, p in model.named_parameters())
-    assert transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
+    assert (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype
+        == torch.bfloat16
+    )
 
 
 def test_the_exported_tokenizer_gives_the_same_ids(tmp_path, tokenizer):
     folder = export(tmp_path / "hf", decoder(build("llama")), tokenizer)
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     ids = [0, *Tokenizer.from_file(str(tokenizer)).encode(TEXT).ids]
-    assert loaded(TEXT)["input_ids"] == ids and loaded(TEXT, add_special_tokens=False)["input_ids"] == ids[1:]
+    assert (
+        loaded(TEXT)["input_ids"] == ids
+        and loaded(TEXT, add_special_tokens=False)["input_ids"] == ids[1:]
+    )
     assert loaded.decode(ids, skip_special_tokens=True) == TEXT
     assert loaded("a", "b")["input_ids"] == [*loaded("a")["input_ids"], *loaded("b")["input_ids"]]
     assert (loaded.eos_token, loaded.eos_token_id) == ("<|endoftext|>", 0)
 
 
 PROMPTS = [
-    "", " ", "x  ", "\n\n", "naïve\t", "a<|endoftext|>b", "<|endoftext|>",
-    "def f(x):\n    return", "Zażółć gęślą jaźń ", "字字 \u200d🙂",
-]  # fmt: skip
+    "",
+    " ",
+    "x  ",
+    "\n\n",
+    "naïve\t",
+    "a<|endoftext|>b",
+    "<|endoftext|>",
+    "def f(x):\n    return",
+    "Zażółć gęślą jaźń ",
+    "字字 \u200d🙂",
+]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_transformers_writes_what_generate_writes(name, tmp_path, tokenizer):
-    """Through the folder: the text's beginning, the prompt, the likeliest tokens, the end. Vocabularies have rows that
-    stand for no token."""
+    """Through the folder: the text's beginning, the prompt, the likeliest tokens, the end.
+    Vocabularies have rows that stand for no token."""
     model = decoder(build(name, context=64))
     folder = export(tmp_path / "hf", model, tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -177,12 +237,15 @@ def test_transformers_writes_what_generate_writes(name, tmp_path, tokenizer):
         assert asked["input_ids"].tolist() == [[ours.end_of_text, *ours.encode(prompt)]]
         written = theirs.generate(**asked, max_new_tokens=16, do_sample=False)[0]
         text = generate(model, ours, prompt, tokens=16, temperature=0, top_k=0, seed=0)
-        assert words.decode(written[asked["input_ids"].shape[1] :], skip_special_tokens=True) == text
+        assert (
+            words.decode(written[asked["input_ids"].shape[1] :], skip_special_tokens=True) == text
+        )
         assert words.decode(written, skip_special_tokens=True) == prompt + text
 
 
 def with_processor(tokenizer, folder, processor):
-    """The same tokenizer as somebody else gives it: with ends of text of its own around every text."""
+    """The same tokenizer as somebody else gives it: with ends of text of its own around every
+    text."""
     folder.mkdir()
     content = json.loads(tokenizer.read_text()) | {"post_processor": processor}
     (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -197,34 +260,53 @@ ENDS = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endof
 @pytest.mark.parametrize("around", [[END, TEXT_A], [TEXT_A, END], [END, TEXT_A, END]])
 def test_a_tokenizer_that_adds_ends_of_text_itself_adds_no_second_one(tmp_path, tokenizer, around):
     processor = {
-        "type": "TemplateProcessing", "single": around, "pair": [*around, TEXT_B], "special_tokens": ENDS,
-    }  # fmt: skip
+        "type": "TemplateProcessing",
+        "single": around,
+        "pair": [*around, TEXT_B],
+        "special_tokens": ENDS,
+    }
     given = with_processor(tokenizer, tmp_path / "given", processor)
     folder = export(tmp_path / "hf", decoder(build("llama")), given)
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     assert loaded(TEXT)["input_ids"] == [0, *tokenizers.load(tokenizer).encode(TEXT)]
 
 
-def test_an_exported_folder_is_a_tokenizer_with_the_same_ids_and_exports_as_itself(tmp_path, tokenizer):
+def test_an_exported_folder_is_a_tokenizer_with_the_same_ids_and_exports_as_itself(
+    tmp_path, tokenizer
+):
     """As when `model.path` names the folder."""
     model = decoder(build("gpt2"))
     first = export(tmp_path / "first", model, tokenizer)
     words, before = tokenizers.load(first), tokenizers.load(tokenizer)
     assert words.encode(TEXT) == before.encode(TEXT)
-    assert (words.end_of_text, words.vocab_size, words.engine) == (0, before.vocab_size, before.engine)
+    assert (words.end_of_text, words.vocab_size, words.engine) == (
+        0,
+        before.vocab_size,
+        before.engine,
+    )
     second = tmp_path / "second"
     words.save(tmp_path / "tokenizer.json")
     export(second, model, tmp_path / "tokenizer.json")
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", huggingface.WEIGHTS):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        huggingface.WEIGHTS,
+    ):
         assert (second / name).read_bytes() == (first / name).read_bytes()
-    assert json.loads((second / "tokenizer.json").read_text()) == json.loads((first / "tokenizer.json").read_text())
+    assert json.loads((second / "tokenizer.json").read_text()) == json.loads(
+        (first / "tokenizer.json").read_text()
+    )
 
 
 def test_files_of_the_bare_model_are_read(tmp_path, tokenizer):
     """The first GPT-2 checkpoints lack the prefix and carry mask buffers."""
     model = decoder(build("gpt2"))
     folder = export(tmp_path / "hf", model, tokenizer)
-    bare = {n.removeprefix("transformer."): t for n, t in load_file(folder / huggingface.WEIGHTS).items()}
+    bare = {
+        n.removeprefix("transformer."): t
+        for n, t in load_file(folder / huggingface.WEIGHTS).items()
+    }
     bare["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     save_file(bare, folder / huggingface.WEIGHTS)
     _, state = huggingface.read(folder)
@@ -245,7 +327,10 @@ def refusal(folder):
         ("llama", {"attention_bias": True}),
         ("llama", {"hidden_act": "gelu"}),
         ("llama", {"head_dim": 64}),
-        ("llama", {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}),
+        (
+            "llama",
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
+        ),
         ("llama", {"num_attention_heads": 5}),
         ("gpt2", {"activation_function": "gelu"}),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
@@ -283,12 +368,16 @@ def test_pickled_damaged_and_missing_weights_are_refused(tmp_path, tokenizer):
     assert problem.code == "model-unsupported" and "pickle" in problem.what
     (folder / "pytorch_model.bin").unlink()
     assert refusal(folder).code == "path-missing"
-    (folder / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../../secret"}}))
+    (folder / huggingface.INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": {"a": "../../secret"}})
+    )
     assert "outside" in refusal(folder).fact
 
 
 def test_a_wrong_end_of_text_is_refused(tmp_path, tokenizer):
     model = decoder(build("gpt2"))
     with pytest.raises(Refusal) as caught:
-        huggingface.export(tmp_path / "x", model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=7)
+        huggingface.export(
+            tmp_path / "x", model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=7
+        )
     assert caught.value.problem.code == "tokenizer-mismatch"

@@ -1,4 +1,5 @@
-"""Hand-written backward passes against autograd through the textbook formulas, in double precision."""
+"""Hand-written backward passes against autograd through the textbook formulas, in double
+precision."""
 
 import math
 
@@ -13,19 +14,31 @@ from farspan.runtime.model.decoder import vanilla_attention
 
 
 def _grads(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    weights = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(
+        output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1)
+    )
     return list(torch.autograd.grad((output * weights).sum(), inputs))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(1, 3), kv_heads=st.integers(1, 3), repeat=st.integers(1, 3), length=st.integers(1, 150),
-    size=st.integers(1, 9), seed=st.integers(0, 2**20),
-)  # fmt: skip
+    rows=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    repeat=st.integers(1, 3),
+    length=st.integers(1, 150),
+    size=st.integers(1, 9),
+    seed=st.integers(0, 2**20),
+)
 def test_matrix_attention_equals_the_textbook(rows, kv_heads, repeat, length, size, seed):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(rows, kv_heads * repeat, length, size), (rows, kv_heads, length, size), (rows, kv_heads, length, size)]
-    inputs = [torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes]
+    shapes = [
+        (rows, kv_heads * repeat, length, size),
+        (rows, kv_heads, length, size),
+        (rows, kv_heads, length, size),
+    ]
+    inputs = [
+        torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes
+    ]
     ours, reference = kernels.MatrixAttention.apply(*inputs), vanilla_attention(*inputs)
     # The textbook version takes its softmax in fp32, so this bound is fp32's.
     torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
@@ -52,7 +65,9 @@ def test_head_loss_equals_cross_entropy_however_it_is_chunked(monkeypatch, chunk
     reference = F.cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction="sum") / 7
     torch.testing.assert_close(ours, reference)
     for mine, theirs in zip(
-        torch.autograd.grad(ours, [x, weight]), torch.autograd.grad(reference, [x, weight]), strict=True
+        torch.autograd.grad(ours, [x, weight]),
+        torch.autograd.grad(reference, [x, weight]),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
@@ -70,11 +85,16 @@ def test_head_loss_makes_gradients_only_where_they_are_asked_for(monkeypatch):
     x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
     products = []
     plain = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *given, **more: products.append(given) or plain(*given, **more))
+    monkeypatch.setattr(
+        torch, "mm", lambda *given, **more: products.append(given) or plain(*given, **more)
+    )
     with torch.no_grad():
         validated = kernels.head_loss(x, weight, torch.arange(6))
     assert len(products) == 1 and not validated.requires_grad
-    assert float(kernels.head_loss(x, weight, torch.arange(6))) == float(validated) and len(products) == 4
+    assert (
+        float(kernels.head_loss(x, weight, torch.arange(6))) == float(validated)
+        and len(products) == 4
+    )
 
 
 def test_head_loss_of_uniform_logits_is_log_v():

@@ -1,4 +1,5 @@
-"""Checkpoints that move: what one plan saved another goes on from, on other devices, with the same losses."""
+"""Checkpoints that move: what one plan saved another goes on from, on other devices, with the same
+losses."""
 
 from __future__ import annotations
 
@@ -31,11 +32,15 @@ PAIRS = int(os.environ.get("FARSPAN_PAIRS", "12"))
 SAME = 1e-5
 
 
-def synchronous(rng: random.Random, model: int, world: int, optimizer: Optimizer = TRAIN.optimizer) -> Plan:
+def synchronous(
+    rng: random.Random, model: int, world: int, optimizer: Optimizer = TRAIN.optimizer
+) -> Plan:
     """Any division of a synchronous step of BATCH sequences over so many ranks."""
     train = replace(TRAIN, steps=STEPS, seed=model, seq_len=8, optimizer=optimizer)
     sites = sorted(rng.randrange(3) for _ in range(world))
-    return plan(divided(rng, MODELS[model], world, BATCH), sites=sites, model=MODELS[model], train=train)
+    return plan(
+        divided(rng, MODELS[model], world, BATCH), sites=sites, model=MODELS[model], train=train
+    )
 
 
 def apart(ours: float, theirs: float) -> float:
@@ -44,8 +49,14 @@ def apart(ours: float, theirs: float) -> float:
 
 @pytest.mark.parametrize("seed", range(PAIRS))
 def test_any_plan_goes_on_from_what_another_saved(fleet: Fleet, folder: Path, seed: int):
-    rng, optimizer = random.Random(seed), replace(TRAIN.optimizer, muon=Muon()) if seed % 2 else TRAIN.optimizer
-    before, after = (synchronous(rng, seed % len(MODELS), rng.randint(1, MOST_RANKS), optimizer) for _ in range(2))
+    rng, optimizer = (
+        random.Random(seed),
+        replace(TRAIN.optimizer, muon=Muon()) if seed % 2 else TRAIN.optimizer,
+    )
+    before, after = (
+        synchronous(rng, seed % len(MODELS), rng.randint(1, MOST_RANKS), optimizer)
+        for _ in range(2)
+    )
     assert training_key(before) == training_key(after)
     case, other = Case(folder, before), Case(folder, after)
     wanted = reference.train(before, case.data, case.weights)
@@ -58,8 +69,11 @@ def test_any_plan_goes_on_from_what_another_saved(fleet: Fleet, folder: Path, se
 
 
 @pytest.mark.parametrize("name", [*(NAMES if PAIRS < 60 else HAND_PICKED), *MUON])
-def test_a_checkpoint_through_whole_tensors_and_back_is_the_same(fleet: Fleet, folder: Path, name: str):
-    """Saved by many workers, written whole by one, restored by the many and saved again: no bit is another."""
+def test_a_checkpoint_through_whole_tensors_and_back_is_the_same(
+    fleet: Fleet, folder: Path, name: str
+):
+    """Saved by many workers, written whole by one, restored by the many and saved again: no bit is
+    another."""
     plan = replace(picked(name), train=replace(picked(name).train, steps=STEPS))
     case = Case(folder, plan)
     fleet.run(jobs.train, case.world, plan, case.path, UNTIL)
@@ -67,10 +81,14 @@ def test_a_checkpoint_through_whole_tensors_and_back_is_the_same(fleet: Fleet, f
     saved, newest = state(case.path), stored_tensors.newest(run)
     assert set(saved) == set(checkpoint.shapes_of(plan, checkpoint.kinds_of(plan)))
     stored_tensors.write(run.checkpoints, saved, checkpoint.verify(newest))
-    assert [path.name for path in newest.iterdir() if path.name != MANIFEST] == ["part-00000.safetensors"]
+    assert [path.name for path in newest.iterdir() if path.name != MANIFEST] == [
+        "part-00000.safetensors"
+    ]
     fleet.run(jobs.restore_and_save, case.world, plan, case.path)
     again = state(case.path)
-    assert again.keys() == saved.keys() and all(torch.equal(again[key], saved[key]) for key in saved)
+    assert again.keys() == saved.keys() and all(
+        torch.equal(again[key], saved[key]) for key in saved
+    )
 
 
 @pytest.mark.parametrize("name", ["zero 3", "hybrid 3", "unlike rows and depths, several streams"])

@@ -1,5 +1,5 @@
-"""Meetings of replicas: how far a worker may send ahead of what it has received, against every place in a random order;
-what goes on while steps are made, and how it ends."""
+"""Meetings of replicas: how far a worker may send ahead of what it has received, against every
+place in a random order; what goes on while steps are made, and how it ends."""
 
 from __future__ import annotations
 
@@ -47,25 +47,40 @@ def test_who_receives_what_it_sends_is_never_ahead():
 
 
 def test_steps_do_not_wait_for_a_replica_that_takes_longer_to_come(fleet: Fleet, folder: Path):
-    two = plan(*(replica(stage((0, 4), [i], [2])) for i in range(2)), sync=Sync(every=9, overlap=True), sites=[0, 1])
+    two = plan(
+        *(replica(stage((0, 4), [i], [2])) for i in range(2)),
+        sync=Sync(every=9, overlap=True),
+        sites=[0, 1],
+    )
     case = Case(folder, two)
     first, second = fleet.run(jobs.step_while_another_is_away, case.world, two, case.path, 4)
     assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def test_tokens_of_a_step_are_those_of_all_replicas(fleet: Fleet, folder: Path):
-    two = plan(replica(stage((0, 4), [0], [1])), replica(stage((0, 4), [1], [3])), sync=Sync(every=4), sites=[0, 1])
+    two = plan(
+        replica(stage((0, 4), [0], [1])),
+        replica(stage((0, 4), [1], [3])),
+        sync=Sync(every=4),
+        sites=[0, 1],
+    )
     alone = plan(replica(stage((0, 4), [0], [4])), train=two.train)
     (wanted,) = fleet.run(jobs.tokens, 1, alone, Case(folder, alone).path)
     assert wanted > 0 and fleet.run(jobs.tokens, 2, two, Case(folder, two).path) == [wanted] * 2
 
 
-def test_a_run_that_stops_early_takes_the_exchange_under_way_as_one_that_ends_there_does(fleet: Fleet, folder: Path):
+def test_a_run_that_stops_early_takes_the_exchange_under_way_as_one_that_ends_there_does(
+    fleet: Fleet, folder: Path
+):
     base = HAND_PICKED["replicas unlike, overlapped"]
     train = replace(
-        base.train, steps=400, validate_every=2, patience=2, schedule=Schedule(kind="constant"),
+        base.train,
+        steps=400,
+        validate_every=2,
+        patience=2,
+        schedule=Schedule(kind="constant"),
         optimizer=replace(base.train.optimizer, lr=0.1),
-    )  # fmt: skip
+    )
     early = Case(folder, replace(base, train=train))
     stopped = fleet.run(jobs.train, early.world, early.plan, early.path)
     steps = len(stopped[0].losses)
@@ -79,18 +94,26 @@ def test_a_run_that_stops_early_takes_the_exchange_under_way_as_one_that_ends_th
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_the_best_weights_of_overlapping_replicas_are_those_that_were_validated(fleet: Fleet, folder: Path):
-    """While an exchange goes on each replica has another model; what is validated and written is the one of all."""
+def test_the_best_weights_of_overlapping_replicas_are_those_that_were_validated(
+    fleet: Fleet, folder: Path
+):
+    """While an exchange goes on each replica has another model; what is validated and written is
+    the one of all."""
     base = HAND_PICKED["replicas unlike, overlapped"]
     train = replace(
-        base.train, steps=12, validate_every=2, schedule=Schedule(kind="constant"),
+        base.train,
+        steps=12,
+        validate_every=2,
+        schedule=Schedule(kind="constant"),
         optimizer=replace(base.train.optimizer, lr=0.1),
-    )  # fmt: skip
+    )
     case = Case(folder, replace(base, train=train))
     fleet.run(jobs.train, case.world, case.plan, case.path)
     best = RunFolder(case.path).best
     progress = checkpoint.verify(best)
     assert progress.step < train.steps, "the last model is one of all replicas anyhow"
-    inputs, targets = map(torch.from_numpy, case.data.val.read(np.arange(case.data.val.count, dtype=np.uint64)))
+    inputs, targets = map(
+        torch.from_numpy, case.data.val.read(np.arange(case.data.val.count, dtype=np.uint64))
+    )
     loss = reference.mean_loss(stored_tensors.weights(best), case.plan.model, inputs, targets)
     assert float(loss) == pytest.approx(progress.best_loss, rel=1e-5)

@@ -26,10 +26,15 @@ def test_of_few_steps_the_quickest_is_told_and_of_more_their_lower_quartile():
 
 
 def test_a_trial_trains_the_model_of_the_plan():
-    found = measure(MeasureQuery(
-        device=PlannedDevice(host="here", backend="cpu", index=0, threads=1), model=tiny.SPEC,
-        train=TrainSpec(steps=1, batch=2, seq_len=16, precision="fp32"), precisions=("fp32", "bf16"), seconds=0.1,
-    ))  # fmt: skip
+    found = measure(
+        MeasureQuery(
+            device=PlannedDevice(host="here", backend="cpu", index=0, threads=1),
+            model=tiny.SPEC,
+            train=TrainSpec(steps=1, batch=2, seq_len=16, precision="fp32"),
+            precisions=("fp32", "bf16"),
+            seconds=0.1,
+        )
+    )
     assert (found.rows, found.seq_len, set(found.speeds)) == (2, 16, {"fp32", "bf16"})
     for speed in found.speeds.values():
         assert speed.tokens_per_s == pytest.approx(32 / speed.step_s) and speed.memory_bytes > 10**7
@@ -37,9 +42,14 @@ def test_a_trial_trains_the_model_of_the_plan():
 
 @pytest.mark.parametrize(
     ("kind", "name", "fits"),
-    [("NVIDIA A30", "NVIDIA A30", True), ("a30", "NVIDIA A30", True), ("a30", "Tesla T4", False),
-     ("NVIDIA GeForce RTX 5090", "NVIDIA GeForce RTX 4090", False), (None, "Tesla T4", True)],
-)  # fmt: skip
+    [
+        ("NVIDIA A30", "NVIDIA A30", True),
+        ("a30", "NVIDIA A30", True),
+        ("a30", "Tesla T4", False),
+        ("NVIDIA GeForce RTX 5090", "NVIDIA GeForce RTX 4090", False),
+        (None, "Tesla T4", True),
+    ],
+)
 def test_a_worker_refuses_a_gpu_that_is_not_the_one_that_was_planned_for(kind, name, fits):
     planned = PlannedDevice(host="gpu1", backend="cuda", index=1, threads=1)
     planned = planned if kind is None else msgspec.structs.replace(planned, kind=kind)
@@ -54,15 +64,27 @@ def test_a_worker_refuses_a_gpu_that_is_not_the_one_that_was_planned_for(kind, n
 
 
 def test_a_plan_of_before_there_were_kinds_keeps_its_hash():
-    old = msgspec.json.decode(b'{"host":"a","site":"","backend":"cuda","index":0,"threads":1}', type=PlannedDevice)
+    old = msgspec.json.decode(
+        b'{"host":"a","site":"","backend":"cuda","index":0,"threads":1}', type=PlannedDevice
+    )
     assert "kind" not in msgspec.to_builtins(old)
-    assert content_hash(old) == content_hash({"host": "a", "site": "", "backend": "cuda", "index": 0, "threads": 1})
+    assert content_hash(old) == content_hash(
+        {"host": "a", "site": "", "backend": "cuda", "index": 0, "threads": 1}
+    )
 
 
 def test_cuda_counts_gpus_as_nvidia_smi_does_wherever_they_are_opened_or_listed():
     assert worker_environment(1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    show = "from farspan.runtime import device; import os; {}(); print(os.environ['CUDA_DEVICE_ORDER'])"
+    show = (
+        "from farspan.runtime import device; import os; {}(); "
+        "print(os.environ['CUDA_DEVICE_ORDER'])"
+    )
     for name in ("device.usable_gpus", "device.installed"):
-        done = subprocess.run([sys.executable, "-c", show.format(name)], capture_output=True, text=True, timeout=120,
-                              env={**os.environ, "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", show.format(name)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "CUDA_DEVICE_ORDER": "FASTEST_FIRST"},
+        )
         assert done.stdout.split() == ["PCI_BUS_ID"], done.stderr

@@ -1,4 +1,5 @@
-"""A run that was stopped in the middle goes on as if it had not been: the same bits, however its state is divided."""
+"""A run that was stopped in the middle goes on as if it had not been: the same bits, however its
+state is divided."""
 
 from __future__ import annotations
 
@@ -18,10 +19,18 @@ from tests.runtime.verify import Case
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS, UNTIL = 6, 3
 NAMES = (
-    "uneven rows, fewer than microbatches", "zero 1", "zero 2", "zero 3", "hybrid 3", "data and tensor, zero 1",
-    "tensor widths by stage", "unlike rows and depths, several streams", "replicas unlike",
-    "replicas unlike, overlapped", "tensor axis against ZeRO, overlapped",
-)  # fmt: skip
+    "uneven rows, fewer than microbatches",
+    "zero 1",
+    "zero 2",
+    "zero 3",
+    "hybrid 3",
+    "data and tensor, zero 1",
+    "tensor widths by stage",
+    "unlike rows and depths, several streams",
+    "replicas unlike",
+    "replicas unlike, overlapped",
+    "tensor axis against ZeRO, overlapped",
+)
 MUON = ("zero 3 muon", "data and tensor, zero 1 muon", "replicas unlike, overlapped muon")
 
 
@@ -37,7 +46,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(fleet: Fleet, folder: Pa
     wanted = fleet.run(jobs.train, whole.world, plan, whole.path)
     first = fleet.run(jobs.train, stopped.world, plan, stopped.path, UNTIL)
     again = fleet.run(jobs.train, stopped.world, plan, stopped.path)
-    assert {one.reason for one in first} == {"interrupted"} and UNTIL <= len(first[0].losses) < STEPS
+    assert {one.reason for one in first} == {"interrupted"} and UNTIL <= len(
+        first[0].losses
+    ) < STEPS
     assert {one.reason for one in again} == {"done"}
     for rank, one in enumerate(wanted):
         assert first[rank].losses + again[rank].losses == one.losses
@@ -48,7 +59,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(fleet: Fleet, folder: Pa
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_an_exchange_under_way_is_taken_up_by_workers_that_had_not_moved_too(fleet: Fleet, folder: Path):
+def test_an_exchange_under_way_is_taken_up_by_workers_that_had_not_moved_too(
+    fleet: Fleet, folder: Path
+):
     """As after steps that all overflowed: replica 1 is still at the model of the last meeting."""
     base = HAND_PICKED["replicas unlike, overlapped"]
     plan = replace(base, train=replace(base.train, steps=STEPS))

@@ -24,8 +24,8 @@ from tests.runtime.plans import GPT2, HAND_PICKED, plan, replica, stage
 from tests.runtime.verify import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-#: A number in bf16 is off by this share of it; one of 8 bits by half a step of its block, which has 127, and whose
-#: length is itself rounded to bf16.
+#: A number in bf16 is off by this share of it; one of 8 bits by half a step of its block, which has
+#: 127, and whose length is itself rounded to bf16.
 BF16, EIGHT_BITS = 2.0**-8, (1 + 2.0**-8) / 254
 FP32 = 1e-6
 
@@ -34,34 +34,51 @@ def bound(parts: list[np.ndarray], bits: int) -> np.ndarray:
     """How far a sum of parts may be off, element by element, each of which was rounded once."""
     if bits == 16:
         return sum((BF16 * np.abs(part) for part in parts), start=np.zeros(()))
-    return sum((np.full(part.shape, EIGHT_BITS * np.abs(part).max()) for part in parts), start=np.zeros(()))
+    return sum(
+        (np.full(part.shape, EIGHT_BITS * np.abs(part).max()) for part in parts), start=np.zeros(())
+    )
 
 
 def in_fewer_bits(bits: Any) -> dict[str, tuple[Plan, list[list[int]]]]:
-    """Plans that sum gradients in so many bits, and the batch coordinates that each message is the sum of."""
+    """Plans that sum gradients in so many bits, and the batch coordinates that each message is the
+    sum of."""
     sites, whole = [0, 0, 1, 1], (0, 4)
     each: Any = {"bucket_bytes": None, "bits": bits}
     both: Any = each | {"axes": ("site", "data"), "shape": (2, 2)}
     found = {
-        "between sites": ([[0, 1], [2, 3]], stage(whole, range(4), [2, 2, 3, 1], topology="hierarchical", **each)),
+        "between sites": (
+            [[0, 1], [2, 3]],
+            stage(whole, range(4), [2, 2, 3, 1], topology="hierarchical", **each),
+        ),
         "between all": ([[0], [1], [2], [3]], stage(whole, range(4), [2, 2, 3, 1], **each)),
     } | {
-        f"by ZeRO {zero} inside sites": ([[0, 1], [2, 3]], stage(whole, range(4), [2, 2, 3, 1], zero=zero, **both))
+        f"by ZeRO {zero} inside sites": (
+            [[0, 1], [2, 3]],
+            stage(whole, range(4), [2, 2, 3, 1], zero=zero, **both),
+        )
         for zero in (1, 3)
-    }  # fmt: skip
-    return {f"{name}, {bits} bits": (plan(replica(one), sites=sites), of) for name, (of, one) in found.items()}
+    }
+    return {
+        f"{name}, {bits} bits": (plan(replica(one), sites=sites), of)
+        for name, (of, one) in found.items()
+    }
 
 
 SUMS = in_fewer_bits(16) | in_fewer_bits(8)
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_a_sum_in_fewer_bits_is_off_by_its_rounding_and_no_more(fleet: Fleet, folder: Path, name: str):
+def test_a_sum_in_fewer_bits_is_off_by_its_rounding_and_no_more(
+    fleet: Fleet, folder: Path, name: str
+):
     made, of = SUMS[name]
     case, one = Case(folder, made), made.replicas[0]
     found = fleet.run(jobs.gradients, case.world, made, case.path, 0)[0].by_replica[0]
     parts = [
-        reference.share_of_gradient(made, case.data, case.weights, [one.span(0, c, 0) for c in group]) for group in of
+        reference.share_of_gradient(
+            made, case.data, case.weights, [one.span(0, c, 0) for c in group]
+        )
+        for group in of
     ]
     bits = one.stages[0].grad_sync.bits
     for name_, gradient in found.items():
@@ -69,17 +86,25 @@ def test_a_sum_in_fewer_bits_is_off_by_its_rounding_and_no_more(fleet: Fleet, fo
         total = sum(exact, start=np.zeros(()))
         allowed = bound(exact, bits) + FP32 * np.abs(exact).max()
         assert (np.abs(gradient - total) <= allowed).all(), name_
-    assert any(np.abs(found[n] - sum(p[n].numpy() for p in parts)).max() > 1e-5 * np.abs(found[n]).max() for n in found)
+    assert any(
+        np.abs(found[n] - sum(p[n].numpy() for p in parts)).max() > 1e-5 * np.abs(found[n]).max()
+        for n in found
+    )
 
 
-# -- whole plans in fewer bits -----------------------------------------------------------------------------------------
+# -- whole plans in fewer bits
+#   -----------------------------------------------------------------------------------------
 
 
 def with_edges(made: Plan, bits: Any) -> Plan:
     """The same, with so many bits between stages."""
-    return replace(made, replicas=tuple(
-        replace(one, edges=tuple(replace(edge, bits=bits) for edge in one.edges)) for one in made.replicas
-    ))  # fmt: skip
+    return replace(
+        made,
+        replicas=tuple(
+            replace(one, edges=tuple(replace(edge, bits=bits) for edge in one.edges))
+            for one in made.replicas
+        ),
+    )
 
 
 def with_sums(made: Plan, bits: Any) -> Plan:
@@ -88,7 +113,12 @@ def with_sums(made: Plan, bits: Any) -> Plan:
     def changed(one: Stage) -> Stage:
         return replace(one, grad_sync=replace(one.grad_sync, bits=bits))
 
-    return replace(made, replicas=tuple(replace(one, stages=tuple(map(changed, one.stages))) for one in made.replicas))
+    return replace(
+        made,
+        replicas=tuple(
+            replace(one, stages=tuple(map(changed, one.stages))) for one in made.replicas
+        ),
+    )
 
 
 def with_train(made: Plan, **changes: Any) -> Plan:
@@ -96,24 +126,29 @@ def with_train(made: Plan, **changes: Any) -> Plan:
 
 
 def errors(fleet: Fleet, folder: Path, made: Plan) -> dict[str, float]:
-    """Each gradient's error as a share of its norm, or of a thousandth of the norm of all where that is more."""
+    """Each gradient's error as a share of its norm, or of a thousandth of the norm of all where
+    that is more."""
     case = Case(folder, made)
     found = fleet.run(jobs.gradients, case.world, made, case.path, 0)[0].by_replica[0]
     (wanted,) = reference.gradients(made, case.data, case.weights, 0)
     exact = {name: gradient.numpy() for name, gradient in wanted.by_name.items()}
     return {
-        name: float(np.linalg.norm(found[name] - one)) / max(float(np.linalg.norm(one)), 1e-3 * wanted.norm)
+        name: float(np.linalg.norm(found[name] - one))
+        / max(float(np.linalg.norm(one)), 1e-3 * wanted.norm)
         for name, one in exact.items()
-    }  # fmt: skip
+    }
 
 
-#: Of an edge, both ways: in bf16 every number is off by BF16 at most; steps of 8 bits are 1/127 of a block's greatest
-#: number, 3 to 4 times the typical one, which makes 1 % each way. Measured: 0.0022 and 0.0110 an edge at most.
+#: Of an edge, both ways: in bf16 every number is off by BF16 at most; steps of 8 bits are 1/127 of
+#: a block's greatest number, 3 to 4 times the typical one, which makes 1 % each way. Measured:
+#: 0.0022 and 0.0110 an edge at most.
 AN_EDGE = {16: BF16, 8: 0.02}
 
 
 @pytest.mark.parametrize("bits", AN_EDGE)
-@pytest.mark.parametrize("name", ["two stages", "untied", "a unit each, several streams", "zero by stage"])
+@pytest.mark.parametrize(
+    "name", ["two stages", "untied", "a unit each, several streams", "zero by stage"]
+)
 def test_activations_in_fewer_bits_change_gradients_by_their_rounding_at_each_edge(
     fleet: Fleet, folder: Path, name: str, bits: int
 ):
@@ -122,27 +157,42 @@ def test_activations_in_fewer_bits_change_gradients_by_their_rounding_at_each_ed
     assert 1e-4 < worst < AN_EDGE[bits] * len(made.replicas[0].edges)
 
 
-#: A plan may add up in another order than one worker does, and a tensor axis rounds its sums once more. Measured: 1.57
-#: times the error of a gradient in one process at most, 1.00 in pipelines of the same microbatches.
+#: A plan may add up in another order than one worker does, and a tensor axis rounds its sums once
+#: more. Measured: 1.57 times the error of a gradient in one process at most, 1.00 in pipelines of
+#: the same microbatches.
 OF_ONE_PROCESS = 2.0
 
 
-@pytest.mark.parametrize("name", [
-    "hierarchical", "zero 3", "hybrid 2", "megatron", "megatron, sequences and vocabulary", "data and tensor, zero 1",
-    "untied", "tensor widths by stage",
-])  # fmt: skip
-def test_a_plan_in_bf16_is_about_as_exact_as_one_process_in_bf16(fleet: Fleet, folder: Path, name: str):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hierarchical",
+        "zero 3",
+        "hybrid 2",
+        "megatron",
+        "megatron, sequences and vocabulary",
+        "data and tensor, zero 1",
+        "untied",
+        "tensor widths by stage",
+    ],
+)
+def test_a_plan_in_bf16_is_about_as_exact_as_one_process_in_bf16(
+    fleet: Fleet, folder: Path, name: str
+):
     made = with_train(with_edges(HAND_PICKED[name], 16), precision="bf16")
     units, microbatches = (0, made.model.layers + 2), made.replicas[0].microbatches
     alone = plan(
-        replica(stage(units, [0], [made.train.batch]), microbatches=microbatches), model=made.model, train=made.train
+        replica(stage(units, [0], [made.train.batch]), microbatches=microbatches),
+        model=made.model,
+        train=made.train,
     )
     ours, one = errors(fleet, folder, made), errors(fleet, folder, alone)
     assert {n: ours[n] / one[n] for n in ours if ours[n] > OF_ONE_PROCESS * one[n]} == {}
     assert max(one.values()) < 0.03
 
 
-#: Losses over twenty steps, and how far they may be off. Measured: 7e-4 with edges of 8 bits and in bf16, 1e-4 others.
+#: Losses over twenty steps, and how far they may be off. Measured: 7e-4 with edges of 8 bits and in
+#: bf16, 1e-4 others.
 TRAININGS = {
     "edges of 16 bits": with_edges(HAND_PICKED["untied"], 16),
     "edges of 8 bits": with_edges(HAND_PICKED["untied"], 8),
@@ -150,7 +200,9 @@ TRAININGS = {
     "sums of 8 bits": with_sums(HAND_PICKED["hierarchical"], 8),
     "hybrid sums of 8 bits": with_sums(HAND_PICKED["hybrid 3"], 8),
     "ZeRO in bf16": with_train(HAND_PICKED["zero 2"], precision="bf16"),
-    "a divided pipeline in bf16": with_train(with_edges(HAND_PICKED["tensor widths by stage"], 16), precision="bf16"),
+    "a divided pipeline in bf16": with_train(
+        with_edges(HAND_PICKED["tensor widths by stage"], 16), precision="bf16"
+    ),
 }
 LOSS = 2e-3
 
@@ -175,14 +227,17 @@ def test_replicas_that_meet_in_fewer_bits_are_off_by_the_rounding_of_their_chang
     fleet.run(jobs.train, case.world, made, case.path)
     wanted = reference.train(made, case.data, case.weights)
     found = stored_tensors.weights(stored_tensors.newest(RunFolder(case.path)))
-    # The first outer step moves by lr (1 + momentum) times the mean change, of which each replica's was rounded.
+    # The first outer step moves by lr (1 + momentum) times the mean change, of which each replica's
+    # was rounded.
     most = {16: BF16, 8: EIGHT_BITS, 4: EIGHT_BITS * 127 / 7}[bits] * wanted.greatest_change
     allowed = sync.lr * (1 + sync.momentum) * most + FP32
     off = max(float((found[name] - exact).abs().max()) for name, exact in wanted.weights.items())
     assert allowed / 100 < off <= allowed
 
 
-def test_replicas_that_would_round_unlike_each_other_refuse_to_meet_in_fewer_bits(fleet: Fleet, folder: Path):
+def test_replicas_that_would_round_unlike_each_other_refuse_to_meet_in_fewer_bits(
+    fleet: Fleet, folder: Path
+):
     alone = [replica(stage((0, 4), [rank], [2])) for rank in (0, 3)]
     made = plan(*alone, replica(stage((0, 4), [1, 2], [1, 1], zero=1)), sync=Sync(every=2, bits=8))
     case = Case(folder, made)
@@ -190,7 +245,9 @@ def test_replicas_that_would_round_unlike_each_other_refuse_to_meet_in_fewer_bit
         fleet.run(jobs.train, case.world, made, case.path)
 
 
-def test_replicas_whose_state_is_filled_up_to_divide_evenly_meet_in_fewer_bits(fleet: Fleet, folder: Path):
+def test_replicas_whose_state_is_filled_up_to_divide_evenly_meet_in_fewer_bits(
+    fleet: Fleet, folder: Path
+):
     odd = replace(GPT2, d_model=20, heads=5, kv_heads=5, d_ff=41, vocab_size=337)
     halves = [replica(stage((0, 4), range(r, r + 3), [2, 1, 1], zero=2)) for r in (0, 3)]
     made = plan(*halves, sites=[0, 0, 0, 1, 1, 1], model=odd, sync=Sync(every=2, bits=8))
@@ -202,9 +259,14 @@ def test_replicas_whose_state_is_filled_up_to_divide_evenly_meet_in_fewer_bits(f
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-def test_both_copies_of_a_table_stay_the_same_where_its_sums_are_rounded(fleet: Fleet, folder: Path, bits: Any):
-    """What rounding left of one step's tokens is in the first stage's sum of the next step, which has others."""
-    made = with_sums(plan(replica(stage((0, 2), [0, 1], [3, 2]), stage((2, 4), [2], [5])), sites=[0, 1, 1]), bits)
+def test_both_copies_of_a_table_stay_the_same_where_its_sums_are_rounded(
+    fleet: Fleet, folder: Path, bits: Any
+):
+    """What rounding left of one step's tokens is in the first stage's sum of the next step, which
+    has others."""
+    made = with_sums(
+        plan(replica(stage((0, 2), [0, 1], [3, 2]), stage((2, 4), [2], [5])), sites=[0, 1, 1]), bits
+    )
     case = Case(folder, made)
     first, other, last = fleet.run(jobs.table, case.world, made, case.path)
     assert np.array_equal(first, other) and np.array_equal(first, last)
@@ -212,13 +274,17 @@ def test_both_copies_of_a_table_stay_the_same_where_its_sums_are_rounded(fleet: 
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [*((name, 32) for name in ("zero 2", "zero 3", "two stages", "hierarchical", "megatron")),
-     ("hierarchical", 8), ("hybrid 3", 8)],
-)  # fmt: skip
+    [
+        *((name, 32) for name in ("zero 2", "zero 3", "two stages", "hierarchical", "megatron")),
+        ("hierarchical", 8),
+        ("hybrid 3", 8),
+    ],
+)
 def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
     fleet: Fleet, folder: Path, name: str, bits: Any
 ):
-    """What a step of infinities leaves in sums, residuals, tied tables and divided state must not come back."""
+    """What a step of infinities leaves in sums, residuals, tied tables and divided state must not
+    come back."""
     made = with_train(with_sums(HAND_PICKED[name], bits), precision="fp16", steps=20)
     one = replica(stage((0, made.model.layers + 2), [0], [made.train.batch]), microbatches=2)
     alone = plan(one, model=made.model, train=made.train)
@@ -231,7 +297,8 @@ def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
     for other in found[1:]:
         assert [scale for _, _, scale in other] == list(scales)
     exact, alone_norms, _ = zip(*wanted, strict=True)
-    # At the edge of what fp16 holds one may just fit what the other does not: from there on they are a step apart.
+    # At the edge of what fp16 holds one may just fit what the other does not: from there on they
+    # are a step apart.
     alike = [math.isfinite(a) == math.isfinite(b) for a, b in zip(norms, alone_norms, strict=True)]
     until = [*alike, False].index(False) + 1
     assert until > 10
@@ -239,7 +306,8 @@ def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
     assert losses == pytest.approx(exact, rel=10 * LOSS)
 
 
-# -- what rounding has left --------------------------------------------------------------------------------------------
+# -- what rounding has left
+#   --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -272,9 +340,13 @@ def test_a_run_in_8_bits_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tm
     assert first < then - 1 and kept[0].name.endswith(f"{first:08d}")
     for newer in kept[1:]:
         shutil.rmtree(newer)
-    other = tiny.run_folder(tmp_path / "other" / "run", replace(made, train=replace(train, checkpoint_every_s=1e6)))
+    other = tiny.run_folder(
+        tmp_path / "other" / "run", replace(made, train=replace(train, checkpoint_every_s=1e6))
+    )
     shutil.copytree(kept[0], other.checkpoints / kept[0].name)
     with tiny.workers(other) as workers:
         again = {event.step: event.loss for event in workers if isinstance(event, Step)}
     assert min(again) == first + 1
-    assert {step: again[step] for step in range(first + 1, then)} == {s: losses[s] for s in range(first + 1, then)}
+    assert {step: again[step] for step in range(first + 1, then)} == {
+        s: losses[s] for s in range(first + 1, then)
+    }

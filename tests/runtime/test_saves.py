@@ -1,4 +1,5 @@
-"""Checkpoints of a state that lies on many workers: what they take of a disk, and how rank 0 hands them out again."""
+"""Checkpoints of a state that lies on many workers: what they take of a disk, and how rank 0 hands
+them out again."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.runtime.test_resume import state
 from tests.runtime.verify import Case
 
 
-@pytest.mark.parametrize("name", ["zero 3", "unlike rows and depths, several streams", "replicas unlike"])
+@pytest.mark.parametrize(
+    "name", ["zero 3", "unlike rows and depths, several streams", "replicas unlike"]
+)
 def test_a_checkpoint_takes_what_is_asked_of_the_disk_for_it(fleet: Fleet, folder: Path, name: str):
     plan = replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, steps=2))
     case = Case(folder, plan)

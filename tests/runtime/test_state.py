@@ -28,20 +28,26 @@ def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
     vectors = [p for p in reference.parameters() if p.dim() < 2]
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}],
-        lr=1e-2, betas=(0.8, 0.9), eps=optimizer.eps,
-    )  # fmt: skip
+        lr=1e-2,
+        betas=(0.8, 0.9),
+        eps=optimizer.eps,
+    )
     for step in range(1, 6):
         x = torch.randn(4, 5)
         for model in (ours, reference):
             (model(x) ** 2).sum().backward()
         norm = math.sqrt(state.square_sum())
-        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5)), rel=1e-5)
+        assert norm == pytest.approx(
+            float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5)), rel=1e-5
+        )
         state.update(optimizer, 1e-2, step, max(1.0, norm / 0.5))
         adamw.step()
         adamw.zero_grad()
         for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    with pytest.raises(RuntimeError, match="got no gradient"):  # Nor would the last step's be used again.
+    with pytest.raises(
+        RuntimeError, match="got no gradient"
+    ):  # Nor would the last step's be used again.
         state.update(optimizer, 1e-2, 6, 1.0)
 
 
@@ -59,7 +65,12 @@ def test_gradients_accumulate_in_fp32_over_backward_passes_and_begin_anew(precis
             (model(part) ** 2).sum().backward()
         assert all(grad.dtype == torch.float32 for grad in state.grad)
         for i, name in enumerate(state.names):
-            assert float((state.view(state.grad, i) - exact[name].grad).norm() / exact[name].grad.norm()) < bound
+            assert (
+                float(
+                    (state.view(state.grad, i) - exact[name].grad).norm() / exact[name].grad.norm()
+                )
+                < bound
+            )
         state.clear()
 
 
@@ -85,9 +96,13 @@ def test_learning_rates_by_hand():
     assert rates[9 - 1] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 4 / 9)))
     assert rates[13] == pytest.approx(0.1)
     linear = Schedule(kind="linear", warmup_steps=1, floor=0.2)
-    assert [learning_rate(linear, 1.0, s, 6) for s in range(6)] == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
+    assert [learning_rate(linear, 1.0, s, 6) for s in range(6)] == pytest.approx(
+        [0.5, 1, 0.8, 0.6, 0.4, 0.2]
+    )
     constant = Schedule(kind="constant", warmup_steps=2)
-    assert [learning_rate(constant, 1.0, s, 9) for s in (0, 2, 8)] == pytest.approx([1 / 3, 1.0, 1.0])
+    assert [learning_rate(constant, 1.0, s, 9) for s in (0, 2, 8)] == pytest.approx(
+        [1 / 3, 1.0, 1.0]
+    )
     wsd = Schedule(kind="wsd", warmup_steps=1, decay=0.5, floor=0.0)
     assert [learning_rate(wsd, 1.0, s, 10) for s in range(10)] == pytest.approx(
         [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
@@ -110,15 +125,27 @@ def _starts(tensors):
 
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_parameters_and_owned_parts_begin_at_16_bytes_for_any_number_of_ranks(name):
-    """Kernels load 16 bytes at a time where a tensor begins at a multiple of them, else more slowly."""
+    """Kernels load 16 bytes at a time where a tensor begins at a multiple of them, else more
+    slowly."""
     with torch.device("meta"):
         model = Decoder(preset(name).spec)
     meta = torch.device("meta")
-    for ways, (zero, precision) in itertools.product(range(1, 9), ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"))):
+    for ways, (zero, precision) in itertools.product(
+        range(1, 9), ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"))
+    ):
         division = Division(zero=zero, ways=ways, index=ways - 1, bucket_bytes=25_000_000)
         state = TrainState(model, precision, meta, division)
         gradients = [one for one in state.collected if one is not None]
-        starts = _starts([*state.parameters, *state.shards, *state.master, *state.exp_avg, *state.grad, *gradients])
+        starts = _starts(
+            [
+                *state.parameters,
+                *state.shards,
+                *state.master,
+                *state.exp_avg,
+                *state.grad,
+                *gradients,
+            ]
+        )
         assert [start % 16 for start in starts] == [0] * len(starts), (ways, zero, precision)
 
 
@@ -128,16 +155,27 @@ def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_by
     names, shapes = ["a", "b", "c", "d"], [torch.Size(one) for one in ((5, 7), (3,), (11, 3), (1,))]
     for ways, zero in itertools.product(range(1, 9), range(4)):
         parts = [
-            divide(names, shapes, Division(zero=zero, ways=ways, index=i, bucket_bytes=bucket_bytes, sliced=sliced))
+            divide(
+                names,
+                shapes,
+                Division(zero=zero, ways=ways, index=i, bucket_bytes=bucket_bytes, sliced=sliced),
+            )
             for i in range(ways)
         ]
         for bucket in itertools.chain.from_iterable(parts):
-            updated = [piece.start for decayed in (True, False) if (piece := segment(bucket, decayed))]
-            assert all(2 * start % 16 == 0 for start in (*bucket.starts, bucket.size, *updated)), bucket
+            updated = [
+                piece.start for decayed in (True, False) if (piece := segment(bucket, decayed))
+            ]
+            assert all(2 * start % 16 == 0 for start in (*bucket.starts, bucket.size, *updated)), (
+                bucket
+            )
         for buckets in zip(*parts, strict=True):
             if buckets[0].ways == 1:
                 continue
-            assert [one.own.start for one in buckets] == [0, *(one.own.stop for one in buckets[:-1])]
+            assert [one.own.start for one in buckets] == [
+                0,
+                *(one.own.stop for one in buckets[:-1]),
+            ]
             assert buckets[-1].own.stop == buckets[-1].size
             assert {(one.own.stop - one.own.start) * 2 % 16 for one in buckets} == {0}
 
@@ -145,7 +183,9 @@ def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_by
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_what_fills_up_a_bucket_stays_zero_and_counts_in_no_norm(zero):
     model, whole = _model(), _model()
-    state = TrainState(model, "fp32", division=Division(zero=zero, ways=1 if zero == 0 else 2, index=0))
+    state = TrainState(
+        model, "fp32", division=Division(zero=zero, ways=1 if zero == 0 else 2, index=0)
+    )
     (bucket,) = state.buckets
     with torch.no_grad():
         for mine, other in zip(state.parameters, whole.parameters(), strict=True):

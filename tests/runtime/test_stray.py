@@ -1,4 +1,5 @@
-"""A worker whose loss leaves the others': named when it is one worker's fault, never for chance alone."""
+"""A worker whose loss leaves the others': named when it is one worker's fault, never for chance
+alone."""
 
 from __future__ import annotations
 
@@ -17,9 +18,15 @@ from tests import tiny
 
 SEQ_LEN = 32
 TRAIN = TrainSpec(
-    steps=60, batch=8, seq_len=16, precision="fp32", optimizer=Optimizer(lr=1e-2),
-    schedule=Schedule(warmup_steps=2), validate_every=100, seed=3,
-)  # fmt: skip
+    steps=60,
+    batch=8,
+    seq_len=16,
+    precision="fp32",
+    optimizer=Optimizer(lr=1e-2),
+    schedule=Schedule(warmup_steps=2),
+    validate_every=100,
+    seed=3,
+)
 SPOILT = 40
 
 
@@ -60,9 +67,13 @@ def test_one_that_stays_far_above_is_named_step_after_step():
 
 def test_what_all_suffer_and_a_worker_alone_are_nobodys_fault():
     rng, strays = np.random.default_rng(0), LossOutliers(replica(8, 8), SEQ_LEN)
-    assert [strays.look(drawn(rng, (8, 8), level=4 + 6 * (step > 50))) for step in range(100)] == [None] * 100
+    assert [strays.look(drawn(rng, (8, 8), level=4 + 6 * (step > 50))) for step in range(100)] == [
+        None
+    ] * 100
     alone = LossOutliers(replica(8), SEQ_LEN)
-    assert [alone.look(drawn(rng, (8,), level=4 + 6 * (step > 50))) for step in range(100)] == [None] * 100
+    assert [alone.look(drawn(rng, (8,), level=4 + 6 * (step > 50))) for step in range(100)] == [
+        None
+    ] * 100
 
 
 def test_workers_end_where_the_loss_of_one_stays_far_above(tmp_path):

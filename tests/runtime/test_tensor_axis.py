@@ -1,4 +1,5 @@
-"""Divided operators and stages, in real processes, against the whole model in one process, in double precision."""
+"""Divided operators and stages, in real processes, against the whole model in one process, in
+double precision."""
 
 from __future__ import annotations
 
@@ -31,9 +32,17 @@ from tests.estimate.parts import cluster, device, plain
 from tests.estimate.parts import costs as costs_on
 
 LAYERS, LENGTH, WORLD = 2, 5, 4
-#: The tightest bound that sums in another order leave; in bf16, where only the loss is compared, that of its rounding.
+#: The tightest bound that sums in another order leave; in bf16, where only the loss is compared,
+#: that of its rounding.
 BOUNDS = {"float64": 1e-10, "bfloat16": 2**-8}
-MEGATRON = {"attn.qkv": "n", "attn": "n", "attn.out": "n", "mlp.up": "f", "mlp.act": "f", "mlp.down": "f"}
+MEGATRON = {
+    "attn.qkv": "n",
+    "attn": "n",
+    "attn.out": "n",
+    "mlp.up": "f",
+    "mlp.act": "f",
+    "mlp.down": "f",
+}
 VOCABULARY = {"tok": "v", "head": "v", "loss": "v"}
 ROWS = dict.fromkeys(("attn_norm", "mlp_norm", "norm", RESIDUAL, *MEGATRON, *VOCABULARY), "b")
 
@@ -41,7 +50,13 @@ ROWS = dict.fromkeys(("attn_norm", "mlp_norm", "norm", RESIDUAL, *MEGATRON, *VOC
 def spec(family: str, ways: int) -> ModelSpec:
     """A model of which an axis of `ways` divides every dim."""
     name, _, knobs = family.partition("-")
-    size = {"d_model": 8 * ways, "layers": LAYERS, "heads": 2 * ways, "d_ff": 3 * ways, "vocab_size": 7 * ways}
+    size = {
+        "d_model": 8 * ways,
+        "layers": LAYERS,
+        "heads": 2 * ways,
+        "d_ff": 3 * ways,
+        "vocab_size": 7 * ways,
+    }
     grouped = {"kv_heads": ways} if name == "llama" else {}
     made = models.family(name).shape(**size, **grouped, context=8, tied="untied" not in knobs)
     return replace(made, bias=True) if "bias" in knobs else made
@@ -74,7 +89,10 @@ class Case(NamedTuple):
 
     def parts(self, coordinate: int, group: dist.ProcessGroup | None = None) -> list[Decoder]:
         axis = TensorAxis(group, self.ways, coordinate, self.splits)
-        return [Decoder(self.spec, recompute=self.recompute, units=units, axis=axis).train() for units in self.stages]
+        return [
+            Decoder(self.spec, recompute=self.recompute, units=units, axis=axis).train()
+            for units in self.stages
+        ]
 
     @property
     def label(self) -> str:
@@ -86,19 +104,28 @@ class Case(NamedTuple):
 def by_hand() -> list[Case]:
     unlike = [("v", ""), ("v", "b"), ("", "v"), ("", "b"), ("b", "v"), ("b", "")]
     ends = [*unlike, ("v", "v"), ("b", "b")]
-    found = [Case(family, 2, splits) for family in ("gpt2", "llama-untied-bias")
-             for splits in ({}, MEGATRON, MEGATRON | VOCABULARY, ROWS)]  # fmt: skip
+    found = [
+        Case(family, 2, splits)
+        for family in ("gpt2", "llama-untied-bias")
+        for splits in ({}, MEGATRON, MEGATRON | VOCABULARY, ROWS)
+    ]
     found += [Case("llama", 2, {"head": head, "loss": loss}) for head, loss in unlike]
     found += [Case("gpt2", 2, {"tok": tok, "head": head, "loss": head}) for tok, head in ends]
-    found += [Case("gpt2", 2, MEGATRON | {"tok": tok, "head": head}, cuts=(2,)) for tok, head in ends]
+    found += [
+        Case("gpt2", 2, MEGATRON | {"tok": tok, "head": head}, cuts=(2,)) for tok, head in ends
+    ]
     found += [
         Case("gpt2", 2, ROWS | MEGATRON | VOCABULARY),
         Case("opt", 2, MEGATRON | VOCABULARY, recompute=True, cuts=(1, 2, 3)),
-        Case("llama", 3, MEGATRON | VOCABULARY), Case("gpt2", 3, MEGATRON, recompute=True), Case("llama", 3, ROWS),
-        Case("llama", 4, MEGATRON | VOCABULARY, recompute=True), Case("gpt2", 4, ROWS | {"mlp.act": "f"}),
-        Case("gpt2", 2, MEGATRON | VOCABULARY, dtype="bfloat16"), Case("llama", 2, ROWS, dtype="bfloat16"),
+        Case("llama", 3, MEGATRON | VOCABULARY),
+        Case("gpt2", 3, MEGATRON, recompute=True),
+        Case("llama", 3, ROWS),
+        Case("llama", 4, MEGATRON | VOCABULARY, recompute=True),
+        Case("gpt2", 4, ROWS | {"mlp.act": "f"}),
+        Case("gpt2", 2, MEGATRON | VOCABULARY, dtype="bfloat16"),
+        Case("llama", 2, ROWS, dtype="bfloat16"),
         Case("llama", 2, MEGATRON | {"tok": "v", "head": "v", "loss": "b"}, dtype="bfloat16"),
-    ]  # fmt: skip
+    ]
     return found
 
 
@@ -118,11 +145,13 @@ def at_random(ways: int, count: int) -> list[Case]:
 CASES = [*by_hand(), *at_random(2, 18), *at_random(3, 9), *at_random(4, 9)]
 
 
-# -- what every process does -------------------------------------------------------------------------------------------
+# -- what every process does
+#   -------------------------------------------------------------------------------------------
 
 
 def whole_values(spec: ModelSpec) -> dict[str, Tensor]:
-    """Values of every parameter, none of them 0 or 1 as initialisation would leave norms and biases."""
+    """Values of every parameter, none of them 0 or 1 as initialisation would leave norms and
+    biases."""
     generator = torch.Generator().manual_seed(1)
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
@@ -151,7 +180,8 @@ def expected(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def steps(parts: list[Decoder], case: Case) -> Tensor:
-    """Forward and backward passes through all stages; between two of them go the stream and its gradient."""
+    """Forward and backward passes through all stages; between two of them go the stream and its
+    gradient."""
     x, targets = batch(case)
     passed = []
     for part in parts[:-1]:
@@ -181,7 +211,8 @@ def whole_gradient(part: Decoder, name: str, shape: torch.Size, group: dist.Proc
 
 
 def drifting(part: Decoder, group: dist.ProcessGroup) -> list[str]:
-    """Parameters that ranks hold whole and would update unlike each other, be it in the last bit."""
+    """Parameters that ranks hold whole and would update unlike each other, be it in the last
+    bit."""
     found = []
     for name, parameter in part.named_parameters():
         if name not in part.slices and name not in part.partial:
@@ -217,8 +248,11 @@ def faults(case: Case, group: dist.ProcessGroup, coordinate: int, sent: Counter[
 
 
 def priced(case: Case) -> int:
-    """Bytes of the tensors that the estimator counts collectives over, and those that it leaves out."""
-    costs = costs_on(cluster([[device()] * case.ways]), plain(), case.spec, batch=case.rows, seq_len=LENGTH)
+    """Bytes of the tensors that the estimator counts collectives over, and those that it leaves
+    out."""
+    costs = costs_on(
+        cluster([[device()] * case.ways]), plain(), case.spec, batch=case.rows, seq_len=LENGTH
+    )
     costs.width = 8
     for name in EXCHANGED:
         setattr(costs.network, f"{name}_s", lambda group, size, concurrent: size)
@@ -227,15 +261,22 @@ def priced(case: Case) -> int:
         for unit, count in costs.graph.kinds(*units):
             total += count * sum(costs.unit_wait(range(case.ways), unit, case.rows, case.splits, 1))
             if case.recompute and unit is costs.graph.block:
-                total += count * costs.unit_wait(range(case.ways), replayed(unit), case.rows, case.splits, 1)[0]
+                total += (
+                    count
+                    * costs.unit_wait(range(case.ways), replayed(unit), case.rows, case.splits, 1)[
+                        0
+                    ]
+                )
                 total += count * last_input(costs, unit, case)
-    # The loss exchanges doubles here, where the price is of floats; its rows' sum is a scalar, which has no price.
+    # The loss exchanges doubles here, where the price is of floats; its rows' sum is a scalar,
+    # which has no price.
     extra = {"v": 3 * 4 * case.rows * LENGTH, "b": 8, "": 0}[case.splits.get("loss", "")]
     return int(total) + extra
 
 
 def last_input(costs: Costs, unit: tuple[Operator, ...], case: Case) -> float:
-    """Recomputation needs what a block's last operator reads, of which the price leaves out the way there."""
+    """Recomputation needs what a block's last operator reads, of which the price leaves out the way
+    there."""
     before, last = (strategy(op, case.splits.get(op.name, "")) for op in unit[-2:])
     edge = (before.writes, last.reads, last.gradient, unit[-1].inputs[0])
     return costs.edge_s(range(case.ways), *edge, case.rows, 1)[0]
@@ -262,11 +303,14 @@ def count_bytes(sent: Counter[str], name: str) -> None:
 
 
 def work(rank: int, folder: str) -> None:
-    """Pairs of processes share the cases of axes of two; the first three, and all, have the others."""
+    """Pairs of processes share the cases of axes of two; the first three, and all, have the
+    others."""
     torch.set_num_threads(1)
     kernels.LOGITS_CHUNK_BYTES = 600  # A few rows of logits, so that there are several chunks.
     store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=900))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=900)
+    )
     groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [2, 3], [0, 1, 2], [0, 1, 2, 3])]
     sent, results = Counter[str](), {}
     for name in EXCHANGED:
@@ -280,7 +324,8 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------
+# -- the tests
+#   ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +366,9 @@ def test_a_rank_holds_what_the_estimator_says(case):
         assert set(part.slices) <= {name for name, _ in part.named_parameters()}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.ways != 4], ids=lambda case: case.label)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.ways != 4], ids=lambda case: case.label
+)
 def test_every_part_starts_with_the_values_of_the_whole_model(case):
     whole = Decoder(case.spec)
     initialise(whole, 3)
@@ -351,7 +398,9 @@ def test_the_whole_model_starts_with_the_values_that_it_always_had(family):
             assert (parameter == float("norm" in name and name.endswith("weight"))).all()
         else:
             std = 0.02 / (4**0.5 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1)
-            assert torch.equal(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            assert torch.equal(
+                parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+            )
 
 
 def test_slices_of_grouped_heads_and_gated_matrices_by_hand():
@@ -361,9 +410,10 @@ def test_slices_of_grouped_heads_and_gated_matrices_by_hand():
         "blocks.0.attn.qkv.weight": (0, ((16, 32), (56, 64), (80, 88))),
         "blocks.0.attn.qkv.bias": (0, ((16, 32), (56, 64), (80, 88))),
         "blocks.0.attn.out.weight": (1, ((16, 32),)),
-        "blocks.0.mlp.up.weight": (0, ((6, 12), (24, 30))), "blocks.0.mlp.up.bias": (0, ((6, 12), (24, 30))),
+        "blocks.0.mlp.up.weight": (0, ((6, 12), (24, 30))),
+        "blocks.0.mlp.up.bias": (0, ((6, 12), (24, 30))),
         "blocks.0.mlp.down.weight": (1, ((6, 12),)),
-    }  # fmt: skip
+    }
 
 
 def test_what_does_not_divide_is_refused():
@@ -377,7 +427,9 @@ def test_what_does_not_divide_is_refused():
 
 
 def test_an_axis_of_one_rank_is_none():
-    model = Decoder(spec("llama", 2), axis=TensorAxis(None, 1, 0, MEGATRON | VOCABULARY | {"norm": "b"}))
+    model = Decoder(
+        spec("llama", 2), axis=TensorAxis(None, 1, 0, MEGATRON | VOCABULARY | {"norm": "b"})
+    )
     assert not model.slices and not model.partial
     initialise(model, 7)
     plain = Decoder(spec("llama", 2))
@@ -391,7 +443,9 @@ def test_the_loss_of_the_whole_model_is_the_textbooks_in_double_precision():
     model = Decoder(case.spec).double()
     initialise(model, 7)
     tokens, targets = batch(case)
-    textbook = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    textbook = F.cross_entropy(
+        model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+    )
     loss = model.loss(tokens, targets)
     torch.testing.assert_close(loss, textbook, rtol=1e-12, atol=0)
     found, wanted = (torch.autograd.grad(one, model.tok.weight)[0] for one in (loss, textbook))

@@ -1,4 +1,5 @@
-"""The training loop in this process, under a clock that the test turns: time budgets, fp16's loss scale, resumption."""
+"""The training loop in this process, under a clock that the test turns: time budgets, fp16's loss
+scale, resumption."""
 
 from __future__ import annotations
 
@@ -22,14 +23,21 @@ from tests import tiny
 from tests.runtime import stored_tensors
 
 TRAIN = TrainSpec(
-    steps=60, batch=2, seq_len=16, precision="fp32", optimizer=Optimizer(lr=1e-2),
-    schedule=Schedule(warmup_steps=3, floor=0.1), validate_every=1000, seed=3,
-)  # fmt: skip
+    steps=60,
+    batch=2,
+    seq_len=16,
+    precision="fp32",
+    optimizer=Optimizer(lr=1e-2),
+    schedule=Schedule(warmup_steps=3, floor=0.1),
+    validate_every=1000,
+    seed=3,
+)
 
 
 @dataclass
 class Start:
-    """One start of a run, restored from its newest checkpoint. Each step takes `pace(step)` seconds of its clock."""
+    """One start of a run, restored from its newest checkpoint. Each step takes `pace(step)` seconds
+    of its clock."""
 
     run: RunFolder
     pace: Callable[[int], float] = lambda step: 1.0
@@ -104,16 +112,23 @@ def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
     first = Start(make("run", deadline_s=66.0), pace, until=12)
     assert first.train()[0] == "interrupted"
     replanned = next(i for i, event in enumerate(first.events) if isinstance(event, Warned))
-    assert isinstance(first.events[replanned + 1], Saved)  # A kill after this point loses no decision.
+    assert isinstance(
+        first.events[replanned + 1], Saved
+    )  # A kill after this point loses no decision.
     second = Start(first.run, pace)
     assert second.train()[0] == "deadline"
-    assert [(s.step, s.loss, s.lr) for s in first.steps + second.steps] == [(s.step, s.loss, s.lr) for s in whole.steps]
+    assert [(s.step, s.loss, s.lr) for s in first.steps + second.steps] == [
+        (s.step, s.loss, s.lr) for s in whole.steps
+    ]
     ours, theirs = weights(first.run), weights(whole.run)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_others_parts_of_a_checkpoint_are_not_waited_for_under_the_lock_of_its_files(make, monkeypatch):
-    """A worker that waits for a lost one must still be told so; one that writes ends when the files are whole."""
+def test_others_parts_of_a_checkpoint_are_not_waited_for_under_the_lock_of_its_files(
+    make, monkeypatch
+):
+    """A worker that waits for a lost one must still be told so; one that writes ends when the files
+    are whole."""
     seen = set()
 
     def watched(name: str):
@@ -151,7 +166,8 @@ def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(m
 
 
 def test_fp16_steps_that_overflow_are_no_updates_of_the_optimizer(make, monkeypatch):
-    """AdamW corrects its moments' bias by how many updates they have seen, also after a resumption."""
+    """AdamW corrects its moments' bias by how many updates they have seen, also after a
+    resumption."""
     monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 2.0**30)
     counted, update = [], TrainState.update
 

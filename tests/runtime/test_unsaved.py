@@ -1,4 +1,5 @@
-"""A checkpoint that cannot be written: the run warns, tries again later, and ends where that goes on for too long."""
+"""A checkpoint that cannot be written: the run warns, tries again later, and ends where that goes
+on for too long."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Broken(Start):
-    """A start in which checkpoints cannot be written after some steps, for a file stands where their folder belongs.
-    Each step takes a second, and a checkpoint is due every five."""
+    """A start in which checkpoints cannot be written after some steps, for a file stands where
+    their folder belongs. Each step takes a second, and a checkpoint is due every five."""
 
     def __init__(self, run: RunFolder, broken: Callable[[int], bool]) -> None:
         super().__init__(run)
@@ -70,10 +71,14 @@ class Broken(Start):
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=33, checkpoint_every_s=5.0)))
+    return tiny.run_folder(
+        tmp_path / "run", tiny.plan(replace(TRAIN, steps=33, checkpoint_every_s=5.0))
+    )
 
 
-def test_a_save_that_fails_warns_and_is_tried_again_at_the_next_interval(run: RunFolder, tmp_path: Path):
+def test_a_save_that_fails_warns_and_is_tried_again_at_the_next_interval(
+    run: RunFolder, tmp_path: Path
+):
     start = Broken(run, lambda step: 8 <= step < 17)
     assert start.train()[0] == "done"
     assert start.saved == [5, 20, 25, 30, 33]
@@ -84,7 +89,9 @@ def test_a_save_that_fails_warns_and_is_tried_again_at_the_next_interval(run: Ru
     plain = Start(tiny.run_folder(tmp_path / "plain", run.load_plan()))
     plain.train()
     ours, theirs = state(run.path), state(plain.run.path)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
 
 
 def test_two_failures_again_and_again_do_not_end_a_run(run: RunFolder):
@@ -138,23 +145,35 @@ def test_the_best_loss_of_a_run_is_that_of_the_weights_that_are_there(tmp_path: 
     start = Broken(tiny.run_folder(tmp_path / "run", plan), lambda step: 20 <= step < 22)
     start.until = 22
     assert start.train()[0] == "interrupted"
-    best, newest = checkpoint.verify(start.run.best), next(checkpoint.newest_first(start.run.checkpoints))
+    best, newest = (
+        checkpoint.verify(start.run.best),
+        next(checkpoint.newest_first(start.run.checkpoints)),
+    )
     assert best.step == 15 and checkpoint.verify(newest).best_loss == best.best_loss
 
 
 @pytest.mark.parametrize("name", ["zero 3", "replicas unlike", "replicas unlike, overlapped"])
-def test_a_save_that_fails_half_way_leaves_no_worker_and_no_message_behind(fleet: Fleet, folder: Path, name: str):
-    """Rank 0 cannot write all of its part, twice; the others can. What is saved then is what it would be."""
+def test_a_save_that_fails_half_way_leaves_no_worker_and_no_message_behind(
+    fleet: Fleet, folder: Path, name: str
+):
+    """Rank 0 cannot write all of its part, twice; the others can. What is saved then is what it
+    would be."""
     train = replace(HAND_PICKED[name].train, steps=12, checkpoint_every_s=1e-6, validate_every=100)
     plan = replace(HAND_PICKED[name], train=train)
     disturbed, plain = Case(folder, plan), Case(folder, plan)
-    found = fleet.run(jobs.train_where_files_may_not_be_large, disturbed.world, plan, disturbed.path, 2000, 2)
+    found = fleet.run(
+        jobs.train_where_files_may_not_be_large, disturbed.world, plan, disturbed.path, 2000, 2
+    )
     wanted = fleet.run(jobs.train, plain.world, plan, plain.path)
-    assert len(found[0].warned) == 2 and all("too large" in text for text in found[0].warned), found[0].warned
+    assert len(found[0].warned) == 2 and all("too large" in text for text in found[0].warned), (
+        found[0].warned
+    )
     assert found[0].saved and {one.reason for one in found} == {"done"}
     assert [one.losses for one in found] == [one.losses for one in wanted]
     ours, theirs = state(disturbed.path), state(plain.path)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
 
 
 @contextmanager
@@ -182,7 +201,9 @@ def test_events_that_a_full_disk_does_not_take_follow_later_and_whole(tmp_path: 
         assert list(read_events(path)) == events
 
 
-def test_events_that_are_never_taken_end_a_run_that_went_well_and_hide_no_other_error(tmp_path: Path):
+def test_events_that_are_never_taken_end_a_run_that_went_well_and_hide_no_other_error(
+    tmp_path: Path,
+):
     for number, error in enumerate((OSError, KeyError)):
         path = tmp_path / f"{number}.jsonl"
         with files_of_at_most(10), pytest.raises(error), EventLog(path) as log:
@@ -196,12 +217,17 @@ def mountable() -> bool:
 
 
 @pytest.mark.parametrize("rows", [("6",), ("3", "3")])
-def test_workers_outlive_a_full_disk_and_end_where_it_stays_full(tmp_path: Path, rows: tuple[str, ...]):
+def test_workers_outlive_a_full_disk_and_end_where_it_stays_full(
+    tmp_path: Path, rows: tuple[str, ...]
+):
     if not mountable():
         pytest.skip("waits for a system that lets this user have mounts of its own (unshare -rm)")
     words = [sys.executable, "-m", "tests.runtime.full_disk", str(tmp_path), *rows]
     mount = 'mount -t tmpfs -o size=24m none "$1" && shift && exec "$@"'
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", mount, "sh", str(tmp_path), *words], capture_output=True, text=True, timeout=240
+        ["unshare", "-rm", "sh", "-c", mount, "sh", str(tmp_path), *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr

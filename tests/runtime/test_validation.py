@@ -1,5 +1,5 @@
-"""What a validation reads and says: the whole split at the end, a fixed seeded sample of it in between, whoever
-shares the windows; against direct computations over the same windows."""
+"""What a validation reads and says: the whole split at the end, a fixed seeded sample of it in
+between, whoever shares the windows; against direct computations over the same windows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ S, VAL = 16, 16 * 100 + 1
 
 
 def corpus(folder: Path, *, val: int = VAL) -> CorpusManifest:
-    """A validation split whose first tenth no model of the rest can predict: tokens of their own, at random."""
+    """A validation split whose first tenth no model of the rest can predict: tokens of their own,
+    at random."""
     manifest = tiny.corpus(folder, val=val)
     tokens = np.fromfile(folder / "val.bin", "<u2")
     strange = np.random.default_rng(7).integers(0, 300, val // 10)
@@ -51,7 +52,9 @@ def corpus(folder: Path, *, val: int = VAL) -> CorpusManifest:
 def run_of(tmp_path: Path, name: str = "run", **changes) -> RunFolder:
     if not (tmp_path / "corpus").exists():
         corpus(tmp_path / "corpus")
-    train = replace(TRAIN, **{"steps": 60, "validate_every": 20, "validate_tokens": 20 * S, **changes})
+    train = replace(
+        TRAIN, **{"steps": 60, "validate_every": 20, "validate_tokens": 20 * S, **changes}
+    )
     return tiny.run_folder(tmp_path / name, tiny.plan(train))
 
 
@@ -61,7 +64,9 @@ def direct(weights: dict[str, torch.Tensor], windows: Windows, chosen) -> list[f
     model.load_state_dict(weights)
     inputs, targets = map(torch.from_numpy, windows.read(np.asarray(chosen, np.uint64)))
     with torch.no_grad():
-        losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        losses = F.cross_entropy(
+            model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
+        )
     return losses.view_as(targets).sum(1).tolist()
 
 
@@ -69,7 +74,9 @@ def validated(start: Start) -> list[Validated]:
     return [event for event in start.events if isinstance(event, Validated)]
 
 
-def test_the_last_validation_reads_the_whole_split_and_those_before_it_a_sample_of_all_of_it(tmp_path):
+def test_the_last_validation_reads_the_whole_split_and_those_before_it_a_sample_of_all_of_it(
+    tmp_path,
+):
     start = Start(run_of(tmp_path))
     _, made = start.train()
     *between, last = validated(start)
@@ -80,16 +87,26 @@ def test_the_last_validation_reads_the_whole_split_and_those_before_it_a_sample_
     assert (last.tokens, last.of, last.standard_error) == (VAL - 1, VAL - 1, 0.0)
     # The first tokens are far from the rest: that is what was read before.
     assert sum(every[:10]) / (10 * S) > last.loss + 0.5
-    assert [(event.step, event.tokens, event.of) for event in between] == [(s, 20 * S, VAL - 1) for s in (20, 40)]
+    assert [(event.step, event.tokens, event.of) for event in between] == [
+        (s, 20 * S, VAL - 1) for s in (20, 40)
+    ]
     sample = [every[int(w)] for w in read.windows(0, 20)]
-    assert last.sample_loss == pytest.approx(sum(sample) / (20 * S), rel=1e-5) and last.sample_tokens == 20 * S
-    assert len({event.read for event in between}) == 1 != len({event.read for event in (*between, last)})
+    assert (
+        last.sample_loss == pytest.approx(sum(sample) / (20 * S), rel=1e-5)
+        and last.sample_tokens == 20 * S
+    )
+    assert (
+        len({event.read for event in between})
+        == 1
+        != len({event.read for event in (*between, last)})
+    )
     expected = statistics.stdev(sample) / math.sqrt(20) / S * math.sqrt(1 - 20 / val.count)
     assert read.read(0, 20).standard_error(val.count) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_sample_of_unequal_windows_says_how_sure_it_is():
-    """Over many samples their mean strays from the whole's by about the standard error that each tells."""
+    """Over many samples their mean strays from the whole's by about the standard error that each
+    tells."""
     rng, count, size = np.random.default_rng(0), 200, 40
     targets = np.full(count, 16.0)
     targets[-1] = 5
@@ -98,7 +115,9 @@ def test_a_sample_of_unequal_windows_says_how_sure_it_is():
     for _ in range(2000):
         which = rng.choice(count, size, replace=False)
         t, ls = targets[which], losses[which]
-        sums = LossSums(size, int(t.sum()), ls.sum(), (ls * ls).sum(), (ls * t).sum(), (t * t).sum())
+        sums = LossSums(
+            size, int(t.sum()), ls.sum(), (ls * ls).sum(), (ls * t).sum(), (t * t).sum()
+        )
         said.append(sums.standard_error(count))
         strayed.append(sums.mean - whole)
     assert statistics.fmean(said) == pytest.approx(statistics.pstdev(strayed), rel=0.05)
@@ -111,9 +130,13 @@ def test_a_large_split_is_sampled_all_over_at_the_end(tmp_path, monkeypatch):
     _, made = start.train()
     last, chosen = validated(start)[-1], made.validation.windows(0, 50)
     assert len(set(chosen.tolist())) == 50 and last.tokens == 50 * S and last.of == VAL - 1
-    assert all(5 <= sum(low <= w < low + 25 for w in chosen.tolist()) <= 20 for low in (0, 25, 50, 75))
+    assert all(
+        5 <= sum(low <= w < low + 25 for w in chosen.tolist()) <= 20 for low in (0, 25, 50, 75)
+    )
     weights = stored_tensors.weights(stored_tensors.newest(start.run))
-    assert last.loss == pytest.approx(sum(direct(weights, made.worker.val, chosen)) / (50 * S), rel=1e-5)
+    assert last.loss == pytest.approx(
+        sum(direct(weights, made.worker.val, chosen)) / (50 * S), rel=1e-5
+    )
     whole = sum(direct(weights, made.worker.val, range(made.worker.val.count))) / (VAL - 1)
     assert last.standard_error > 0 and abs(last.loss - whole) < 4 * last.standard_error
 
@@ -122,7 +145,10 @@ def test_entropies_are_of_the_tokens_that_were_read(tmp_path):
     start = Start(run_of(tmp_path))
     _, made = start.train()
     *between, last = validated(start)
-    assert (last.unigram_nats, last.bigram_nats) == (5.7, 2.0)  # Of the whole split, as the corpus tells.
+    assert (last.unigram_nats, last.bigram_nats) == (
+        5.7,
+        2.0,
+    )  # Of the whole split, as the corpus tells.
     inputs, targets = made.worker.val.read(made.validation.windows(0, 20))
     train = [int(token) for token in made.worker.train.tokens]
     singles, pairs = Counter(train), Counter(itertools.pairwise(train))
@@ -135,7 +161,10 @@ def test_entropies_are_of_the_tokens_that_were_read(tmp_path):
     )
     for event in between:
         assert (event.unigram_nats, event.bigram_nats) == pytest.approx((unigram, bigram), rel=1e-9)
-    assert entropies_of(made.worker.train.tokens, inputs.flatten(), targets.flatten(), 300)[1] < unigram
+    assert (
+        entropies_of(made.worker.train.tokens, inputs.flatten(), targets.flatten(), 300)[1]
+        < unigram
+    )
 
 
 def test_runs_of_other_seeds_read_the_same_and_other_lengths_do_not(tmp_path):
@@ -144,12 +173,15 @@ def test_runs_of_other_seeds_read_the_same_and_other_lengths_do_not(tmp_path):
     names = []
     for start in (first, other, shorter):
         start.train()
-        names.append(validated(start)[0].read if len(validated(start)) > 1 else validated(start)[-1].read)
+        names.append(
+            validated(start)[0].read if len(validated(start)) > 1 else validated(start)[-1].read
+        )
     assert names[0] == names[1] != names[2]
 
 
 def test_the_best_weights_are_judged_by_the_sample_and_not_by_the_end(tmp_path, monkeypatch):
-    """The last state is worse on the sample; its smaller number on the whole split does not make it the best."""
+    """The last state is worse on the sample; its smaller number on the whole split does not make it
+    the best."""
     losses = iter([3.0, 4.0, 5.0])
 
     def read(self: Validation, first: int, stop: int) -> LossSums:
@@ -166,10 +198,15 @@ def test_the_best_weights_are_judged_by_the_sample_and_not_by_the_end(tmp_path, 
     assert checkpoint.verify(start.run.best).step == 20
 
 
-def test_a_budget_without_time_for_the_whole_split_reads_a_larger_sample_and_says_so(tmp_path, monkeypatch):
-    """A validation's windows take time here; the last one may take its share of the deadline, and no more."""
+def test_a_budget_without_time_for_the_whole_split_reads_a_larger_sample_and_says_so(
+    tmp_path, monkeypatch
+):
+    """A validation's windows take time here; the last one may take its share of the deadline, and
+    no more."""
     corpus(tmp_path / "corpus", val=16 * 2000 + 1)
-    start = Start(run_of(tmp_path, deadline_s=100.0, steps=100, validate_every=40, validate_tokens=20 * S))
+    start = Start(
+        run_of(tmp_path, deadline_s=100.0, steps=100, validate_every=40, validate_tokens=20 * S)
+    )
     read = Validation.read
 
     def slow(self: Validation, first: int, stop: int) -> LossSums:
@@ -186,14 +223,24 @@ def test_a_budget_without_time_for_the_whole_split_reads_a_larger_sample_and_say
 
 
 NAMES = (
-    "one worker", "uneven rows, fewer than microbatches", "zero 3", "hybrid 3", "megatron, sequences and vocabulary",
-    "rows", "replicas unlike", "tensor widths by stage", "unlike rows and depths, several streams",
-)  # fmt: skip
+    "one worker",
+    "uneven rows, fewer than microbatches",
+    "zero 3",
+    "hybrid 3",
+    "megatron, sequences and vocabulary",
+    "rows",
+    "replicas unlike",
+    "tensor widths by stage",
+    "unlike rows and depths, several streams",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_workers_together_read_each_window_once(fleet: Fleet, folder: Path, name: str):
-    case = Case(folder, replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, validate_tokens=0)))
+    case = Case(
+        folder,
+        replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, validate_tokens=0)),
+    )
     found = fleet.run(jobs.read, case.world, case.plan, case.path, 0, 10)
     assert len({sums for sums, _ in found}) == 1
     sums = found[0][0]
@@ -202,7 +249,8 @@ def test_all_workers_together_read_each_window_once(fleet: Fleet, folder: Path, 
     val = Windows(tokens, case.plan.train.seq_len)
     chosen = validation.permute(np.arange(10, dtype=np.uint64), val.count, validation.SEED, 0)
     assert (
-        Counter(w for _, mine in found for w in mine) == Counter(chosen.tolist()) and len(tokens) == manifest.val.tokens
+        Counter(w for _, mine in found for w in mine) == Counter(chosen.tolist())
+        and len(tokens) == manifest.val.tokens
     )
     weights = {name: weight.double() for name, weight in reference.start(case.plan.model).items()}
     inputs, targets = map(torch.from_numpy, val.read(chosen))
@@ -228,7 +276,13 @@ def test_two_workers_validate_as_one_does(tmp_path):
             events = list(workers)
         found.append([event for event in events if isinstance(event, Validated)])
     for one, two in zip(*found, strict=True):
-        assert (one.step, one.tokens, one.of, one.read, one.best) == (two.step, two.tokens, two.of, two.read, two.best)
+        assert (one.step, one.tokens, one.of, one.read, one.best) == (
+            two.step,
+            two.tokens,
+            two.of,
+            two.read,
+            two.best,
+        )
         assert two.loss == pytest.approx(one.loss, rel=1e-5)
         assert two.standard_error == pytest.approx(one.standard_error, rel=1e-3)
         assert two.unigram_nats == one.unigram_nats and two.bigram_nats == one.bigram_nats
@@ -241,9 +295,12 @@ def test_only_validations_that_are_worse_by_more_than_chance_count_against_patie
     windows = rng.normal(4.0, 0.5, 100) * S
 
     def judged(step: int, higher: float) -> bool:
-        """Of a validation whose losses are all higher by so many standard errors of the mean, 0.05."""
+        """Of a validation whose losses are all higher by so many standard errors of the mean,
+        0.05."""
         losses = windows + higher * 0.05 * S
-        sums = LossSums(100, 100 * S, losses.sum(), (losses**2).sum(), (losses * S).sum(), 100.0 * S * S)
+        sums = LossSums(
+            100, 100 * S, losses.sum(), (losses**2).sum(), (losses * S).sum(), 100.0 * S * S
+        )
         return judging.judge(step, Measured(sums, sums, False, False, 0.0))
 
     judging.best_loss, judging.stale = None, 0

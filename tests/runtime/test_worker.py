@@ -1,4 +1,5 @@
-"""Real worker processes: equality with a plain loop and across worker counts, resumption, signals, damage."""
+"""Real worker processes: equality with a plain loop and across worker counts, resumption, signals,
+damage."""
 
 from __future__ import annotations
 
@@ -36,9 +37,15 @@ from tests.runtime import stored_tensors
 
 NAN = math.nan
 TRAIN = TrainSpec(
-    steps=8, batch=6, seq_len=16, precision="fp32", optimizer=Optimizer(lr=3e-3),
-    schedule=Schedule(warmup_steps=2), validate_every=4, seed=3,
-)  # fmt: skip
+    steps=8,
+    batch=6,
+    seq_len=16,
+    precision="fp32",
+    optimizer=Optimizer(lr=3e-3),
+    schedule=Schedule(warmup_steps=2),
+    validate_every=4,
+    seed=3,
+)
 
 
 def launch(run: RunFolder) -> list[Event]:
@@ -62,13 +69,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[Eve
 
 
 def plain_loop(folder: Path) -> tuple[list[float], float]:
-    """The same training by the book, in float64: losses of every step and of the validation split."""
+    """The same training by the book, in float64: losses of every step and of the validation
+    split."""
     model = Decoder(tiny.SPEC, attention="vanilla").double()
     initialise(model, TRAIN.seed)
     decay = [p for p in model.parameters() if p.dim() >= 2]
     other = [p for p in model.parameters() if p.dim() < 2]
     adamw = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8
+        [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        eps=1e-8,
     )
     tokens = Windows(np.fromfile(folder / "train.bin", "<u2"), TRAIN.seq_len)
     order, losses = Order(tokens.count, TRAIN.seed), []
@@ -105,8 +115,12 @@ def test_an_uneven_split_over_workers_equals_one_worker(whole, tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(2, 1, 3), micro_rows=2))
     events = launch(run)
     one = steps_of(whole[1])
-    assert [event.loss for event in steps_of(events)] == pytest.approx([event.loss for event in one], rel=1e-5)
-    assert [e.grad_norm for e in steps_of(events)] == pytest.approx([event.grad_norm for event in one], rel=1e-4)
+    assert [event.loss for event in steps_of(events)] == pytest.approx(
+        [event.loss for event in one], rel=1e-5
+    )
+    assert [e.grad_norm for e in steps_of(events)] == pytest.approx(
+        [event.grad_norm for event in one], rel=1e-4
+    )
     mine = [e.loss for e in events if isinstance(e, Validated)]
     assert mine == pytest.approx([e.loss for e in whole[1] if isinstance(e, Validated)], rel=1e-5)
 
@@ -123,7 +137,9 @@ def interrupt_after(run: RunFolder, step: int, number: signal.Signals) -> list[E
 
 
 def test_signals_save_and_resuming_is_bitwise_the_uninterrupted_run(tmp_path):
-    train = replace(TRAIN, steps=1500, validate_every=10_000)  # Far more than are made before a signal comes.
+    train = replace(
+        TRAIN, steps=1500, validate_every=10_000
+    )  # Far more than are made before a signal comes.
     reference = tiny.run_folder(tmp_path / "reference", tiny.plan(train))
     launch(reference)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
@@ -136,7 +152,9 @@ def test_signals_save_and_resuming_is_bitwise_the_uninterrupted_run(tmp_path):
         done = events[-1].step
     steps += steps_of(launch(run))
     assert [e.step for e in steps] == list(range(1, 1501))
-    assert [e.loss for e in steps] == [e.loss for e in read_events(reference.events) if isinstance(e, Step)]
+    assert [e.loss for e in steps] == [
+        e.loss for e in read_events(reference.events) if isinstance(e, Step)
+    ]
     ours, theirs = weights(run), weights(reference)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -184,7 +202,9 @@ def damage(path: Path, how: str) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, name):
     folder = tmp_path / "checkpoints"
     for step in (3, 7):
-        stored_tensors.write(folder, _tensors(), TrainingProgress(step=step, plan="p", elapsed_s=1.0), keep=2)
+        stored_tensors.write(
+            folder, _tensors(), TrainingProgress(step=step, plan="p", elapsed_s=1.0), keep=2
+        )
     damage(folder / "step-00000007" / name, how)
     with pytest.raises(Corrupt):
         checkpoint.verify(folder / "step-00000007")
@@ -196,7 +216,9 @@ def test_what_a_kill_put_aside_while_a_folder_was_replaced_comes_back(tmp_path):
     checkpoint.write(best, stored_tensors.slices(_tensors()), progress, keep=1)
     best.rename(tmp_path / ".best.old")
     checkpoint.mend(tmp_path)
-    assert checkpoint.verify(best) == progress and [one.name for one in tmp_path.iterdir()] == ["best"]
+    assert checkpoint.verify(best) == progress and [one.name for one in tmp_path.iterdir()] == [
+        "best"
+    ]
     (tmp_path / ".best.old").mkdir()
     checkpoint.mend(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["best"]
@@ -207,7 +229,11 @@ def _tensors(spec: ModelSpec = tiny.SPEC) -> dict[str, torch.Tensor]:
     values = dict(drawn(spec, 0))
     model = {f"model/{name}": value for name, value in values.items()}
     kinds = ("exp_avg", "exp_avg_sq")
-    return model | {f"{kind}/{name}": torch.zeros_like(value) for kind in kinds for name, value in values.items()}
+    return model | {
+        f"{kind}/{name}": torch.zeros_like(value)
+        for kind in kinds
+        for name, value in values.items()
+    }
 
 
 def test_resuming_from_a_damaged_checkpoint_says_what_was_lost(tmp_path):
@@ -240,7 +266,9 @@ def test_only_the_last_k_checkpoints_and_the_best_are_kept(tmp_path):
     events = launch(run)
     assert len([event for event in events if isinstance(event, Saved)]) > 2
     assert len(list(checkpoint.newest_first(run.checkpoints))) == 2
-    best = min((event for event in events if isinstance(event, Validated)), key=lambda event: event.loss)
+    best = min(
+        (event for event in events if isinstance(event, Validated)), key=lambda event: event.loss
+    )
     assert checkpoint.verify(run.best).step == best.step
 
 
@@ -255,11 +283,16 @@ def test_a_non_finite_loss_stops_before_the_update(tmp_path, rows):
     assert "rank" in problem.where and "samples" in problem.where
     assert problem.what.endswith("at step 2; the update was not made")
     assert not [event for event in read_events(run.events) if isinstance(event, Step)]
-    assert all(torch.isfinite(tensor).all() for name, tensor in weights(run).items() if name != "tok.weight")
+    assert all(
+        torch.isfinite(tensor).all()
+        for name, tensor in weights(run).items()
+        if name != "tok.weight"
+    )
 
 
 def poison(run: RunFolder) -> None:
-    """A checkpoint after step 1 some of whose embeddings are infinite, so that the next loss is not a number."""
+    """A checkpoint after step 1 some of whose embeddings are infinite, so that the next loss is not
+    a number."""
     tensors = _tensors()
     tensors["model/tok.weight"][:3] = float("inf")
     progress = TrainingProgress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
@@ -271,7 +304,10 @@ def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
     run = tiny.run_folder(tmp_path / "run", plan)
     windows = Windows(np.fromfile(tmp_path / "corpus" / "train.bin", "<u2"), TRAIN.seq_len)
     order = Order(windows.count, TRAIN.seed)
-    first, second = (windows.read(order.window(np.concatenate(Topology(plan, rank).samples(1))))[0] for rank in (0, 1))
+    first, second = (
+        windows.read(order.window(np.concatenate(Topology(plan, rank).samples(1))))[0]
+        for rank in (0, 1)
+    )
     tensors = _tensors(plan.model)
     tensors["model/tok.weight"][np.setdiff1d(second, first)] = float("nan")
     progress = TrainingProgress(step=1, plan=plan.hash, elapsed_s=0.0)
@@ -295,12 +331,19 @@ def test_a_gradient_that_others_are_part_of_blames_nobody_whose_loss_is_finite(b
 
 
 @pytest.mark.parametrize("rows", [(6,), (3, 3)])
-def test_a_run_short_of_time_is_replanned_and_saved_now_and_then_on_any_number_of_workers(tmp_path, rows):
-    """Workers hear a decision a step after it was made; what rank 0 has said meanwhile it does not ask again."""
-    train = replace(TRAIN, steps=100_000, validate_every=100_000, deadline_s=5.0, checkpoint_every_s=1.0)
+def test_a_run_short_of_time_is_replanned_and_saved_now_and_then_on_any_number_of_workers(
+    tmp_path, rows
+):
+    """Workers hear a decision a step after it was made; what rank 0 has said meanwhile it does not
+    ask again."""
+    train = replace(
+        TRAIN, steps=100_000, validate_every=100_000, deadline_s=5.0, checkpoint_every_s=1.0
+    )
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train, rows=rows))
     events = launch(run)
-    warned, saved = ([event for event in events if isinstance(event, kind)] for kind in (Warned, Saved))
+    warned, saved = (
+        [event for event in events if isinstance(event, kind)] for kind in (Warned, Saved)
+    )
     assert events[-1].reason == "deadline" and len(steps_of(events)) > 10
     assert 1 <= len(warned) <= 10
     assert len(saved) <= 5 + len(warned) + 1
@@ -326,7 +369,9 @@ def test_a_first_validation_that_is_not_finite_ends_the_run(tmp_path):
 
 
 def test_a_checkpoint_in_a_folder_with_a_colon_that_is_damaged_is_passed_over(tmp_path):
-    run = tiny.run_folder(tmp_path / "12:30" / "run", tiny.plan(replace(TRAIN, checkpoint_every_s=0.001)))
+    run = tiny.run_folder(
+        tmp_path / "12:30" / "run", tiny.plan(replace(TRAIN, checkpoint_every_s=0.001))
+    )
     launch(run)
     newest = next(checkpoint.newest_first(run.checkpoints))
     damage(newest / "part-00000.safetensors", "truncate")
@@ -354,10 +399,16 @@ def test_a_deadline_ends_the_run_with_a_checkpoint(tmp_path):
 @pytest.mark.timed
 @pytest.mark.parametrize("rows", [(6,), (3, 3)])
 def test_a_run_takes_the_time_that_it_has(tmp_path, rows):
-    """From the workers' start to their last event: steps, validations, checkpoints and sample text."""
+    """From the workers' start to their last event: steps, validations, checkpoints and sample
+    text."""
     tiny.corpus(tmp_path / "corpus", val=200_001)
     train = replace(
-        TRAIN, steps=10**5, validate_every=500, validate_tokens=4096, deadline_s=12.0, checkpoint_every_s=3.0
+        TRAIN,
+        steps=10**5,
+        validate_every=500,
+        validate_tokens=4096,
+        deadline_s=12.0,
+        checkpoint_every_s=3.0,
     )
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train, rows=rows))
     events = launch(run)
@@ -367,8 +418,16 @@ def test_a_run_takes_the_time_that_it_has(tmp_path, rows):
     assert last.step == end.step and last.tokens > 4096 and last.sample_tokens == 4096
     rates = [event.lr for event in steps_of(events)]
     top = rates.index(max(rates))
-    assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] == pytest.approx(0.1 * max(rates), rel=0.05)
-    assert sum(isinstance(event, Warned) and "time budget is enough for" in event.message for event in events) == 1
+    assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] == pytest.approx(
+        0.1 * max(rates), rel=0.05
+    )
+    assert (
+        sum(
+            isinstance(event, Warned) and "time budget is enough for" in event.message
+            for event in events
+        )
+        == 1
+    )
 
 
 def test_another_corpus_than_planned_is_refused(tmp_path):
@@ -385,7 +444,9 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
     with tiny.workers(run) as workers:
         for event in workers:
             if isinstance(event, Step):
-                os.kill(workers.processes[0].pid, signal.SIGSTOP)  # It would end by the first interrupt.
+                os.kill(
+                    workers.processes[0].pid, signal.SIGSTOP
+                )  # It would end by the first interrupt.
                 workers.interrupt()
                 break
         threading.Timer(0.0, workers.interrupt).start()
@@ -397,8 +458,16 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
     ("error", "code"),
     [
         (MemoryError(), "out-of-memory"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "out-of-memory"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out-of-memory"),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"
+            ),
+            "out-of-memory",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "out-of-memory",
+        ),
         (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), "out-of-memory"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "worker-lost"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk-full"),

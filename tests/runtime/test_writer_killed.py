@@ -1,5 +1,6 @@
-"""A worker killed at any instant of a save leaves a folder of checkpoints that can be read; manifests that anything was
-changed in are damage with a reason, never a crash or a reader of other files."""
+"""A worker killed at any instant of a save leaves a folder of checkpoints that can be read;
+manifests that anything was changed in are damage with a reason, never a crash or a reader of other
+files."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.manifest import MANIFEST, Corrupt, TrainingProgress, checksum_of
 from tests.runtime import stored_tensors
 
-#: Instants of saves at which their process is killed. `python -m tests.runtime.test_writer_killed 500` takes a minute.
+#: Instants of saves at which their process is killed. `python -m tests.runtime.test_writer_killed
+#: 500` takes a minute.
 KILLS = 100
 
 
@@ -32,12 +34,14 @@ def save_for_ever(folder: Path, step: int, begun: int) -> None:
     tensors = {f"{kind}/w": torch.randn(300, 400) for kind in ("model", "exp_avg", "exp_avg_sq")}
     for number in itertools.count(step):
         os.write(begun, b".")
-        stored_tensors.write(folder, tensors, TrainingProgress(step=number, plan="p", elapsed_s=1.0), keep=2)
+        stored_tensors.write(
+            folder, tensors, TrainingProgress(step=number, plan="p", elapsed_s=1.0), keep=2
+        )
 
 
 def kill_saves(folder: Path, kills: int) -> int:
-    """Start to save, kill that at a random instant, and see that what is there is whole, so many times. How often the
-    kill met a save half way."""
+    """Start to save, kill that at a random instant, and see that what is there is whole, so many
+    times. How often the kill met a save half way."""
     rng, step, remains = random.Random(29), 1, 0
     for _ in range(kills):
         heard, begun = os.pipe()
@@ -69,20 +73,29 @@ def test_a_save_that_is_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tensors = {"model/a": torch.randn(7, 5), "model/b": torch.randn(3), "exp_avg/a": torch.randn(7, 5)}
+    tensors = {
+        "model/a": torch.randn(7, 5),
+        "model/b": torch.randn(3),
+        "exp_avg/a": torch.randn(7, 5),
+    }
     progress = TrainingProgress(step=3, plan="p", training="t", elapsed_s=1.0)
     return stored_tensors.write(tmp_path_factory.mktemp("whole"), tensors, progress)
 
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=6,
-)  # fmt: skip
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), value=ANYTHING, vouched=st.booleans())
-def test_a_manifest_in_which_anything_was_changed_is_read_as_it_was_or_refused(whole, data, value, vouched) -> None:
+def test_a_manifest_in_which_anything_was_changed_is_read_as_it_was_or_refused(
+    whole, data, value, vouched
+) -> None:
     path = whole.parent / "best"
     path.mkdir(exist_ok=True)
     (path / "part-00000.safetensors").write_bytes((whole / "part-00000.safetensors").read_bytes())
@@ -103,7 +116,9 @@ def test_a_manifest_in_which_anything_was_changed_is_read_as_it_was_or_refused(w
     except Corrupt:
         return
     assert progress.step >= 0
-    assert torch.equal(weights["a"], wanted["model/a"]) and torch.equal(weights["b"], wanted["model/b"])
+    assert torch.equal(weights["a"], wanted["model/a"]) and torch.equal(
+        weights["b"], wanted["model/b"]
+    )
 
 
 def test_a_part_of_a_large_tensor_is_read_by_the_block(tmp_path: Path) -> None:
@@ -122,4 +137,8 @@ def test_a_part_of_a_large_tensor_is_read_by_the_block(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(kill_saves(Path(sys.argv[2]) if sys.argv[2:] else Path(tempfile.mkdtemp()), int(sys.argv[1])))
+    print(
+        kill_saves(
+            Path(sys.argv[2]) if sys.argv[2:] else Path(tempfile.mkdtemp()), int(sys.argv[1])
+        )
+    )

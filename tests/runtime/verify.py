@@ -1,4 +1,5 @@
-"""Whether workers compute what a plan asks for: their gradients, losses and norms against the reference's."""
+"""Whether workers compute what a plan asks for: their gradients, losses and norms against the
+reference's."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from tests.runtime import jobs, reference
 from tests.runtime.fleet import Fleet
 from tests.runtime.reference import Data
 
-#: A gradient's error may be so much of it, and of the norm of all: fp32 rounds to 6e-8 and adds up hundreds of terms.
+#: A gradient's error may be so much of it, and of the norm of all: fp32 rounds to 6e-8 and adds up
+#: hundreds of terms.
 RELATIVE, OF_ALL = 1e-5, 1e-7
 #: Losses and norms.
 SCALAR = 1e-5
 
 
 class Verdict(NamedTuple):
-    """The greatest error of a gradient as a share of what is allowed, and of a loss or norm; and what is beyond it."""
+    """The greatest error of a gradient as a share of what is allowed, and of a loss or norm; and
+    what is beyond it."""
 
     gradient: float
     scalar: float
@@ -53,7 +56,8 @@ class Case:
 
 
 def verify(fleet: Fleet, folder: Path, plan: Plan) -> Verdict:
-    """The gradients of a step that has a short window, and all steps of a training. Raises Failed."""
+    """The gradients of a step that has a short window, and all steps of a training. Raises
+    Failed."""
     case = Case(folder, plan)
     step = case.data.step_with_a_short_window(plan.train.batch)
     answers = fleet.run(jobs.check, case.world, plan, case.path, step)
@@ -66,7 +70,10 @@ def verify(fleet: Fleet, folder: Path, plan: Plan) -> Verdict:
         compare_gradients(answers[0][0].by_replica[r], wanted[r], gradient, of_replica)
         scalar.of(f"loss {of_replica}", found.loss, wanted[r].loss)
         scalar.of(f"norm {of_replica}", found.norm, wanted[r].norm)
-        for what, ours, theirs in (("loss", run.losses, trained.losses[r]), ("norm", run.norms, trained.norms[r])):
+        for what, ours, theirs in (
+            ("loss", run.losses, trained.losses[r]),
+            ("norm", run.norms, trained.norms[r]),
+        ):
             for i, pair in enumerate(itertools.zip_longest(ours, theirs, fillvalue=float("nan"))):
                 scalar.of(f"{what} {of_replica} at step {i + 1}", *pair)
     scalar.of("validation loss", answers[0][1].validation or float("nan"), trained.validation)
@@ -89,11 +96,18 @@ class _Worst:
         self.add(what, abs(found - wanted) / abs(wanted))
 
 
-def compare_gradients(found: jobs.Arrays, wanted: reference.Gradient, worst: _Worst, of_what: str) -> None:
+def compare_gradients(
+    found: jobs.Arrays, wanted: reference.Gradient, worst: _Worst, of_what: str
+) -> None:
     """Every parameter's gradient, in units of what is allowed."""
     if found.keys() != wanted.by_name.keys():
-        worst.faults.append(f"parameters {of_what}: {sorted(found.keys() ^ wanted.by_name.keys())} are missing or new")
+        worst.faults.append(
+            f"parameters {of_what}: {sorted(found.keys() ^ wanted.by_name.keys())} are missing or "
+            "new"
+        )
     for name in found.keys() & wanted.by_name.keys():
         exact = wanted.by_name[name].numpy()
         allowed = RELATIVE * np.linalg.norm(exact) + OF_ALL * wanted.norm
-        worst.add(f"gradient of {name} {of_what}", float(np.linalg.norm(found[name] - exact) / allowed))
+        worst.add(
+            f"gradient of {name} {of_what}", float(np.linalg.norm(found[name] - exact) / allowed)
+        )

@@ -21,8 +21,16 @@ read, write = (os.dup(int(word)) for word in sys.argv[1:3])
 high = [os.dup2(fd, 90 + n) for n, fd in enumerate((read, write))]
 os.dup2(90, 3); os.dup2(91, 4)
 os.execvp(sys.argv[3], sys.argv[3:])"""
-_KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowDown": (40, ""), "ArrowUp": (38, ""), "ArrowLeft": (37, ""),
-         "ArrowRight": (39, ""), "Tab": (9, ""), "/": (191, "/")}  # fmt: skip
+_KEYS = {
+    "Enter": (13, "\r"),
+    "Escape": (27, ""),
+    "ArrowDown": (40, ""),
+    "ArrowUp": (38, ""),
+    "ArrowLeft": (37, ""),
+    "ArrowRight": (39, ""),
+    "Tab": (9, ""),
+    "/": (191, "/"),
+}
 
 
 def found() -> str | None:
@@ -35,20 +43,45 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-                 "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
-                 "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-                 f"--user-data-dir={profile}", "--remote-debugging-pipe"]  # fmt: skip
-        words = [sys.executable, "-c", _START, str(to_read), str(to_write), str(found()), *flags, "about:blank"]
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-sync",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--hide-scrollbars",
+            "--disable-dev-shm-usage",
+            "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+            f"--user-data-dir={profile}",
+            "--remote-debugging-pipe",
+        ]
+        words = [
+            sys.executable,
+            "-c",
+            _START,
+            str(to_read),
+            str(to_write),
+            str(found()),
+            *flags,
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
-            words, pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            words,
+            pass_fds=(to_read, to_write),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(to_read)
         os.close(to_write)
         self._buffer, self._number, self._session = b"", 0, ""
         self.complaints: list[str] = []
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log"):
             self._send(f"{domain}.enable")
 
@@ -80,7 +113,9 @@ class Browser:
 
     def run(self, code: str) -> Any:
         """What an expression of the page's JavaScript gives."""
-        done = self._send("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        done = self._send(
+            "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
@@ -114,7 +149,9 @@ class Browser:
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """Save what is seen as PNG; `whole`: with what is below."""
-        data = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        data = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)[
+            "data"
+        ]
         path.write_bytes(base64.b64decode(data))
 
     def _send(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -137,7 +174,9 @@ class Browser:
                 self._hear(told)
                 if wanted(told):
                     return told
-            assert select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))[0], "no answer"
+            assert select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))[0], (
+                "no answer"
+            )
             part = os.read(self._read, 2**20)
             assert part, "the browser has ended"
             self._buffer += part
@@ -146,8 +185,12 @@ class Browser:
         method, parameters = told.get("method"), told.get("params", {})
         if method == "Runtime.exceptionThrown":
             details = parameters["exceptionDetails"]
-            self.complaints.append(str(details.get("exception", details).get("description", details)))
+            self.complaints.append(
+                str(details.get("exception", details).get("description", details))
+            )
         elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning"):
             self.complaints.append(str([argument.get("value") for argument in parameters["args"]]))
         elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
+            self.complaints.append(
+                f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}"
+            )

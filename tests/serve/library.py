@@ -41,7 +41,9 @@ def vector(text: str) -> np.ndarray:
     """A unit vector: words at random directions."""
     total = np.full(DIM, 1e-6, np.float32)
     for word in words(text)[:CONTEXT]:
-        total += np.random.default_rng(zlib.crc32(word.encode())).standard_normal(DIM).astype(np.float32)
+        total += (
+            np.random.default_rng(zlib.crc32(word.encode())).standard_normal(DIM).astype(np.float32)
+        )
     return total / np.linalg.norm(total)
 
 
@@ -52,31 +54,47 @@ def put(run: Path, texts: list[Text]) -> None:
 
 
 class ListSearcher:
-    """A query that begins with `sleep SECONDS` takes so long, and `fault` is one of the searcher's own."""
+    """A query that begins with `sleep SECONDS` takes so long, and `fault` is one of the searcher's
+    own."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / "index" / "index.json"
         self._stamp = self.stamp()
         self.texts = load(self._path, list[Text])
         self.vectors = np.array([vector(f"{text.title} {text.text}") for text in self.texts])
-        self.rows = {f"{zlib.crc32(text.title.encode()):016x}": row for row, text in enumerate(self.texts)}
+        self.rows = {
+            f"{zlib.crc32(text.title.encode()):016x}": row for row, text in enumerate(self.texts)
+        }
         self.ids = list(self.rows)
         self.closed = False
         names = {name for text in self.texts for name in text.metadata}
         self.manifest = IndexManifest(
-            origin=Origin(model="m", tokenizer="t"), recipe=Recipe(evaluate=False), corpus="c", source="",
-            documents=len(self.texts), chunks=len(self.texts), dim=DIM,
+            origin=Origin(model="m", tokenizer="t"),
+            recipe=Recipe(evaluate=False),
+            corpus="c",
+            source="",
+            documents=len(self.texts),
+            chunks=len(self.texts),
+            dim=DIM,
             fit=Fit(id="f", documents=len(self.texts), chunks=len(self.texts), k1=1.5, b=0.75),
             fitted_chunks=len(self.texts),
-            fields=("origin", "title", *sorted(names)), evaluation=None, files="0" * 16, table="",
-        )  # fmt: skip
+            fields=("origin", "title", *sorted(names)),
+            evaluation=None,
+            files="0" * 16,
+            table="",
+        )
 
     @property
     def fields(self) -> tuple[str, ...]:
         return self.manifest.fields
 
     def search(
-        self, query: str, k: int, system: System | None = None, where: Mapping[str, str] | None = None, offset: int = 0
+        self,
+        query: str,
+        k: int,
+        system: System | None = None,
+        where: Mapping[str, str] | None = None,
+        offset: int = 0,
     ) -> Answer:
         assert not self.closed
         if found := re.match(r"sleep ([\d.]+)", query):
@@ -91,7 +109,9 @@ class ListSearcher:
         for row, text in enumerate(self.texts):
             has = {"title": text.title, "origin": text.origin, **text.metadata}
             count = sum(word in terms for word in words(f"{text.title} {text.text}"))
-            if all(has.get(name) == value for name, value in (where or {}).items()) and (count or system == "model"):
+            if all(has.get(name) == value for name, value in (where or {}).items()) and (
+                count or system == "model"
+            ):
                 found_rows.append((count if system != "model" else float(near[row]), row))
         found_rows.sort(reverse=True)
         results = [
@@ -99,21 +119,41 @@ class ListSearcher:
             for score, row in found_rows[offset : offset + k]
         ]
         why = "asked for" if system else "counted"
-        return Answer(query=query, system=system or "bm25", why=why, results=tuple(results), total=len(found_rows))
+        return Answer(
+            query=query,
+            system=system or "bm25",
+            why=why,
+            results=tuple(results),
+            total=len(found_rows),
+        )
 
     def _result(self, row: int, terms: set[str], score: float, near: float | None) -> Result:
         text = self.texts[row]
         marks = tuple(m.span() for m in re.finditer(r"\w+", text.text) if m[0].lower() in terms)
         return Result(
-            id=self.ids[row], title=text.title, score=score, word_score=score, vector_score=near,
-            text=" ".join(text.text.split())[:200], passage=text.text, origin=text.origin, line=text.line,
-            page=text.page, headings=text.headings, marks=marks, metadata=text.metadata,
-        )  # fmt: skip
+            id=self.ids[row],
+            title=text.title,
+            score=score,
+            word_score=score,
+            vector_score=near,
+            text=" ".join(text.text.split())[:200],
+            passage=text.text,
+            origin=text.origin,
+            line=text.line,
+            page=text.page,
+            headings=text.headings,
+            marks=marks,
+            metadata=text.metadata,
+        )
 
     def _row(self, chunk_id: str) -> int:
         if chunk_id not in self.rows:
             raise Refusal(
-                "usage", what="there is no passage of this id", where=chunk_id, fact="none", remedy="search again"
+                "usage",
+                what="there is no passage of this id",
+                where=chunk_id,
+                fact="none",
+                remedy="search again",
             )
         return self.rows[chunk_id]
 
@@ -123,7 +163,11 @@ class ListSearcher:
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]:
         row = self._row(chunk_id)
         near = self.vectors @ self.vectors[row]
-        return tuple(self._result(o, set(), float(near[o]), float(near[o])) for o in np.argsort(-near) if o != row)[:k]
+        return tuple(
+            self._result(o, set(), float(near[o]), float(near[o]))
+            for o in np.argsort(-near)
+            if o != row
+        )[:k]
 
     def map(self) -> tuple[list[str], np.ndarray]:
         return self.ids, self.vectors[:, :2]
@@ -132,12 +176,21 @@ class ListSearcher:
         counts = [len(words(text)) for text in texts]
         sign = 1 if kind == "document" else -1
         vectors = np.array([sign * vector(text) for text in texts], np.float32)
-        return vectors, [max(count - CONTEXT, 0) for count in counts], sum(min(count, CONTEXT) for count in counts)
+        return (
+            vectors,
+            [max(count - CONTEXT, 0) for count in counts],
+            sum(min(count, CONTEXT) for count in counts),
+        )
 
     def generate(
-        self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int,
+        self,
+        prompt: str,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        seed: int,
         enough: Callable[[], bool] = lambda: False,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """`tokens` words; a prompt `slow` takes a tenth of a second for each."""
         written = []
         for number in range(tokens):
@@ -156,7 +209,20 @@ class ListSearcher:
 
 
 NASTY = '<img src=x onerror="document.title=1"><script>document.title="owned"</script>'
-RIVERS = ["Rhine", "Danube", "Elbe", "Loire", "Tagus", "Ebro", "Po", "Vistula", "Oder", "Dnieper", "Volga", "Don"]
+RIVERS = [
+    "Rhine",
+    "Danube",
+    "Elbe",
+    "Loire",
+    "Tagus",
+    "Ebro",
+    "Po",
+    "Vistula",
+    "Oder",
+    "Dnieper",
+    "Volga",
+    "Don",
+]
 
 
 def texts() -> list[Text]:
@@ -169,21 +235,43 @@ def texts() -> list[Text]:
             page=0,
             headings=("Rivers of Europe", name),
             metadata={"lang": "en", "kind": "note" if number else "essay"},
-            text=f"The {name} is a river.\n\nIts {part} is where the water of the {name} is {('cold', 'slow')[number]}"
-            f" and people of {name}land keep boats. A barge takes grain down to the sea, and salt on its way back.",
+            text=f"The {name} is a river.\n\nIts {part} is where the water of the {name} is "
+            f"{('cold', 'slow')[number]}"
+            f" and people of {name}land keep boats. A barge takes grain down to the sea, and salt "
+            "on its way back.",
         )
         for name in RIVERS
         for number, part in enumerate(("source", "mouth"))
     ]
     hard = [
-        Text(title="שלום עולם", text="נהר הוא זרם מים טבעי. הנהר זורם אל הים, והמים מתוקים.", origin="hebrew.txt",
-             metadata={"lang": "he"}),
-        Text(title="Boats 🚣 and 👩‍👩‍👧 families", origin="emoji 🎉.md", metadata={"lang": "en"},
-             text="🚣🚣🚣 A family in a kayak 👩‍👩‍👧 goes down the stream 🌊 past a heron."),
-        Text(title=f"Hostile {NASTY}", text=f"A hostile text {NASTY} with kayak in it.", origin=f"x/{NASTY}.html",
-             headings=(NASTY,), metadata={"lang": NASTY[:40]}),
-        Text(title="Long words", text="kayak " + "w" * 900 + " " + "and so on " * 300 + "the end", origin="long.pdf",
-             page=12, line=40),
-        Text(title="", text="A text without a title, about a heron.", origin="untitled.txt", line=1),
-    ]  # fmt: skip
+        Text(
+            title="שלום עולם",
+            text="נהר הוא זרם מים טבעי. הנהר זורם אל הים, והמים מתוקים.",
+            origin="hebrew.txt",
+            metadata={"lang": "he"},
+        ),
+        Text(
+            title="Boats 🚣 and 👩‍👩‍👧 families",
+            origin="emoji 🎉.md",
+            metadata={"lang": "en"},
+            text="🚣🚣🚣 A family in a kayak 👩‍👩‍👧 goes down the stream 🌊 past a heron.",
+        ),
+        Text(
+            title=f"Hostile {NASTY}",
+            text=f"A hostile text {NASTY} with kayak in it.",
+            origin=f"x/{NASTY}.html",
+            headings=(NASTY,),
+            metadata={"lang": NASTY[:40]},
+        ),
+        Text(
+            title="Long words",
+            text="kayak " + "w" * 900 + " " + "and so on " * 300 + "the end",
+            origin="long.pdf",
+            page=12,
+            line=40,
+        ),
+        Text(
+            title="", text="A text without a title, about a heron.", origin="untitled.txt", line=1
+        ),
+    ]
     return rivers + hard

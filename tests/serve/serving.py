@@ -1,4 +1,5 @@
-"""A server process: `python -m tests.serve.serving RUN JSON`, the JSON being host, port, token and limits."""
+"""A server process: `python -m tests.serve.serving RUN JSON`, the JSON being host, port, token and
+limits."""
 
 from __future__ import annotations
 
@@ -34,10 +35,14 @@ def main(run: Path, setting: Setting) -> int:
         return searcher
 
     served = Served(
-        name=run.name, created=1, report=run / "report.html",
-        model=ModelAbout(line="llama-like, 2 layers x 32, 0.1 M parameters", parameters=100_000, context=64),
+        name=run.name,
+        created=1,
+        report=run / "report.html",
+        model=ModelAbout(
+            line="llama-like, 2 layers x 32, 0.1 M parameters", parameters=100_000, context=64
+        ),
         text=TextAbout(source="papers", documents=29, bytes=12_345),
-    )  # fmt: skip
+    )
     address = Address(run=run, host=setting.host, port=setting.port, token=setting.token)
     try:
         serve(address, served, opened, lambda line: print(line, flush=True), setting.limits)

@@ -38,9 +38,16 @@ def test_an_answer_carries_what_one_cites(server):
     assert {"query": "rhine barge", "system": "bm25", "why": "counted"}.items() <= answer.items()
     first = answer["results"][0]
     assert (first["title"], first["origin"]) == ("The Rhine mouth", "rivers/rhine.md")
-    assert (first["line"], first["page"], first["headings"]) == (13, 0, ["Rivers of Europe", "Rhine"])
+    assert (first["line"], first["page"], first["headings"]) == (
+        13,
+        0,
+        ["Rivers of Europe", "Rhine"],
+    )
     assert first["metadata"] == {"lang": "en", "kind": "note"} and len(first["id"]) == 16
-    assert {first["passage"][start:stop].lower() for start, stop in first["marks"]} == {"rhine", "barge"}
+    assert {first["passage"][start:stop].lower() for start, stop in first["marks"]} == {
+        "rhine",
+        "barge",
+    }
     whole = server.get(f"/api/passages/{first['id']}").json()
     assert whole["passage"] == first["passage"]
     similar = server.get(f"/api/passages/{first['id']}/similar", params={"k": 3}).json()
@@ -49,7 +56,11 @@ def test_an_answer_carries_what_one_cites(server):
 
 
 def test_pages_follow_one_another(server):
-    ids = [r["id"] for offset in range(0, 30, 7) for r in search(server, "river", k=7, offset=offset)["results"]]
+    ids = [
+        r["id"]
+        for offset in range(0, 30, 7)
+        for r in search(server, "river", k=7, offset=offset)["results"]
+    ]
     assert len(ids) == len({*ids}) == search(server, "river")["total"]
     assert search(server, "river", offset=500)["results"] == []
 
@@ -58,7 +69,9 @@ def test_a_search_is_narrowed_by_fields_and_by_a_system(server):
     essays = search(server, "river", kind="essay", lang="en", k=100)
     assert essays["total"] == len(RIVERS)
     assert {result["metadata"]["kind"] for result in essays["results"]} == {"essay"}
-    assert search(server, "river", **{"where.kind": "essay", "where.lang": "en", "k": 100}) == essays
+    assert (
+        search(server, "river", **{"where.kind": "essay", "where.lang": "en", "k": 100}) == essays
+    )
     assert search(server, "river", system="model")["system"] == "model"
     told = problem(server.get("/api/search", params={"q": "river", "langg": "en"}))
     assert told["code"] == "usage" and told["remedy"] == "filter by lang"
@@ -94,9 +107,13 @@ def test_a_query_may_be_2000_characters_of_any_script(server):
     assert [emoji["passage"][start:stop] for start, stop in emoji["marks"]] == ["kayak"]
 
 
-@pytest.mark.parametrize("q", [NASTY, "'; DROP TABLE x; --", "\x00\x1b[31m", "{{7*7}}", "%s%n", "../../etc", "\udcff"])
+@pytest.mark.parametrize(
+    "q", [NASTY, "'; DROP TABLE x; --", "\x00\x1b[31m", "{{7*7}}", "%s%n", "../../etc", "\udcff"]
+)
 def test_a_hostile_query_is_a_query(server, q):
-    answer = server.get("/api/search?q=" + quote(q, errors="surrogatepass") + "&title=" + quote(NASTY))
+    answer = server.get(
+        "/api/search?q=" + quote(q, errors="surrogatepass") + "&title=" + quote(NASTY)
+    )
     assert answer.status_code == 200 and answer.json()["total"] == 0
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -104,16 +121,31 @@ def test_a_hostile_query_is_a_query(server, q):
 
 @pytest.mark.parametrize(
     "path",
-    ["/static/../app.py", "/static/..%2f..%2fapp.py", "/static/%2e%2e/app.py", "/static/search.html",
-     "/static/__init__.py", "/static//etc/passwd", "/api/passages/..%2f..%2fserve.json", "/serve.json", "/docs",
-     "/redoc", "/report/../serve.json", "/api/passages/" + 100 * "a"],
-)  # fmt: skip
+    [
+        "/static/../app.py",
+        "/static/..%2f..%2fapp.py",
+        "/static/%2e%2e/app.py",
+        "/static/search.html",
+        "/static/__init__.py",
+        "/static//etc/passwd",
+        "/api/passages/..%2f..%2fserve.json",
+        "/serve.json",
+        "/docs",
+        "/redoc",
+        "/report/../serve.json",
+        "/api/passages/" + 100 * "a",
+    ],
+)
 def test_no_address_leads_to_the_disk(server, path):
     with closing(HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         assert answer.status in (404, 422)
-        assert json.loads(answer.read())["problem"]["code"] in ("path-missing", "usage", "out-of-range")
+        assert json.loads(answer.read())["problem"]["code"] in (
+            "path-missing",
+            "usage",
+            "out-of-range",
+        )
 
 
 def test_a_passage_that_is_not_there_is_not_found(server):
@@ -135,12 +167,18 @@ def test_what_is_served(server):
     assert about["trouble"] is None and about["limits"]["k"] == 100
     assert server.get("/healthz").json() == {"status": "ok"}
     report = server.get("/report")
-    assert "it went well" in report.text and "sandbox allow-scripts" in report.headers["content-security-policy"]
+    assert (
+        "it went well" in report.text
+        and "sandbox allow-scripts" in report.headers["content-security-policy"]
+    )
 
 
 def test_the_model_writes(server):
     form = {"prompt": "The river", "tokens": 3, "temperature": 0, "top_k": 5, "seed": 1}
-    assert server.post("/api/generate", form).json() == {"prompt": "The river", "text": " word1 word2 word3"}
+    assert server.post("/api/generate", form).json() == {
+        "prompt": "The river",
+        "text": " word1 word2 word3",
+    }
     assert server.post("/api/generate", {"tokens": 1}).json()["prompt"] == ""
 
 
@@ -174,7 +212,12 @@ def test_a_fault_is_said_without_its_traceback(server):
 
 
 def test_another_way_to_ask_is_refused(server):
-    asked = (("POST", "/api/search"), ("GET", "/api/generate"), ("DELETE", "/"), ("OPTIONS", "/api/search"))
+    asked = (
+        ("POST", "/api/search"),
+        ("GET", "/api/generate"),
+        ("DELETE", "/"),
+        ("OPTIONS", "/api/search"),
+    )
     for method, path in asked:
         headers = {"content-type": "application/json"}
         answer = server.client.request(method, server.url + path, headers=headers, content=b"{}")
@@ -197,18 +240,28 @@ def test_the_schema_is_valid_and_true_of_the_answers(server):
     registry = Registry().with_resource("urn:api", Resource.from_contents(schema, DRAFT202012))
     for one in schema["components"]["schemas"].values():
         Draft202012Validator.check_schema(one)
-    refs = {ref.split('"')[0] for ref in json.dumps(schema).split('"$ref": "#/components/schemas/')[1:]}
+    refs = {
+        ref.split('"')[0] for ref in json.dumps(schema).split('"$ref": "#/components/schemas/')[1:]
+    }
     assert refs <= {*schema["components"]["schemas"]}
     some = search(server, "river", k=1)["results"][0]["id"]
     asked = {
-        "/api/search": "/api/search?q=river", "/api/passages/{id}": f"/api/passages/{some}",
-        "/api/passages/{id}/similar": f"/api/passages/{some}/similar", "/api/map": "/api/map",
-        "/api/about": "/api/about", "/v1/models": "/v1/models", "/healthz": "/healthz",
-    }  # fmt: skip
+        "/api/search": "/api/search?q=river",
+        "/api/passages/{id}": f"/api/passages/{some}",
+        "/api/passages/{id}/similar": f"/api/passages/{some}/similar",
+        "/api/map": "/api/map",
+        "/api/about": "/api/about",
+        "/v1/models": "/v1/models",
+        "/healthz": "/healthz",
+    }
     assert {*asked} | {"/api/generate", "/v1/embeddings"} == {*schema["paths"]}
     for path, address in asked.items():
         _check(schema["paths"][path]["get"], server.get(address), registry)
-    _check(schema["paths"]["/api/generate"]["post"], server.post("/api/generate", {"prompt": "a"}), registry)
+    _check(
+        schema["paths"]["/api/generate"]["post"],
+        server.post("/api/generate", {"prompt": "a"}),
+        registry,
+    )
     form = {"model": "papers", "input": "a"}
     _check(schema["paths"]["/v1/embeddings"]["post"], server.post("/v1/embeddings", form), registry)
     _check(schema["paths"]["/api/search"]["get"], server.get("/api/search?q="), registry)

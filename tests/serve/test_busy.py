@@ -27,7 +27,11 @@ def joined(threads: list[threading.Thread]) -> None:
 def test_a_full_queue_gets_503_with_when_to_come_again(start):
     server = start(limits={"searching_waiting": 1, "writing_waiting": 0})
     answers = []
-    sleep = lambda: answers.append(server.get("/api/search", params={"q": "sleep 1.5 river"}).status_code)  # noqa: E731
+
+    def sleep():
+        found = server.get("/api/search", params={"q": "sleep 1.5 river"})
+        answers.append(found.status_code)
+
     threads = in_background(sleep, sleep)
     full = server.get("/api/search?q=river")
     assert full.status_code == 503 and int(full.headers["retry-after"]) >= 1
@@ -64,6 +68,8 @@ def test_what_takes_too_long_gets_504_and_the_next_is_served(start):
 def test_who_waited_too_long_takes_no_thread(start, waiting):
     server = start(limits={"searching_waiting": waiting, "search_s": 1.0})
     threads = in_background(lambda: server.get("/api/search", params={"q": "sleep 0.9 river"}))
-    statuses = [server.get("/api/search", params={"q": "sleep 0.7 river"}).status_code for _ in range(1)]
+    statuses = [
+        server.get("/api/search", params={"q": "sleep 0.7 river"}).status_code for _ in range(1)
+    ]
     assert statuses == [504 if waiting else 503]
     joined(threads)

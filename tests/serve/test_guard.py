@@ -18,7 +18,9 @@ TOKEN = "0123456789abcdef-the-token"
 def guarded(tmp_path_factory):
     from tests.serve.conftest import make_run, running
 
-    with running(make_run(tmp_path_factory.mktemp("guarded") / "papers"), host="0.0.0.0", token=TOKEN) as server:
+    with running(
+        make_run(tmp_path_factory.mktemp("guarded") / "papers"), host="0.0.0.0", token=TOKEN
+    ) as server:
         yield server
 
 
@@ -34,7 +36,9 @@ def raw(server: Server, head: str, body: bytes = b"") -> bytes:
         return answer
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "a@evil"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "a@evil"]
+)
 def test_another_name_is_refused(server, host):
     """DNS rebinding: a name of somebody else's that leads here."""
     answer = raw(server, f"GET /api/search?q=river HTTP/1.1\nHost: {host}\nConnection: close")
@@ -48,13 +52,23 @@ def test_its_own_names_are_taken(server):
 
 
 @pytest.mark.parametrize(
-    "origin", ["https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1", "file://", "http://["]
+    "origin",
+    [
+        "https://evil.example",
+        "null",
+        "http://localhost:3000",
+        "http://127.0.0.1",
+        "file://",
+        "http://[",
+    ],
 )
 @pytest.mark.parametrize("path", ["/api/generate", "/v1/embeddings", "/api/search"])
 def test_a_page_of_another_site_gets_403(server, origin, path):
     for method in ("POST", "GET"):
         headers = {"origin": origin, "content-type": "application/json"}
-        answer = server.client.request(method, f"{server.url}{path}", headers=headers, content=b"{}")
+        answer = server.client.request(
+            method, f"{server.url}{path}", headers=headers, content=b"{}"
+        )
         assert answer.status_code == 403
         assert "another site" in problem(answer)["what"]
         assert not [name for name in answer.headers if name.startswith("access-control")]
@@ -77,16 +91,25 @@ def test_a_request_without_cors_from_another_site_is_refused_and_a_link_followed
 def test_a_body_must_be_said_to_be_json(server):
     """A form of another site can send text, but not this without asking first."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        answer = server.client.post(f"{server.url}/api/generate", content=b"{}", headers={"content-type": kind})
-        assert answer.status_code == 415 and "content-type: application/json" in problem(answer)["remedy"]
+        answer = server.client.post(
+            f"{server.url}/api/generate", content=b"{}", headers={"content-type": kind}
+        )
+        assert (
+            answer.status_code == 415
+            and "content-type: application/json" in problem(answer)["remedy"]
+        )
 
 
 def test_what_is_too_large_gets_413(server):
-    long = raw(server, f"GET /api/search?q={'a' * 1_000_000} HTTP/1.1\nHost: localhost\nConnection: close")
+    long = raw(
+        server, f"GET /api/search?q={'a' * 1_000_000} HTTP/1.1\nHost: localhost\nConnection: close"
+    )
     assert long.split()[1] == b"413" and b"at most 32,000" in long
     for content in (b'{"prompt": "' + b"a" * 1_000_000 + b'"}', iter([b"a" * 400_000] * 4)):
         answer = server.client.post(
-            f"{server.url}/api/generate", content=content, headers={"content-type": "application/json"}
+            f"{server.url}/api/generate",
+            content=content,
+            headers={"content-type": "application/json"},
         )
         assert answer.status_code == 413 and "at most 1,000,000" in problem(answer)["fact"]
     assert server.get("/healthz").status_code == 200
@@ -94,7 +117,10 @@ def test_what_is_too_large_gets_413(server):
 
 def test_a_body_that_does_not_come_is_not_waited_for(start):
     server = start(limits={"body_s": 0.3})
-    head = "POST /api/generate HTTP/1.1\nHost: localhost\nContent-Type: application/json\nContent-Length: 9"
+    head = (
+        "POST /api/generate HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
+        "Content-Length: 9"
+    )
     began = time.monotonic()
     assert raw(server, head, b"{").split()[1] == b"408"
     assert time.monotonic() - began < 5
@@ -122,7 +148,12 @@ def test_a_head_that_does_not_come_is_not_waited_for(start):
 
 
 def test_what_is_not_http_is_survived(server):
-    for noise in (b"\x00" * 100 + b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n"):
+    for noise in (
+        b"\x00" * 100 + b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET / HTTP/9.9\r\n\r\n",
+    ):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
             connection.sendall(noise)
             connection.shutdown(socket.SHUT_WR)
@@ -132,18 +163,42 @@ def test_what_is_not_http_is_survived(server):
 
 def test_without_the_token_nothing_of_the_run_is_seen(guarded):
     with httpx.Client(base_url=guarded.url, trust_env=False) as anybody:
-        for path in ("/", "/api/search?q=river", "/api/about", "/report", "/openapi.json", "/v1/models", "/nix"):
+        for path in (
+            "/",
+            "/api/search?q=river",
+            "/api/about",
+            "/report",
+            "/openapi.json",
+            "/v1/models",
+            "/nix",
+        ):
             answer = anybody.get(path)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
             assert "papers" not in answer.text
         page = anybody.get("/", headers={"accept": "text/html"})
-        assert page.status_code == 401 and "wants its token" in page.text and "papers" not in page.text
-        assert anybody.get("/healthz").status_code == anybody.get("/static/look.css").status_code == 200
-        for wrong in ("Bearer x", f"Basic {TOKEN}", "Bearer", "Bearer \xff", f"Bearer {TOKEN}x", TOKEN):
+        assert (
+            page.status_code == 401 and "wants its token" in page.text and "papers" not in page.text
+        )
+        assert (
+            anybody.get("/healthz").status_code
+            == anybody.get("/static/look.css").status_code
+            == 200
+        )
+        for wrong in (
+            "Bearer x",
+            f"Basic {TOKEN}",
+            "Bearer",
+            "Bearer \xff",
+            f"Bearer {TOKEN}x",
+            TOKEN,
+        ):
             answer = anybody.get("/v1/models", headers={"authorization": wrong.encode("latin-1")})
             assert answer.status_code == 401 and "error" in answer.json()
     assert guarded.get("/api/search?q=river", headers={"host": "any.name"}).status_code == 200
-    assert guarded.get("/api/search?q=river", headers={"origin": "http://evil.example"}).status_code == 403
+    assert (
+        guarded.get("/api/search?q=river", headers={"origin": "http://evil.example"}).status_code
+        == 403
+    )
 
 
 def test_the_page_keeps_the_token_as_a_cookie(guarded):
@@ -152,7 +207,11 @@ def test_the_page_keeps_the_token_as_a_cookie(guarded):
         answer = browser.get(f"/?q=a+b&token={TOKEN}&lang=en")
         assert answer.status_code == 303 and answer.headers["location"] == "/?q=a+b&lang=en"
         cookie = answer.headers["set-cookie"].lower()
-        assert "httponly" in cookie and "samesite=strict" in cookie and f"farspan_{guarded.port}=" in cookie
+        assert (
+            "httponly" in cookie
+            and "samesite=strict" in cookie
+            and f"farspan_{guarded.port}=" in cookie
+        )
         assert answer.headers["referrer-policy"] == "no-referrer"
         assert browser.get("/api/search?q=river").status_code == 200
         assert browser.get("/report").status_code == 200
@@ -163,8 +222,12 @@ def test_the_page_keeps_the_token_as_a_cookie(guarded):
 def test_every_answer_has_its_headers(server):
     for path in ("/", "/api/about", "/nix", "/static/main.js", "/report"):
         headers = server.get(path).headers
-        assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
+        assert (
+            headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
+        )
         assert headers["cross-origin-resource-policy"] == "same-origin" and "server" not in headers
         assert "default-src 'none'" in headers["content-security-policy"]
     policy = server.get("/").headers["content-security-policy"]
-    assert "script-src 'self';" in policy and "unsafe" not in policy and "default-src 'none'" in policy
+    assert (
+        "script-src 'self';" in policy and "unsafe" not in policy and "default-src 'none'" in policy
+    )

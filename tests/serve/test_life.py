@@ -51,7 +51,12 @@ def test_what_a_killed_server_left_is_nobody(start):
     assert (server.run / "serve.json").exists() and find_server(server.run) is None
     # Its pid may be another's by now.
     said = json.loads((server.run / "serve.json").read_text())
-    for change in ({"pid": os.getpid()}, {"pid": os.getpid(), "began": ""}, {"host": "elsewhere"}, {"more": 1}):
+    for change in (
+        {"pid": os.getpid()},
+        {"pid": os.getpid(), "began": ""},
+        {"host": "elsewhere"},
+        {"more": 1},
+    ):
         (server.run / "serve.json").write_text(json.dumps({**said, **change}))
         assert find_server(server.run) is None
     for nonsense in ("", "[]", "null", "{", "\x00"):
@@ -61,9 +66,14 @@ def test_what_a_killed_server_left_is_nobody(start):
 
 
 def test_finding_a_server_needs_the_standard_library_only():
-    code = "import sys; before = {*sys.modules}; import farspan.retrieval.serve.beside; print(*{*sys.modules} - before)"
+    code = (
+        "import sys; before = {*sys.modules}; import farspan.retrieval.serve.beside; "
+        "print(*{*sys.modules} - before)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {name.split(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names == {"farspan"}
+    assert {name.split(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names == {
+        "farspan"
+    }
 
 
 def test_only_its_own_place_is_taken_back(tmp_path):
@@ -78,7 +88,9 @@ def test_what_runs_is_finished_at_the_end(start):
     server = start()
     answers = []
     thread = threading.Thread(
-        target=lambda: answers.append(server.get("/api/search", params={"q": "sleep 1.5 river"}).json())
+        target=lambda: answers.append(
+            server.get("/api/search", params={"q": "sleep 1.5 river"}).json()
+        )
     )
     thread.start()
     time.sleep(0.5)
@@ -125,7 +137,9 @@ def test_a_new_index_is_taken_up_while_it_serves(start):
     assert total(server, "zeppelin") == 0
     answers = []
     slow = threading.Thread(
-        target=lambda: answers.append(server.get("/api/search", params={"q": "sleep 2 river"}).json())
+        target=lambda: answers.append(
+            server.get("/api/search", params={"q": "sleep 2 river"}).json()
+        )
     )
     slow.start()
     time.sleep(0.3)
@@ -137,7 +151,10 @@ def test_a_new_index_is_taken_up_while_it_serves(start):
     assert len(server.get("/api/map").json()["ids"]) == 1
     server.process.terminate()
     out, _ = server.process.communicate(timeout=10)
-    assert [line for line in out.splitlines() if line.startswith("closed")] == ["closed 29", "closed 1"]
+    assert [line for line in out.splitlines() if line.startswith("closed")] == [
+        "closed 29",
+        "closed 1",
+    ]
 
 
 def test_every_request_is_answered_while_indices_change(start):
@@ -152,7 +169,10 @@ def test_every_request_is_answered_while_indices_change(start):
     for thread in threads:
         thread.start()
     for number in range(15):
-        put(server.run, [Text(title=f"{n}", text=f"river {n}", origin="r") for n in range(number + 1)])
+        put(
+            server.run,
+            [Text(title=f"{n}", text=f"river {n}", origin="r") for n in range(number + 1)],
+        )
         time.sleep(0.1)
     until(lambda: total(server, "river") == 15, "the last index is not taken up")
     done.set()
@@ -166,7 +186,10 @@ def test_an_index_that_cannot_be_opened_leaves_the_old_one(start):
     index = server.run / "index" / "index.json"
     whole = index.read_bytes()
     index.write_text("{")
-    until(lambda: (server.get("/api/about").json()["trouble"] or {}).get("code") == "out-of-range", "no trouble")
+    until(
+        lambda: (server.get("/api/about").json()["trouble"] or {}).get("code") == "out-of-range",
+        "no trouble",
+    )
     assert total(server, "river") > 20
     index.unlink()
     assert total(server, "river") > 20
@@ -185,7 +208,10 @@ def test_a_port_that_is_taken_is_refused_with_the_next(tmp_path):
         port = other.getsockname()[1]
         done = refused(run, port=port)
     assert done.returncode == EXIT_CODES["port-taken"] == 49
-    assert f"fix:   farspan serve {run} --port {port + 1}" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        f"fix:   farspan serve {run} --port {port + 1}" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert not (run / "serve.json").exists()
 
 
@@ -210,7 +236,9 @@ def test_an_address_that_does_not_do_is_refused(tmp_path, setting, words):
 
 
 def test_the_command_in_the_remedy_makes_a_token_that_does():
-    made = subprocess.run(["openssl", "rand", "-hex", "16"], capture_output=True, text=True, check=True).stdout.strip()
+    made = subprocess.run(
+        ["openssl", "rand", "-hex", "16"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     from farspan.retrieval.serve.server import _TOKEN
 
     assert _TOKEN.fullmatch(made)

@@ -29,16 +29,26 @@ def test_one_text_and_several_in_their_order(server):
 
 def test_base64_is_of_little_endian_floats(server):
     numbers = embed(server, ["a boat", "b"])["data"]
-    packed = embed(server, ["a boat", "b"], encoding_format="base64", dimensions=DIM, user="me")["data"]
+    packed = embed(server, ["a boat", "b"], encoding_format="base64", dimensions=DIM, user="me")[
+        "data"
+    ]
     for one, other in zip(numbers, packed, strict=True):
-        assert np.array_equal(np.frombuffer(base64.b64decode(other["embedding"]), "<f4"), np.float32(one["embedding"]))
+        assert np.array_equal(
+            np.frombuffer(base64.b64decode(other["embedding"]), "<f4"), np.float32(one["embedding"])
+        )
 
 
 def test_queries_are_told_by_type_or_prefix(server):
-    document, query = (embed(server, "a boat", input_type=kind)["data"] for kind in ("document", "query"))
+    document, query = (
+        embed(server, "a boat", input_type=kind)["data"] for kind in ("document", "query")
+    )
     assert np.allclose(document[0]["embedding"], -np.array(query[0]["embedding"]))
     mixed = embed(server, ["a boat", "query: a boat", "a boat"])["data"]
-    assert [mixed[row]["embedding"] == query[0]["embedding"] for row in range(3)] == [False, True, False]
+    assert [mixed[row]["embedding"] == query[0]["embedding"] for row in range(3)] == [
+        False,
+        True,
+        False,
+    ]
     # With a type the prefix is text.
     assert embed(server, "query: a boat", input_type="document")["usage"]["prompt_tokens"] == 3
 
@@ -70,11 +80,15 @@ def test_what_cannot_be_is_refused_in_both_forms(server, changes, status, words)
     assert answer.status_code == status, answer.text
     told = answer.json()
     assert words in told["error"]["message"] and words in " ".join(told["problem"].values())
-    assert told["error"]["type"] == "invalid_request_error" and told["error"]["code"] == told["problem"]["code"]
+    assert (
+        told["error"]["type"] == "invalid_request_error"
+        and told["error"]["code"] == told["problem"]["code"]
+    )
 
 
 def test_the_model_is_listed(server):
     told = server.get("/v1/models").json()
     assert told == {
-        "object": "list", "data": [{"id": "papers", "object": "model", "created": 1, "owned_by": "farspan"}]
-    }  # fmt: skip
+        "object": "list",
+        "data": [{"id": "papers", "object": "model", "created": 1, "owned_by": "farspan"}],
+    }

@@ -1,4 +1,5 @@
-"""The page in a real browser: types, filters, opens, pages, waits and fails, with the keyboard alone and on a phone."""
+"""The page in a real browser: types, filters, opens, pages, waits and fails, with the keyboard
+alone and on a phone."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import pytest
 from tests.serve import chromium
 from tests.serve.library import NASTY
 
-pytestmark = pytest.mark.skipif(chromium.found() is None, reason="needs chromium: apt-get install chromium")
+pytestmark = pytest.mark.skipif(
+    chromium.found() is None, reason="needs chromium: apt-get install chromium"
+)
 
 #: Elements that stick out of the window to the right.
 SPILLS = """[...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() && !e.closest(".unseen, .skip")
-  && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.tagName + "." + e.className)"""
+  && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.tagName + "." + e.className)"""  # noqa: E501
 #: Text whose contrast with what is behind it is below 4.5 (3 for what is large).
 FAINT = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -29,7 +32,7 @@ FAINT = """(() => {
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), large = parseFloat(s.fontSize) >= 18.6;
     return ratio < (large ? 3 : 4.5) && `${e.tagName}.${e.className} ${ratio.toFixed(2)} ${e.textContent.slice(0, 30)}`;
   }).filter(Boolean);
-})()"""
+})()"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,9 @@ def ask(page: chromium.Browser, words: str) -> None:
     page.run("document.activeElement.select()")
     page.type(words)
     page.press("Enter")
-    page.until(f"document.title.startsWith({json.dumps(words)}) && document.querySelector('.hit, .empty')")
+    page.until(
+        f"document.title.startsWith({json.dumps(words)}) && document.querySelector('.hit, .empty')"
+    )
 
 
 def focused(page: chromium.Browser) -> str:
@@ -82,7 +87,9 @@ def test_a_search_shows_passages_with_their_marks_place_and_reasons(page):
     assert page.text("#status").startswith("1 to 10 of 24 documents, ranked by words")
     assert titles(page)[0] == "The Rhine mouth"
     assert page.text(".place") == "rivers/rhine.md, line 13 · Rivers of Europe › Rhine"
-    marks = page.run("[...document.querySelector('.excerpt').querySelectorAll('mark')].map((e) => e.innerText)")
+    marks = page.run(
+        "[...document.querySelector('.excerpt').querySelectorAll('mark')].map((e) => e.innerText)"
+    )
     assert {mark.lower() for mark in marks} == {"rhine", "barge"}
     assert "words 4.00" in page.text(".why") and "vector 0." in page.text(".why")
 
@@ -102,16 +109,25 @@ def test_pages_turn_and_the_address_follows(page):
 
 def test_filters_are_set_from_a_result_and_by_name_and_taken_away(page):
     ask(page, "river")
-    page.run("[...document.querySelectorAll('.hit .chip')].find((e) => e.innerText === 'kind essay').click()")
+    page.run(
+        "[...document.querySelectorAll('.hit .chip')].find((e) => e.innerText === 'kind "
+        "essay').click()"
+    )
     page.until("document.querySelector('#status').innerText.includes('12 documents')")
     assert page.text("#filters") == "kind essay" and "kind=essay" in page.run("location.search")
     page.click("#filters .chip")
     page.until("document.querySelector('#status').innerText.includes('24 documents')")
     page.click("#refine summary")
-    page.run("document.getElementById('field').value = 'kind'; document.getElementById('value').value = 'note'")
+    page.run(
+        "document.getElementById('field').value = 'kind'; document.getElementById('value').value = "
+        "'note'"
+    )
     page.run("document.getElementById('filter').requestSubmit()")
     page.until("document.querySelector('#status').innerText.includes('12 documents')")
-    page.run("const s = document.getElementById('system'); s.value = 'model'; s.dispatchEvent(new Event('change'))")
+    page.run(
+        "const s = document.getElementById('system'); s.value = 'model'; s.dispatchEvent(new "
+        "Event('change'))"
+    )
     page.until("document.querySelector('#status').innerText.includes('ranked by vectors')")
 
 
@@ -129,10 +145,15 @@ def test_a_passage_opens_leads_to_others_and_closes(page):
     ask(page, "danube")
     page.click(".open")
     page.until("document.querySelectorAll('.near li').length === 5")
-    assert "A barge takes grain" in page.text(".whole") and page.text("#passage-place").startswith("rivers/danube.md")
+    assert "A barge takes grain" in page.text(".whole") and page.text("#passage-place").startswith(
+        "rivers/danube.md"
+    )
     first = page.text("#passage-title")
     page.click(".near .open")
-    page.until(f"document.querySelector('#passage-title').innerText !== {first!r} && document.querySelector('.near')")
+    page.until(
+        f"document.querySelector('#passage-title').innerText !== {first!r} && "
+        "document.querySelector('.near')"
+    )
     page.click("#back")
     page.until(f"document.querySelector('#passage-title').innerText === {first!r}")
     page.press("Escape")
@@ -195,7 +216,10 @@ def test_the_model_writes_and_goes_on_from_a_passage(page):
     page.click(".actions button")
     page.until("document.activeElement.id === 'prompt'")
     assert page.run("document.getElementById('prompt').value").endswith("salt on its way back.")
-    page.run("document.getElementById('tokens').value = 4; document.getElementById('writing').requestSubmit()")
+    page.run(
+        "document.getElementById('tokens').value = 4; "
+        "document.getElementById('writing').requestSubmit()"
+    )
     page.until("document.querySelector('#written pre')")
     assert page.text("#written pre").endswith("word0 word1 word2 word3")
 
@@ -203,12 +227,20 @@ def test_the_model_writes_and_goes_on_from_a_passage(page):
 def test_text_of_documents_is_only_ever_text(page):
     ask(page, "hostile kayak")
     assert f"Hostile {NASTY}" in titles(page)
-    page.run("[...document.querySelectorAll('.open')].find((e) => e.innerText.startsWith('Hostile')).click()")
+    page.run(
+        "[...document.querySelectorAll('.open')].find((e) => "
+        "e.innerText.startsWith('Hostile')).click()"
+    )
     page.until("document.querySelector('.near')")
     assert NASTY in page.text(".whole")
     page.press("Escape")
     ask(page, "<script>document.title=1</script>")
-    assert page.run("document.querySelectorAll('main img, main script, dialog img, dialog script').length") == 0
+    assert (
+        page.run(
+            "document.querySelectorAll('main img, main script, dialog img, dialog script').length"
+        )
+        == 0
+    )
     assert "farspan" in page.run("document.title")
 
 
@@ -218,7 +250,7 @@ def test_other_scripts_run_their_own_way_and_marks_follow_emoji(page):
     assert page.run("getComputedStyle(document.getElementById('query')).direction") == "rtl"
     ask(page, "kayak heron")
     marks = page.run("""[...[...document.querySelectorAll('.hit')].find((e) => e.innerText.includes('emoji'))
-      .querySelectorAll('mark')].map((e) => e.innerText)""")
+      .querySelectorAll('mark')].map((e) => e.innerText)""")  # noqa: E501
     assert marks == ["kayak", "heron"]
     assert "untitled.txt" in titles(page)
 
@@ -228,13 +260,18 @@ def test_it_fits_a_phone(page, server):
     for address in ("/", "/?q=kayak", "/?q=river&lang=en", "/?q=zzz", "/?q=heron"):
         page.go(server.url + address)
         page.until("document.querySelector('.begin li, .hit, .empty')")
-        page.run("document.getElementById('refine').open = document.getElementById('map-list').open = true")
+        page.run(
+            "document.getElementById('refine').open = document.getElementById('map-list').open = "
+            "true"
+        )
         assert page.run("document.documentElement.scrollWidth <= innerWidth")
         assert page.run(SPILLS) == []
     page.go(f"{server.url}/?q=kayak")
     page.click(".open")
     page.until("document.querySelector('.near')")
-    assert page.run(SPILLS) == [] and page.run("document.getElementById('passage').scrollWidth <= innerWidth")
+    assert page.run(SPILLS) == [] and page.run(
+        "document.getElementById('passage').scrollWidth <= innerWidth"
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -242,7 +279,9 @@ def test_both_themes_can_be_read(page, server, dark):
     page.show(dark=dark)
     page.go(f"{server.url}/?q=river&lang=en")
     page.until("document.querySelector('.hit')")
-    light = page.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+    light = page.run(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
+    )
     assert (light < 60) == dark
     assert page.run(FAINT) == []
     page.click(".open")
@@ -268,12 +307,17 @@ def test_a_busy_server_is_asked_again_and_one_that_has_gone_is_said_so(browser, 
     browser.show()
     browser.go(f"{server.url}/")
     browser.until("document.querySelector('.begin li')")
-    thread = threading.Thread(target=lambda: server.get("/api/search", params={"q": "sleep 2.5 river"}))
+    thread = threading.Thread(
+        target=lambda: server.get("/api/search", params={"q": "sleep 2.5 river"})
+    )
     thread.start()
     time.sleep(0.3)
     browser.type("danube")
     browser.press("Enter")
-    browser.until("document.querySelector('#status').innerText.includes('The server is busy; asking again in')")
+    browser.until(
+        "document.querySelector('#status').innerText.includes('The server is busy; asking again "
+        "in')"
+    )
     browser.until("document.querySelector('.hit')")
     thread.join(10)
     server.process.terminate()
@@ -281,7 +325,9 @@ def test_a_busy_server_is_asked_again_and_one_that_has_gone_is_said_so(browser, 
     browser.run("document.getElementById('search').requestSubmit()")
     browser.until("document.querySelector('.failed')")
     assert "The server does not answer" in browser.text(".failed")
-    assert all("503" in told or "ERR_CONNECTION" in told for told in browser.complaints), browser.complaints
+    assert all("503" in told or "ERR_CONNECTION" in told for told in browser.complaints), (
+        browser.complaints
+    )
     browser.complaints.clear()
 
 

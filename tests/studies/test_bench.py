@@ -1,4 +1,5 @@
-"""`farspan bench` on this machine: every cell a row, nothing measured twice, and what a matrix may not say."""
+"""`farspan bench` on this machine: every cell a row, nothing measured twice, and what a matrix may
+not say."""
 
 from __future__ import annotations
 
@@ -82,14 +83,23 @@ def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
     lacking = rows["diloco", "all"]
     assert lacking.status == "no-plan" and "several sites" in lacking.cause
     ran = rows["data", "all"]  # A package's version may lack what is built into it.
-    assert lacking.torch.split("+")[0] == ran.torch.split("+")[0] and lacking.python and lacking.commit == ran.commit
+    assert (
+        lacking.torch.split("+")[0] == ran.torch.split("+")[0]
+        and lacking.python
+        and lacking.commit == ran.commit
+    )
     table = pq.read_table(folder / "bench/small/results.parquet")
-    assert table.num_rows == 6 and {"cell_technique", "step_s", "predicted_s"} <= set(table.column_names)
+    assert table.num_rows == 6 and {"cell_technique", "step_s", "predicted_s"} <= set(
+        table.column_names
+    )
 
-    # The model was tried once, on one device of as many sequences as a cell's: what a cell of that device is foretold.
+    # The model was tried once, on one device of as many sequences as a cell's: what a cell of that
+    # device is foretold.
     (path,) = (folder / "bench/small/trials").iterdir()
     tried = load(path, DeviceTrial).probe
-    assert (tried.rows, tried.seq_len) == (4, 32) and done.stdout.count("trying tiny on one cpu-avx2 of here") == 1
+    assert (tried.rows, tried.seq_len) == (4, 32) and done.stdout.count(
+        "trying tiny on one cpu-avx2 of here"
+    ) == 1
     assert rows["data", "1"].predicted_s == pytest.approx(tried.speeds["fp32"].step_s)
 
     # What is drawn of a plan is what it was priced at.
@@ -108,7 +118,9 @@ def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
 
 def test_a_device_that_cannot_be_tried_is_predicted(farspan, folder):
     (folder / "here.yaml").write_text(CLUSTER.replace("enter: []", "enter: ['false']"))
-    (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[data, diloco]"))
+    (folder / "matrix.yaml").write_text(
+        MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[data, diloco]")
+    )
     done = farspan("bench", "matrix.yaml", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("cannot be tried there") == 1
@@ -121,9 +133,13 @@ def test_a_device_that_cannot_be_tried_is_predicted(farspan, folder):
 
 def test_what_was_interrupted_goes_on(farspan, folder, environment):
     process = subprocess.Popen(
-        [sys.executable, "-m", "farspan", "bench", "matrix.yaml"], cwd=folder, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "farspan", "bench", "matrix.yaml"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     path = folder / "bench/small/rows.jsonl"
     until = time.monotonic() + 300
     while not (path.exists() and path.read_bytes().count(b"\n")):
@@ -149,16 +165,23 @@ links: [{between: [a, b], rtt: 20ms}]
 
 
 def test_what_was_killed_leaves_a_lab_that_the_next_bench_removes(farspan, folder, environment):
-    """Killed, a bench can end nothing itself: its trial ends when it misses it, its lab when another bench begins."""
+    """Killed, a bench can end nothing itself: its trial ends when it misses it, its lab when
+    another bench begins."""
     up(LAB.replace("two", name := f"bench-{os.getpid()}-any"))  # Or skips.
     state.down(name)
     (folder / "lab.yaml").write_text(LAB)
-    matrix = MATRIX.replace("here.yaml", "{lab: lab.yaml}").replace("[data, 'published:Pipeshard', diloco]", "[data]")
+    matrix = MATRIX.replace("here.yaml", "{lab: lab.yaml}").replace(
+        "[data, 'published:Pipeshard', diloco]", "[data]"
+    )
     (folder / "matrix.yaml").write_text(matrix.replace("steps: 3", "steps: 100000\ndeadline: 10m"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "farspan", "bench", "matrix.yaml", "--yes"], cwd=folder, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "farspan", "bench", "matrix.yaml", "--yes"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     mine, until = f"bench-{process.pid}-0", time.monotonic() + 300
     while not workers_of(mine) and time.monotonic() < until:
         time.sleep(0.1)
@@ -190,8 +213,12 @@ def workers_of(lab: str) -> list[int]:
 
 def test_what_only_some_clusters_have_is_a_row_without_a_plan_for_the_others(farspan, folder):
     (folder / "large.yaml").write_text(CLUSTER.replace(DEVICE, f"{DEVICE}, {DEVICE}"))
-    matrix = MATRIX.replace("here: here.yaml", "here: here.yaml, large: large.yaml").replace("[all, 1]", "[4]")
-    (folder / "matrix.yaml").write_text(matrix.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
+    matrix = MATRIX.replace("here: here.yaml", "here: here.yaml, large: large.yaml").replace(
+        "[all, 1]", "[4]"
+    )
+    (folder / "matrix.yaml").write_text(
+        matrix.replace("[data, 'published:Pipeshard', diloco]", "[diloco]")
+    )
     done = farspan("bench", "matrix.yaml", cwd=folder)
     assert done.returncode == 0, done.stderr
     causes = {row.cell.cluster: (row.status, row.cause) for row in rows_of(folder)}
@@ -200,7 +227,9 @@ def test_what_only_some_clusters_have_is_a_row_without_a_plan_for_the_others(far
 
 
 def test_a_cluster_that_changed_is_refused(farspan, folder):
-    (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
+    (folder / "matrix.yaml").write_text(
+        MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]")
+    )
     assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
     (folder / "here.yaml").write_text(CLUSTER.replace("4GB", "2GB"))
     done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
@@ -208,25 +237,34 @@ def test_a_cluster_that_changed_is_refused(farspan, folder):
 
 
 def test_what_was_measured_without_prices_is_told_at_those_that_come_later(farspan, folder):
-    without = MATRIX.replace("prices: {cpu-avx2: 0.5}\n", "").replace("[data, 'published:Pipeshard', diloco]", "[data]")
+    without = MATRIX.replace("prices: {cpu-avx2: 0.5}\n", "").replace(
+        "[data, 'published:Pipeshard', diloco]", "[data]"
+    )
     (folder / "matrix.yaml").write_text(without.replace("[all, 1]", "[1]"))
     assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
     (before,) = rows_of(folder)
     assert before.tokens_per_usd is None
     with open(folder / "matrix.yaml", "a") as file:
         file.write("prices: {cpu-avx2: 0.5}\n")
-    assert "1 of them measured already, 0 to measure" in farspan("bench", "matrix.yaml", cwd=folder).stdout
+    assert (
+        "1 of them measured already, 0 to measure"
+        in farspan("bench", "matrix.yaml", cwd=folder).stdout
+    )
     _, row = rows_of(folder)
     assert row.step_s == before.step_s
     assert row.tokens_per_usd == pytest.approx(3600 * row.tokens_per_s / 0.5)
 
 
 def test_repeats_of_another_day_and_price_count_together(farspan, folder):
-    once = MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[data]").replace("[all, 1]", "[1]")
+    once = MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[data]").replace(
+        "[all, 1]", "[1]"
+    )
     (folder / "matrix.yaml").write_text(once)
     assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
     (folder / "matrix.yaml").write_text(once.replace("0.5", "0.7") + "repeats: 2\n")
-    assert "2 cells, 1 of them measured already" in farspan("bench", "matrix.yaml", cwd=folder).stdout
+    assert (
+        "2 cells, 1 of them measured already" in farspan("bench", "matrix.yaml", cwd=folder).stdout
+    )
     first, second = Results(folder / "bench/small").read()
     assert (first.cell.repeat, second.cell.repeat) == (0, 1) and first.plan_hash == second.plan_hash
     (both,) = points([first, second])
@@ -234,10 +272,13 @@ def test_repeats_of_another_day_and_price_count_together(farspan, folder):
 
 
 def test_what_was_killed_may_run_another_time():
-    """Who was killed may have been so for another program's memory; what was predicted not to fit will not fit."""
+    """Who was killed may have been so for another program's memory; what was predicted not to fit
+    will not fit."""
     assert may_pass(made_row(status="failed", cause="a crash"))
     assert may_pass(made_row(status="oom", cause="rank 1 on me was lost", signal="SIGKILL"))
-    assert not may_pass(made_row(status="oom", cause="not run: a device lacks 3 GB")) and not may_pass(made_row())
+    assert not may_pass(
+        made_row(status="oom", cause="not run: a device lacks 3 GB")
+    ) and not may_pass(made_row())
 
 
 def test_a_folder_takes_the_rows_of_one_bench_at_a_time(farspan, folder):
@@ -248,7 +289,9 @@ def test_a_folder_takes_the_rows_of_one_bench_at_a_time(farspan, folder):
 
 
 def test_a_matrix_that_changed_asks_anew_and_old_rows_do_not_count(farspan, folder):
-    (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
+    (folder / "matrix.yaml").write_text(
+        MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]")
+    )
     assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
     with open(folder / "matrix.yaml", "a") as file:
         file.write("tokens: 20M\n")
@@ -264,16 +307,23 @@ def test_a_plan_file_answers_what_it_was_made_for(folder):
 
     def found(cell, **changed):
         changed = {"technique": str(folder / "mine.json"), **changed}
-        return case(msgspec.structs.replace(cell, **changed), matrix, cluster, engine("farspan")).made
+        return case(
+            msgspec.structs.replace(cell, **changed), matrix, cluster, engine("farspan")
+        ).made
 
     assert isinstance(found(both), Plan)
     for made, unlike in (
-        (found(both, batch=8), "batch"), (found(one), "the devices, batch"), (found(both, seq_len=16), "seq_len"),
-        (found(both, precision="bf16"), "precision"), (found(both, attention="vanilla"), "attention"),
-    ):  # fmt: skip
+        (found(both, batch=8), "batch"),
+        (found(one), "the devices, batch"),
+        (found(both, seq_len=16), "seq_len"),
+        (found(both, precision="bf16"), "precision"),
+        (found(both, attention="vanilla"), "attention"),
+    ):
         assert isinstance(made, Problem) and made.fact == f"unlike: {unlike}"
     mine = json.loads((folder / "mine.json").read_text())
-    (folder / "mine.json").write_text(json.dumps(mine | {"train": mine["train"] | {"compile": True}}))
+    (folder / "mine.json").write_text(
+        json.dumps(mine | {"train": mine["train"] | {"compile": True}})
+    )
     made = found(both)
     assert isinstance(made, Problem) and made.fact == "unlike: compile"
     mine["replicas"][0]["stages"][0]["units"] = [0, 3]
@@ -283,7 +333,9 @@ def test_a_plan_file_answers_what_it_was_made_for(folder):
 
 
 def test_rows_of_another_version_are_refused(farspan, folder):
-    (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
+    (folder / "matrix.yaml").write_text(
+        MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]")
+    )
     assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
     path = folder / "bench/small/rows.jsonl"
     path.write_text(path.read_text().replace(f'"farspan":"{farspan_version}"', '"farspan":"0.0.1"'))
@@ -302,8 +354,16 @@ def test_rows_that_cannot_be_read_are_refused(farspan, folder):
 @pytest.mark.parametrize(
     ("change", "code", "word"),
     [
-        (("techniques: [data, 'published:Pipeshard', diloco]", "techniques: [pipeshrad]"), "out-of-range", "pipeshard"),
-        (("techniques: [data, 'published:Pipeshard', diloco]", "techniques: []"), "out-of-range", "techniques"),
+        (
+            ("techniques: [data, 'published:Pipeshard', diloco]", "techniques: [pipeshrad]"),
+            "out-of-range",
+            "pipeshard",
+        ),
+        (
+            ("techniques: [data, 'published:Pipeshard', diloco]", "techniques: []"),
+            "out-of-range",
+            "techniques",
+        ),
         (("devices: [all, 1]", "devices: [3]"), "device-missing", "2 devices"),
         (("devices: [all, 1]", "devices: [mars]"), "device-missing", "here"),
         (("steps: 3", "seq_len: [64]"), "out-of-range", "32 positions"),
@@ -312,10 +372,14 @@ def test_rows_that_cannot_be_read_are_refused(farspan, folder):
         (("{layers: 2,", "{layers: 0,"), "out-of-range", "layers"),
         (("name: small", "name: small\ntokens: -4"), "out-of-range", "tokens"),
         (("name: small", "name: small\ndeadline: soon"), "out-of-range", "deadline"),
-        (("{layers: 2, d_model: 32, vocab: 300, context: 32}", "gtp2"), "out-of-range", "key models"),
+        (
+            ("{layers: 2, d_model: 32, vocab: 300, context: 32}", "gtp2"),
+            "out-of-range",
+            "key models",
+        ),
         (("{layers: 2, d_model: 32, vocab: 300, context: 32}", "0M"), "out-of-range", "key models"),
     ],
-)  # fmt: skip
+)
 def test_what_a_matrix_may_not_say(farspan, folder, change, code, word):
     assert change[0] in MATRIX
     (folder / "matrix.yaml").write_text(MATRIX.replace(*change))
@@ -328,15 +392,25 @@ def test_what_a_matrix_may_not_say(farspan, folder, change, code, word):
 
 def test_thousands_of_cells_are_told_and_not_begun(farspan, folder):
     many = MATRIX.replace("batch: [4]", f"batch: {list(range(1, 121))}")
-    (folder / "matrix.yaml").write_text(many.replace("[data, 'published:Pipeshard', diloco]", "[data]"))
+    (folder / "matrix.yaml").write_text(
+        many.replace("[data, 'published:Pipeshard', diloco]", "[data]")
+    )
     done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
     told = problem(done)
-    assert told["code"] == "usage" and "240 cells" in told["what"] and "predicted to take" in told["fact"]
+    assert (
+        told["code"] == "usage"
+        and "240 cells" in told["what"]
+        and "predicted to take" in told["fact"]
+    )
 
 
 def test_of_many_thousands_some_say_what_all_would_take(farspan, folder):
-    many = MATRIX.replace("batch: [4]", f"batch: {list(range(1, 31))}\nseq_len: {list(range(1, 33))}\nrepeats: 10")
-    (folder / "matrix.yaml").write_text(many.replace("[data, 'published:Pipeshard', diloco]", "[data]"))
+    many = MATRIX.replace(
+        "batch: [4]", f"batch: {list(range(1, 31))}\nseq_len: {list(range(1, 33))}\nrepeats: 10"
+    )
+    (folder / "matrix.yaml").write_text(
+        many.replace("[data, 'published:Pipeshard', diloco]", "[data]")
+    )
     done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
     told = problem(done)
     assert told["code"] == "usage" and "19,200 cells" in told["what"], told
@@ -345,11 +419,16 @@ def test_of_many_thousands_some_say_what_all_would_take(farspan, folder):
 def test_a_matrix_is_the_product_of_its_lists_each_once():
     matrix = convert(
         {
-            "name": "m", "clusters": {"a": "x", "b": "y"}, "models": {"p": "gpt2", "q": "gpt2m"},
-            "techniques": ["data", "data", "zero1"], "batch": [1, 2], "repeats": 2,
+            "name": "m",
+            "clusters": {"a": "x", "b": "y"},
+            "models": {"p": "gpt2", "q": "gpt2m"},
+            "techniques": ["data", "data", "zero1"],
+            "batch": [1, 2],
+            "repeats": 2,
         },
-        Matrix, "matrix.yaml",
-    )  # fmt: skip
+        Matrix,
+        "matrix.yaml",
+    )
     found = cells(matrix)
     assert len(found) == len(set(found)) == 2 * 2 * 2 * 2 * 2
     assert [cell.repeat for cell in found] == [0] * 16 + [1] * 16

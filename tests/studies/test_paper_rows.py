@@ -1,4 +1,5 @@
-"""Two papers as rows of a bench: their own numbers come out of the rows, and the order of their plans is foretold."""
+"""Two papers as rows of a bench: their own numbers come out of the rows, and the order of their
+plans is foretold."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def cost_rows() -> list[Row]:
 
 def test_the_fabric_rows_say_what_the_paper_printed():
     for row, printed in zip(fabric_rows(), fabric().rows, strict=True):
-        assert (row.cell.cluster, row.cell.technique, row.used) == (printed.slice, printed.technique, printed.devices)
+        assert (row.cell.cluster, row.cell.technique, row.used) == (
+            printed.slice,
+            printed.technique,
+            printed.devices,
+        )
         assert row.minutes == printed.minutes
         if printed.tflops is not None:
             assert row.tflops_per_device == printed.tflops
@@ -37,9 +42,13 @@ def test_the_fabric_rows_say_what_the_paper_printed():
 def test_the_order_of_the_published_plans_is_foretold_in_every_column(slice_):
     """Table II of arXiv 2602.02632: gpt2m on all four GPUs."""
     here = [
-        row for row in fabric_rows()
-        if row.cell.cluster == slice_ and row.cell.model == "gpt2m" and row.used == 4 and row.minutes is not None
-    ]  # fmt: skip
+        row
+        for row in fabric_rows()
+        if row.cell.cluster == slice_
+        and row.cell.model == "gpt2m"
+        and row.used == 4
+        and row.minutes is not None
+    ]
     assert len(here) == 4
     printed = sorted(here, key=lambda row: row.minutes)
     foretold = sorted(here, key=lambda row: row.predicted_s)
@@ -47,12 +56,17 @@ def test_the_order_of_the_published_plans_is_foretold_in_every_column(slice_):
 
 
 def test_the_first_table_of_the_page_is_the_papers():
-    four = next(one for one in results.tables(results.points(fabric_rows())) if "gpt2m on 4" in one.title)
+    four = next(
+        one for one in results.tables(results.points(fabric_rows())) if "gpt2m on 4" in one.title
+    )
     lines = {line[0]: line[2:] for line in four.rows}
     heads = four.heads[2:]
     assert dict(zip(heads, lines["TACC-TACC"], strict=True)) == {
-        "Data": "41", "ZeRO2": "52", "Shard": "82", "Pipeshard": "29"
-    }  # fmt: skip
+        "Data": "41",
+        "ZeRO2": "52",
+        "Shard": "82",
+        "Pipeshard": "29",
+    }
     assert lines["GAT-AMST"][heads.index("Shard")] == "5,400"
     assert [heads[best - 2] for best in four.best] == ["Pipeshard"] * 5
 
@@ -77,7 +91,9 @@ def test_what_is_plotted_has_no_setting_that_was_not_told():
 def test_what_does_not_fit_is_not_foretold():
     short = [row for row in cost_rows() if row.status == "oom"]
     assert short and all(row.predicted_s is None for row in short)
-    assert all(figures(row, row.predicted_s).tokens_per_s > 0 for row in cost_rows() if row.status == "ok")
+    assert all(
+        figures(row, row.predicted_s).tokens_per_s > 0 for row in cost_rows() if row.status == "ok"
+    )
 
 
 @pytest.mark.parametrize("found", [fabric_rows, cost_rows])

@@ -1,4 +1,5 @@
-"""The lists of published runs and block times load, and what they say of their plans holds together."""
+"""The lists of published runs and block times load, and what they say of their plans holds
+together."""
 
 from __future__ import annotations
 

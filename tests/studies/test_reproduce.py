@@ -1,4 +1,5 @@
-"""The figures that `farspan reproduce` promises, and that nothing in the engines knows what it is compared with."""
+"""The figures that `farspan reproduce` promises, and that nothing in the engines knows what it is
+compared with."""
 
 from __future__ import annotations
 
@@ -87,11 +88,19 @@ def test_open_slices_have_intervals() -> None:
 def test_findings() -> None:
     for by in findings.ratios(cells()).values():
         assert by["Shard"] > by["ZeRO2"] > by["Data"] > 1
-    won = [max(by, key=lambda kind: by[kind]) for by in findings.one_vm(cells()).values() if len(by) > 1]
+    won = [
+        max(by, key=lambda kind: by[kind])
+        for by in findings.one_vm(cells()).values()
+        if len(by) > 1
+    ]
     assert won.count("Data") > len(won) / 2
-    own = [c for c in cells() if c.gpus == "2 rtx6000" and c.slice == "UTAH-GPN" and c.model == "gpt2m"]
+    own = [
+        c for c in cells() if c.gpus == "2 rtx6000" and c.slice == "UTAH-GPN" and c.model == "gpt2m"
+    ]
     one = next(c for c in own if c.technique == "Data")
-    two = next(c for c in cells() if c.slice == "TACC-TACC" and c.technique == "Pipeshard" and c.counted)
+    two = next(
+        c for c in cells() if c.slice == "TACC-TACC" and c.technique == "Pipeshard" and c.counted
+    )
     assert one.minutes < two.minutes
     assert len(findings.findings(cells())) == 4
 
@@ -135,20 +144,38 @@ def test_few_global_parameters(name: str, most: int) -> None:
 def test_no_constant_is_keyed_by_what_is_compared(name: str) -> None:
     """No field and no key of a field names a technique, a slice, a model or a device."""
     published = fabric()
-    words = {*published.plans, *published.clusters, *study().schemes, *published.usable_memory, *NAMES}
-    words |= {row.model for row in published.rows} | {"data", "zero2", "shard", "pipeshard", "ddp", "fsdp"}
+    words = {
+        *published.plans,
+        *published.clusters,
+        *study().schemes,
+        *published.usable_memory,
+        *NAMES,
+    }
+    words |= {row.model for row in published.rows} | {
+        "data",
+        "zero2",
+        "shard",
+        "pipeshard",
+        "ddp",
+        "fsdp",
+    }
     values = msgspec.to_builtins(engine(name))
-    keys = set(values) | {key for value in values.values() if isinstance(value, dict) for key in value}
+    keys = set(values) | {
+        key for value in values.values() if isinstance(value, dict) for key in value
+    }
     assert not {str(key).lower() for key in keys} & {word.lower() for word in words}
 
 
 def test_published_plans_are_as_published() -> None:
-    plan = next(c.plan for c in fabric_study.cases() if c.counted and c.row.technique == "Pipeshard")
+    plan = next(
+        c.plan for c in fabric_study.cases() if c.counted and c.row.technique == "Pipeshard"
+    )
     (replica,) = plan.replicas
     assert [len(stage.mesh.ranks) for stage in replica.stages] == [2, 2]
     assert replica.microbatches == 4
     graph = fabric_study.cases()[0].graph
-    # 24 blocks of 12 d^2 and a head of 50,256 d: 14 blocks before the cut, 10 and the head after it.
+    # 24 blocks of 12 d^2 and a head of 50,256 d: 14 blocks before the cut, 10 and the head after
+    # it.
     assert equal_cuts(graph, 2, 64) == [0, 15, 26]
 
 
@@ -161,13 +188,15 @@ def test_a_published_plan_that_does_not_divide_evenly_is_refused() -> None:
 
 
 def test_simplex_finds_the_bottom_of_a_bowl() -> None:
-    assert simplex(lambda p: (p[0] - 1) ** 2 + 10 * (p[1] + 2) ** 2, [0.0, 0.0], 120) == pytest.approx(
-        [1, -2], abs=1e-3
-    )
+    assert simplex(
+        lambda p: (p[0] - 1) ** 2 + 10 * (p[1] + 2) ** 2, [0.0, 0.0], 120
+    ) == pytest.approx([1, -2], abs=1e-3)
 
 
 @pytest.mark.parametrize("paper", ["fabric", "slm-cost"])
-def test_json_is_one_object(paper: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_one_object(
+    paper: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from farspan_studies.commands import reproduce as command
 
     found = surface()

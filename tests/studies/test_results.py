@@ -1,4 +1,5 @@
-"""The page of a bench: its figures are the rows' own numbers, and a real browser finds nothing to complain of."""
+"""The page of a bench: its figures are the rows' own numbers, and a real browser finds nothing to
+complain of."""
 
 from __future__ import annotations
 
@@ -39,29 +40,64 @@ RTTS = {"near": 1e-4, "mid": 0.02, "far": 0.1}
 STEPS = {"data": (0.2, 0.8, 3.0), "shard": (0.3, 4.0, 20.0), "pipeshard": (0.25, 0.3, 0.4)}
 
 
-def row(cluster="near", technique="data", *, step_s=1.0, used=4, batch=8, repeat=0, status="ok", **more) -> Row:
+def row(
+    cluster="near", technique="data", *, step_s=1.0, used=4, batch=8, repeat=0, status="ok", **more
+) -> Row:
     cell = Cell(
-        cluster=cluster, model="gpt2m", technique=technique, devices=str(used), batch=batch, seq_len=64,
-        precision="fp32", attention="sdpa", repeat=repeat,
-    )  # fmt: skip
-    done = {} if status != "ok" else {
-        "step_s": step_s, "steps_s": (step_s,) * 3, "tokens_per_s": 2048 / step_s, "tflops_per_device": 0.1 / step_s,
-        "minutes": 100 * step_s, "tokens_per_usd": 2048 / step_s / used * 3600, "machine": "a CPU", "torch": "2.13",
-    }  # fmt: skip
+        cluster=cluster,
+        model="gpt2m",
+        technique=technique,
+        devices=str(used),
+        batch=batch,
+        seq_len=64,
+        precision="fp32",
+        attention="sdpa",
+        repeat=repeat,
+    )
+    done = (
+        {}
+        if status != "ok"
+        else {
+            "step_s": step_s,
+            "steps_s": (step_s,) * 3,
+            "tokens_per_s": 2048 / step_s,
+            "tflops_per_device": 0.1 / step_s,
+            "minutes": 100 * step_s,
+            "tokens_per_usd": 2048 / step_s / used * 3600,
+            "machine": "a CPU",
+            "torch": "2.13",
+        }
+    )
     made = Row(
-        matrix="m", cell=cell, key=f"{cell}", cluster_hash=cluster, model_hash="m", plan_hash="p", status=status,
-        used=used, rows=32, parameters=10**6, step_tokens=2048,
-        step_flops=1e11 * used, run_tokens=2048 * 6000, predicted_s=1.2 * step_s, usd_per_hour=float(used),
-        rtt_s=RTTS[cluster] if used == 4 else None, at="2026-11-21T10:00:00", farspan="0.1.0", **done,
-    )  # fmt: skip
+        matrix="m",
+        cell=cell,
+        key=f"{cell}",
+        cluster_hash=cluster,
+        model_hash="m",
+        plan_hash="p",
+        status=status,
+        used=used,
+        rows=32,
+        parameters=10**6,
+        step_tokens=2048,
+        step_flops=1e11 * used,
+        run_tokens=2048 * 6000,
+        predicted_s=1.2 * step_s,
+        usd_per_hour=float(used),
+        rtt_s=RTTS[cluster] if used == 4 else None,
+        at="2026-11-21T10:00:00",
+        farspan="0.1.0",
+        **done,
+    )
     return msgspec.structs.replace(made, **more)
 
 
 def study() -> list[Row]:
     rows = [
         row(cluster, technique, step_s=steps[place])
-        for place, cluster in enumerate(RTTS) for technique, steps in STEPS.items()
-    ]  # fmt: skip
+        for place, cluster in enumerate(RTTS)
+        for technique, steps in STEPS.items()
+    ]
     rows += [row(cluster, "data", step_s=0.35, used=2) for cluster in RTTS]
     rows.append(row("mid", "zero2", status="oom", cause='rank 3: "killed", <by> & the kernel'))
     rows += [row("near", "data", step_s=0.15, batch=16), row("near", "data", step_s=0.22, repeat=1)]
@@ -78,13 +114,17 @@ def test_repeats_of_a_matrix_that_changed_are_another_answer():
     old = [row(step_s=s, repeat=i, plan_hash="old") for i, s in enumerate((1.0, 3.0, 1.1))]
     (found,) = results.points([row(step_s=2.0, at="2026-11-22T10:00:00"), *old[1:]])
     assert (found.step_s, found.span) == (2.0, None)
-    (found,) = results.points([row(step_s=2.0, status="failed", at="2026-11-22T10:00:00"), *old[1:]])
+    (found,) = results.points(
+        [row(step_s=2.0, status="failed", at="2026-11-22T10:00:00"), *old[1:]]
+    )
     assert found.step_s is None and found.row.status == "failed"
 
 
 def test_the_table_is_the_papers_with_the_fastest_marked():
     four, two, *_ = results.tables(results.points(one for one in study() if one.cell.batch == 8))
-    assert four.title == "gpt2m on 4 devices, minutes" and two.title == "gpt2m on 2 devices, minutes"
+    assert (
+        four.title == "gpt2m on 4 devices, minutes" and two.title == "gpt2m on 2 devices, minutes"
+    )
     assert four.heads == ("", "RTT ms", "data", "shard", "pipeshard", "zero2")
     assert [line[:2] for line in four.rows] == [("near", "0.1"), ("mid", "20"), ("far", "100")]
     assert four.rows[1][2:] == ("80", "400", "30", "x")
@@ -96,10 +136,18 @@ def test_the_table_is_the_papers_with_the_fastest_marked():
 def test_what_varies_is_a_line_of_its_own():
     four, *_ = results.tables(results.points(study()))
     assert four.heads == ("", "RTT ms", "a device", "data", "shard", "pipeshard", "zero2")
-    lines = {(line[0], line[2]): (line[3:], best) for line, best in zip(four.rows, four.best, strict=True)}
-    assert lines["near", "16"] == (("15", "", "", ""), 3) and lines["mid", "8"] == (("80", "400", "30", "x"), 5)
+    lines = {
+        (line[0], line[2]): (line[3:], best)
+        for line, best in zip(four.rows, four.best, strict=True)
+    }
+    assert lines["near", "16"] == (("15", "", "", ""), 3) and lines["mid", "8"] == (
+        ("80", "400", "30", "x"),
+        5,
+    )
     slow, fast = row(step_s=2.0), row(step_s=1.0)
-    fast = msgspec.structs.replace(fast, cell=msgspec.structs.replace(fast.cell, precision="bf16", seq_len=0))
+    fast = msgspec.structs.replace(
+        fast, cell=msgspec.structs.replace(fast.cell, precision="bf16", seq_len=0)
+    )
     (both,) = results.lasting(results.points([slow, fast]))
     assert both.heads == ("", "RTT ms", "tokens", "precision", "data")
     assert [line[2:] for line in both.rows] == [("64", "fp32", "200"), ("context", "bf16", "100")]
@@ -112,7 +160,10 @@ def test_clusters_with_too_many_groups_are_named():
     few = row("mid")
     found = results.points([*many, few])
     assert results.crowded(found) == ["near"]
-    assert {one.title for one in results.studies(found)} == {"mid: minutes", "mid: TFLOP/s a device"}
+    assert {one.title for one in results.studies(found)} == {
+        "mid: minutes",
+        "mid: TFLOP/s a device",
+    }
     assert "Too many models and devices to draw: near." in results_page([*many, few], "much")
 
 
@@ -121,15 +172,25 @@ def test_what_a_dollar_buys_is_a_table_of_every_setting():
     assert four.title == "gpt2m on 4 devices, tokens for a dollar"
     assert four.heads == ("", "a device", "data", "shard", "pipeshard", "zero2")
     lines = {line[:2]: line[2:] for line in four.rows}
-    assert lines["near", "16"] == ("12.3 M", "", "", "")  # 2,048 tokens in 0.15 s of four devices at a dollar an hour.
-    assert lines["mid", "8"] == ("2.3 M", "461 k", "6.14 M", "x") and four.best[list(lines).index(("mid", "8"))] == 4
+    assert lines["near", "16"] == (
+        "12.3 M",
+        "",
+        "",
+        "",
+    )  # 2,048 tokens in 0.15 s of four devices at a dollar an hour.
+    assert (
+        lines["mid", "8"] == ("2.3 M", "461 k", "6.14 M", "x")
+        and four.best[list(lines).index(("mid", "8"))] == 4
+    )
     assert len(two.rows) == 3
     unpriced = [msgspec.structs.replace(one, tokens_per_usd=None) for one in study()]
     assert len(results.tables(results.points(unpriced))) == 2
 
 
 def test_the_data_of_bars_has_where_repeats_lie():
-    minutes = results.studies([one for one in results.points(study()) if one.row.cell.cluster == "near"])[0]
+    minutes = results.studies(
+        [one for one in results.points(study()) if one.row.cell.cluster == "near"]
+    )[0]
     lines = list(csv.reader(bars_csv(minutes).splitlines()))
     assert lines[0] == ["group", "series", "minutes", "low", "high", "note"]
     assert ["4 devices", "pipeshard", "25", "", "", ""] in lines
@@ -138,7 +199,9 @@ def test_the_data_of_bars_has_where_repeats_lie():
 
 
 def test_bars_show_the_best_over_what_they_leave_out_and_a_cross_where_nothing_ran():
-    (minutes, tflops, *_) = results.studies([one for one in results.points(study()) if one.row.cell.cluster == "mid"])
+    (minutes, tflops, *_) = results.studies(
+        [one for one in results.points(study()) if one.row.cell.cluster == "mid"]
+    )
     assert minutes.groups == ("4 devices", "2 devices")
     series = dict(minutes.series)
     assert [bar.value for bar in series["data"]] == pytest.approx([80, 35])
@@ -146,13 +209,20 @@ def test_bars_show_the_best_over_what_they_leave_out_and_a_cross_where_nothing_r
     assert [bar.value for bar in dict(tflops.series)["shard"]] == [pytest.approx(0.025), None]
     assert "mid" not in bars_csv(
         minutes
-    ) and '4 devices,zero2,,,,"out of memory. rank 3: ""killed"", <by> & the kernel"' in bars_csv(minutes)
+    ) and '4 devices,zero2,,,,"out of memory. rank 3: ""killed"", <by> & the kernel"' in bars_csv(
+        minutes
+    )
 
 
 def test_what_was_foretold_is_drawn_alike():
     foretold = results.points(study(), predicted=True)
     four, *_ = results.tables(foretold)
-    assert four.rows[1][3:] == ("96", "480", "36", "120")  # 1.2 times what was measured, and what ran out of memory.
+    assert four.rows[1][3:] == (
+        "96",
+        "480",
+        "36",
+        "120",
+    )  # 1.2 times what was measured, and what ran out of memory.
     assert not any(one.measured for one in foretold)
 
 
@@ -184,16 +254,27 @@ def test_steps_of_unlike_tokens_are_lines_of_unlike_figures():
 def test_sites_are_told_by_name_and_what_a_cluster_lacks_is_left_out():
     def at(devices, **more):
         made = row(used=2, **more)
-        return msgspec.structs.replace(made, cell=msgspec.structs.replace(made.cell, devices=devices))
+        return msgspec.structs.replace(
+            made, cell=msgspec.structs.replace(made.cell, devices=devices)
+        )
 
     lacking = msgspec.structs.replace(at("gpn", status="no-plan"), used=0)
     found = results.points([at("utah", step_s=1.0), at("mass", step_s=2.0), lacking])
-    assert [one.title for one in results.lasting(found)] == ["gpt2m on utah, minutes", "gpt2m on mass, minutes"]
+    assert [one.title for one in results.lasting(found)] == [
+        "gpt2m on utah, minutes",
+        "gpt2m on mass, minutes",
+    ]
     assert results.studies(found)[0].groups == ("utah", "mass")
 
 
 def test_a_name_wider_than_its_group_is_broken_into_words():
-    chart = Bars("n", "t", "minutes", tuple(f"{n} devices, gpt2" for n in range(12)), (("x", (Bar(1.0),) * 12),))
+    chart = Bars(
+        "n",
+        "t",
+        "minutes",
+        tuple(f"{n} devices, gpt2" for n in range(12)),
+        (("x", (Bar(1.0),) * 12),),
+    )
     assert bar_lines(chart.groups[3], chart) == ["3", "devices", "gpt2"]
     few = msgspec.structs.replace(chart, groups=chart.groups[:3])
     assert bar_lines(few.groups[2], few) == ["2 devices", "gpt2"]
@@ -215,7 +296,10 @@ def test_sizes_are_points_by_family_beside_the_fit():
     fit, a, b = layers.series
     places = {size: place for place, size in enumerate(layers.x.values)}
     assert (a.values[places[1e9]], a.values[places[8e9]], b.values[places[8e9]]) == (19, 32, 40)
-    assert fit.values[places[1e9]] == pytest.approx(18.93) and width.series[0].values[places[1e9]] == 1951.37
+    assert (
+        fit.values[places[1e9]] == pytest.approx(18.93)
+        and width.series[0].values[places[1e9]] == 1951.37
+    )
     assert sum(value is not None for value in b.values) == 1
 
 
@@ -223,10 +307,18 @@ def two_sites() -> Drawn:
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
     train = TrainSpec(steps=10, batch=8, seq_len=1024, precision="fp16")
     asked = SelectionTask(
-        model=models.presets()["gpt2"].spec, train=train, engine=engine("farspan"), allow=("pipeshard",)
+        model=models.presets()["gpt2"].spec,
+        train=train,
+        engine=engine("farspan"),
+        allow=("pipeshard",),
     )
     one = next(one for one in asked.rank(here).candidates if len(one.places) == 4)
-    return Drawn("A & B", here, "pipeshard of gpt2", picture(one.plan, one.estimate, costs_of(one.plan, here)))
+    return Drawn(
+        "A & B",
+        here,
+        "pipeshard of gpt2",
+        picture(one.plan, one.estimate, costs_of(one.plan, here)),
+    )
 
 
 def test_a_cluster_is_drawn_with_its_plan_and_told_as_data():
@@ -237,11 +329,18 @@ def test_a_cluster_is_drawn_with_its_plan_and_told_as_data():
     assert link[1] == "s0 - s1" and float(link[4]) == 0.02
     assert {line[1] for line in lines[1:] if line[0] != "link"} == {"h0", "h1"}
     table = clusters([one, Drawn("lone", cluster((FAST,)))])
-    assert table.rows[0] == ("A & B", "s0: 2 fast of 24 GB; s1: 2 slow of 16 GB", "20 ms", "1 Gbit/s")
+    assert table.rows[0] == (
+        "A & B",
+        "s0: 2 fast of 24 GB; s1: 2 slow of 16 GB",
+        "20 ms",
+        "1 Gbit/s",
+    )
     assert table.rows[1][2:] == ("", "")
     html = results_page(study(), "drawn", drawn=[one])
     assert html.count("A &amp; B") >= 2 and "stage 2" in html
-    svg = next(unquote(link) for link in Reader(html).links("data:image") if "plan-a" in unquote(link))
+    svg = next(
+        unquote(link) for link in Reader(html).links("data:image") if "plan-a" in unquote(link)
+    )
     ElementTree.fromstring(svg[svg.index("<svg") :])
 
 
@@ -263,7 +362,13 @@ def test_pages_of_little_and_of_much_nest_and_need_no_network(rows):
 
 
 def test_bars_lie_beside_each_other_inside_the_picture():
-    chart = Bars("n", "t", "minutes", ("a", "b"), (("x", (Bar(1.0), Bar(2.0))), ("y", (Bar(3.0), Bar(None, "no")))))
+    chart = Bars(
+        "n",
+        "t",
+        "minutes",
+        ("a", "b"),
+        (("x", (Bar(1.0), Bar(2.0))), ("y", (Bar(3.0), Bar(None, "no")))),
+    )
     spots = [spot for group in places(chart) for spot in group]
     assert all(x + wide <= after for (x, wide), (after, _) in itertools.pairwise(spots))
     assert spots[0][0] >= LEFT and spots[-1][0] + spots[-1][1] <= WIDTH - RIGHT
@@ -271,14 +376,19 @@ def test_bars_lie_beside_each_other_inside_the_picture():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(0, "0"), (0.0123456, "0.0123"), (12.34, "12.3"), (1234.5, "1,230"), (3.4e7, "34M")]
+    ("value", "said"),
+    [(0, "0"), (0.0123456, "0.0123"), (12.34, "12.3"), (1234.5, "1,230"), (3.4e7, "34M")],
 )
 def test_numbers_on_bars_have_three_digits(value, said):
     assert short(value) == said
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
-@pytest.mark.parametrize(("theme", "dark"), [("preferredColorScheme=0", True), ("preferredColorScheme=1", False)])
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium"
+)
+@pytest.mark.parametrize(
+    ("theme", "dark"), [("preferredColorScheme=0", True), ("preferredColorScheme=1", False)]
+)
 def test_every_file_of_a_page_is_whole_and_names_with_commas_stay_together(tmp_path, theme, dark):
     """In both themes; the values of a line's point are read from its CSV."""
     named = [row(cluster, 'data, "twice"', step_s=0.5) for cluster in RTTS]
@@ -299,7 +409,7 @@ def test_every_file_of_a_page_is_whole_and_names_with_commas_stay_together(tmp_p
       }
       document.body.innerHTML = "<pre id=read></pre>";
       document.getElementById("read").textContent = JSON.stringify([shades, files, tips]);
-    </script></body>"""
+    </script></body>"""  # noqa: E501
     probed = tmp_path / "probed.html"
     probed.write_text(page.read_text().replace("</body>", probe))
     done = browse(probed, tmp_path / "profile", f"--blink-settings={theme}", "--dump-dom")
@@ -317,7 +427,9 @@ def test_every_file_of_a_page_is_whole_and_names_with_commas_stay_together(tmp_p
     assert any('data, "twice"  0.5' in tip for tip in tips), tips
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium"
+)
 @pytest.mark.timed
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_browser_hovers_clicks_and_downloads_without_a_complaint(tmp_path, width):
@@ -346,33 +458,48 @@ def test_a_browser_hovers_clicks_and_downloads_without_a_complaint(tmp_path, wid
     probed.write_text(page.read_text().replace("</body>", probe))
     done = browse(probed, tmp_path / "profile", f"--window-size={width},900", "--dump-dom")
     assert "CONSOLE" not in done.stderr, done.stderr
-    ready, fits, read = json.loads(re.search(r'<pre id="read">(.*?)</pre>', done.stdout, re.DOTALL)[1])
+    ready, fits, read = json.loads(
+        re.search(r'<pre id="read">(.*?)</pre>', done.stdout, re.DOTALL)[1]
+    )
     assert ready < 1000 and fits
-    # Two figures for each of three clusters, three of tokens for a dollar, a frontier, and predictions.
+    # Two figures for each of three clusters, three of tokens for a dollar, a frontier, and
+    # predictions.
     assert len(read) == 11
     for shown, hidden, inside, parsed, tag in read:
         assert shown and hidden and inside and parsed and tag == "svg"
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium"
+)
 def test_a_click_saves_the_file(tmp_path):
     """A file's bytes, where the browser puts what it downloads."""
     page, _ = write_results(study(), tmp_path, "study", drawn=[two_sites()])
     link = "document.querySelectorAll('figure.marks a[download$=\".svg\"]')[0]"
     probed = tmp_path / "probed.html"
-    probed.write_text(page.read_text().replace("</body>", f"<script>{link}.click()</script></body>"))
+    probed.write_text(
+        page.read_text().replace("</body>", f"<script>{link}.click()</script></body>")
+    )
     saved, profile = tmp_path / "saved", tmp_path / "profile"
     (profile / "Default").mkdir(parents=True)
     choice = {"download": {"default_directory": str(saved), "prompt_for_download": False}}
     (profile / "Default/Preferences").write_text(json.dumps(choice))
-    browser = subprocess.Popen(browser_command(probed, profile), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    browser = subprocess.Popen(
+        browser_command(probed, profile), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         until = time.monotonic() + 60
-        while not (found := [file for file in saved.glob("*.svg") if file.stat().st_size]) and time.monotonic() < until:
+        while (
+            not (found := [file for file in saved.glob("*.svg") if file.stat().st_size])
+            and time.monotonic() < until
+        ):
             time.sleep(0.1)
     finally:
         browser.kill()
         browser.wait()
     (file,) = found
-    written = {unquote(link.split(",", 1)[1]) for link in Reader(page.read_text()).links("data:image/svg+xml")}
+    written = {
+        unquote(link.split(",", 1)[1])
+        for link in Reader(page.read_text()).links("data:image/svg+xml")
+    }
     assert file.read_text() in written

@@ -1,4 +1,5 @@
-"""What searches leave out: bounds are never above what is priced, and without them the same is found."""
+"""What searches leave out: bounds are never above what is priced, and without them the same is
+found."""
 
 from __future__ import annotations
 
@@ -35,21 +36,31 @@ MOVES = 12
 def on_processors(where: Cluster) -> Cluster:
     """The same cluster of CPU workers, whose messages take of their own time."""
     sites = tuple(
-        msgspec.structs.replace(site, hosts=tuple(
-            msgspec.structs.replace(host, cpus=4, devices=tuple(d.but(backend="cpu") for d in host.devices))
-            for host in site.hosts
-        )) for site in where.sites
-    )  # fmt: skip
+        msgspec.structs.replace(
+            site,
+            hosts=tuple(
+                msgspec.structs.replace(
+                    host, cpus=4, devices=tuple(d.but(backend="cpu") for d in host.devices)
+                )
+                for host in site.hosts
+            ),
+        )
+        for site in where.sites
+    )
     return msgspec.structs.replace(where, sites=sites)
 
 
 def world(seed: int, devices: int = 10, layers: int = 12, name: str = "farspan") -> Task:
     rng = random.Random(seed)
     where = random_cluster(rng, devices)
-    asked = task(random_model(rng, layers=rng.randint(2, layers)), where, batch=rng.choice((8, 12, 16)))
+    asked = task(
+        random_model(rng, layers=rng.randint(2, layers)), where, batch=rng.choice((8, 12, 16))
+    )
     if name == "farspan" and rng.random() < 0.5:
         where = on_processors(where)
-    train = msgspec.structs.replace(asked.train, wan_bits=rng.choice((8, 32)), recompute=rng.random() < 0.3)
+    train = msgspec.structs.replace(
+        asked.train, wan_bits=rng.choice((8, 32)), recompute=rng.random() < 0.3
+    )
     return Task(asked.model, asked.graph, where, train, engine(name))
 
 
@@ -85,7 +96,9 @@ def test_a_limit_leaves_out_what_is_above_it_and_nothing_else(seed: int):
     for search, _, _ in searches(asked):
         everything = list(search.solutions())
         for found in everything[:: max(1, len(everything) // 4)]:
-            limited = [one for one in search.solutions(found.objective) if one.objective <= found.objective]
+            limited = [
+                one for one in search.solutions(found.objective) if one.objective <= found.objective
+            ]
             assert limited == [one for one in everything if one.objective <= found.objective]
 
 
@@ -115,7 +128,9 @@ def test_the_best_solutions_are_those_of_a_search_without_limits(seed: int):
 def test_the_fastest_that_fits_is_that_of_all_priced(seed: int):
     asked = world(seed)
     replicas = list(even_splits(asked, pipeshard.microbatch_counts(asked)))
-    fitting = [(step(one, asked.costs).seconds, i) for i, one in enumerate(replicas) if asked.fits(one)]
+    fitting = [
+        (step(one, asked.costs).seconds, i) for i, one in enumerate(replicas) if asked.fits(one)
+    ]
     assert fastest_fitting(asked, replicas) == (min(fitting)[1] if fitting else None)
 
 
@@ -147,5 +162,7 @@ def test_costs_of_another_batch_are_those_of_a_fresh_start():
     halved = msgspec.structs.replace(asked.train, batch=asked.train.batch // 2)
     plan = pipeshard.plan(asked)
     known = asked.costs.with_batch(halved, 8)
-    fresh = Costs(models.graph(asked.model), halved, Network(asked.cluster, asked.devices, asked.engine), 8)
+    fresh = Costs(
+        models.graph(asked.model), halved, Network(asked.cluster, asked.devices, asked.engine), 8
+    )
     assert price(plan, known) == price(plan, fresh)

@@ -1,4 +1,5 @@
-"""What every technique promises: a whole plan that fits, the same each time, and no slower on better hardware."""
+"""What every technique promises: a whole plan that fits, the same each time, and no slower on
+better hardware."""
 
 from __future__ import annotations
 
@@ -33,13 +34,18 @@ def faster(cluster_: Cluster, factor: float) -> Cluster:
         return device.but(
             flops={dtype: rate * factor for dtype, rate in device.sheet.flops.items()},
             bandwidth=device.sheet.bandwidth * factor,
-        )  # fmt: skip
+        )
 
     sites = tuple(
-        msgspec.structs.replace(site, hosts=tuple(
-            msgspec.structs.replace(host, devices=tuple(map(better, host.devices))) for host in site.hosts
-        )) for site in cluster_.sites
-    )  # fmt: skip
+        msgspec.structs.replace(
+            site,
+            hosts=tuple(
+                msgspec.structs.replace(host, devices=tuple(map(better, host.devices)))
+                for host in site.hosts
+            ),
+        )
+        for site in cluster_.sites
+    )
     links = tuple(
         msgspec.structs.replace(link, rtt_s=link.rtt_s / factor, bandwidth=link.bandwidth * factor)
         for link in cluster_.links
@@ -63,7 +69,9 @@ def test_every_technique_keeps_the_contract(name: str):
         assert techniques.technique(name).plan(world(seed)).hash == made.hash
         found = price(made, asked.costs)
         assert shortage(asked, made, found)[0] <= 0
-        assert found.step_s == pytest.approx(found.compute_s + found.communication_s + found.bubble_s)
+        assert found.step_s == pytest.approx(
+            found.compute_s + found.communication_s + found.bubble_s
+        )
         better = estimate(made, asked.graph, faster(asked.cluster, 1.5), asked.engine)
         assert better.step_s <= found.step_s * (1 + 1e-9)
     assert planned, "no world gave this technique a plan"
@@ -71,13 +79,18 @@ def test_every_technique_keeps_the_contract(name: str):
 
 def assert_whole(asked: Task, made: Plan) -> None:
     """Every device once, every unit once a replica, every sequence once a step."""
-    ranks = [rank for replica in made.replicas for stage in replica.stages for rank in stage.mesh.ranks]
+    ranks = [
+        rank for replica in made.replicas for stage in replica.stages for rank in stage.mesh.ranks
+    ]
     assert sorted(ranks) == list(asked.ranks)
     assert sum(replica.batch for replica in made.replicas) == asked.train.batch
     for replica in made.replicas:
         bounds = [stage.units for stage in replica.stages]
         assert bounds[0][0] == 0 and bounds[-1][1] == asked.graph.units
-        assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise([*bounds, (bounds[-1][1],) * 2]))
+        assert all(
+            a[1] == b[0] and a[0] < a[1]
+            for a, b in itertools.pairwise([*bounds, (bounds[-1][1],) * 2])
+        )
         for stage in replica.stages:
             assert sum(stage.rows) == replica.batch and min(stage.rows) >= 1
             hosts = [asked.costs.network.hosts[rank] for rank in stage.mesh.ranks]
@@ -91,8 +104,14 @@ def assert_whole(asked: Task, made: Plan) -> None:
 @pytest.mark.parametrize("seed", WORLDS)
 def test_more_freedom_is_never_slower(seed: int):
     asked = world(seed)
-    found = {name: techniques.technique(name).plan(asked) for name in ("data", "shard", "pipeshard")}
-    step = {name: price(made, asked.costs).step_s for name, made in found.items() if isinstance(made, Plan)}
+    found = {
+        name: techniques.technique(name).plan(asked) for name in ("data", "shard", "pipeshard")
+    }
+    step = {
+        name: price(made, asked.costs).step_s
+        for name, made in found.items()
+        if isinstance(made, Plan)
+    }
     if len(asked.ranks) == 1:
         assert set(step) <= {"data"}
         return
@@ -109,7 +128,9 @@ def test_rows_follow_speed_and_no_other_division_is_much_faster():
     (stage,) = replica.stages
 
     def seconds(*rows: int) -> float:
-        other = msgspec.structs.replace(replica, stages=(msgspec.structs.replace(stage, rows=rows),))
+        other = msgspec.structs.replace(
+            replica, stages=(msgspec.structs.replace(stage, rows=rows),)
+        )
         return step(other, asked.costs).seconds
 
     rows = stage.rows
@@ -122,10 +143,16 @@ def test_what_does_not_fit_names_the_device_and_what_it_lacks():
     small = msgspec.structs.replace(KINDS["tiny"], memory=300_000_000)
     where = cluster((("tiny",),))
     host = msgspec.structs.replace(where.sites[0].hosts[0], devices=(small,))
-    where = msgspec.structs.replace(where, sites=(msgspec.structs.replace(where.sites[0], hosts=(host,)),))
+    where = msgspec.structs.replace(
+        where, sites=(msgspec.structs.replace(where.sites[0], hosts=(host,)),)
+    )
     made = techniques.technique("data").plan(task(random_model(random.Random(1), layers=6), where))
     assert isinstance(made, Problem) and made.code == "out-of-memory"
-    assert "tiny is short of" in made.what and "s0h0" in made.where and "usable 270 MB of 300 MB" in made.fact
+    assert (
+        "tiny is short of" in made.what
+        and "s0h0" in made.where
+        and "usable 270 MB of 300 MB" in made.fact
+    )
 
 
 def test_a_technique_that_does_not_exist_is_refused_with_the_nearest():
@@ -148,7 +175,8 @@ def test_replicas_of_unlike_shape_meet_unrounded():
 
 
 def test_replicas_leave_room_for_what_they_keep_between_meetings():
-    """A site's own plan would fill its device and leave none: then it is divided into more microbatches."""
+    """A site's own plan would fill its device and leave none: then it is divided into more
+    microbatches."""
     model = random_model(random.Random(1), layers=6)
     roomy = task(model, cluster((("fast",),), (("fast",),)), batch=64)
     alone = techniques.plan("data", dataclasses.replace(roomy, only=(0,)))
@@ -159,7 +187,9 @@ def test_replicas_leave_room_for_what_they_keep_between_meetings():
         KINDS["fast"], memory=int((needed + 4 * roomy.graph.parameters()) / roomy.engine.fill)
     )
     sites = tuple(
-        msgspec.structs.replace(site, hosts=tuple(msgspec.structs.replace(h, devices=(tight,)) for h in site.hosts))
+        msgspec.structs.replace(
+            site, hosts=tuple(msgspec.structs.replace(h, devices=(tight,)) for h in site.hosts)
+        )
         for site in roomy.cluster.sites
     )
     train = msgspec.structs.replace(roomy.train, batch=2 * alone.replicas[0].batch)
@@ -172,7 +202,8 @@ def test_replicas_leave_room_for_what_they_keep_between_meetings():
 
 
 def test_replicas_meet_often_enough_to_hear_that_they_shall_stop():
-    """They hear it, save and end where they meet, and a launcher that was interrupted kills after ten minutes."""
+    """They hear it, save and end where they meet, and a launcher that was interrupted kills after
+    ten minutes."""
 
     def planned(slower: float) -> tuple[int, float]:
         where = faster(cluster((("fast",),), (("fast",),), rtt_s=0.1), 1 / slower)

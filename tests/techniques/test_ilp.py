@@ -14,17 +14,27 @@ NODES, STRATEGIES, CASES = 6, 4, 400
 
 
 def random_case(seed: int):
-    """Six operators of up to four strategies in a random graph; some transitions forbidden, half with a memory cap."""
+    """Six operators of up to four strategies in a random graph; some transitions forbidden, half
+    with a memory cap."""
     rng = random.Random(seed)
     counts = [rng.randint(1, STRATEGIES) for _ in range(NODES)]
     scale = 10.0 ** rng.randint(-7, 1)
     costs = [[scale * rng.random() for _ in range(n)] for n in counts]
-    pairs = [pair for pair in itertools.combinations(range(NODES), 2) if pair[1] == pair[0] + 1 or rng.random() < 0.2]
+    pairs = [
+        pair
+        for pair in itertools.combinations(range(NODES), 2)
+        if pair[1] == pair[0] + 1 or rng.random() < 0.2
+    ]
     edges = {
-        (i, j): [[math.inf if rng.random() < 0.1 else scale * rng.choice((0.0, rng.random())) for _ in range(counts[j])]
-                 for _ in range(counts[i])]
+        (i, j): [
+            [
+                math.inf if rng.random() < 0.1 else scale * rng.choice((0.0, rng.random()))
+                for _ in range(counts[j])
+            ]
+            for _ in range(counts[i])
+        ]
         for i, j in pairs
-    }  # fmt: skip
+    }
     memory = [[1e9 * rng.random() for _ in range(n)] for n in counts]
     cap = math.inf if rng.random() < 0.5 else 1e9 * rng.uniform(0.5, 4.0)
     return costs, edges, memory, cap

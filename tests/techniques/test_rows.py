@@ -1,4 +1,5 @@
-"""Operators that divide rows over a tensor axis: its ranks have as many of every microbatch, in all plans."""
+"""Operators that divide rows over a tensor axis: its ranks have as many of every microbatch, in all
+plans."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ from farspan.techniques.diloco import _shares
 from tests.runtime.planned import planned
 from tests.runtime.plans import HAND_PICKED, MEGATRON, ROWS, replica, stage
 
-#: Clusters of all sorts, and those where memory holds few of the rows that the cheapest operators would divide.
+#: Clusters of all sorts, and those where memory holds few of the rows that the cheapest operators
+#: would divide.
 SEEDS = (*range(8), 31, 75, 89, 97, 118)
 
 
 def even(one: Replica, index: int) -> bool:
     """Whether every microbatch of a stage divides evenly over its tensor axis."""
     ways, coordinates = one.stages[index].mesh.size("tensor"), range(len(one.stages[index].rows))
-    return all(one.part(index, c, i) % ways == 0 for c in coordinates for i in range(one.microbatches))
+    return all(
+        one.part(index, c, i) % ways == 0 for c in coordinates for i in range(one.microbatches)
+    )
 
 
 def by_rows(plan: Plan) -> list[tuple[Replica, int]]:
@@ -45,7 +49,12 @@ def test_some_of_it_does_so_in_several_microbatches(seed: int):
 def divided(rows: tuple[int, ...], ways: int, splits: dict[str, str]) -> Stage:
     coordinates = len(rows)
     return stage(
-        (0, 4), range(coordinates * ways), rows, axes=("data", "tensor"), shape=(coordinates, ways), splits=splits
+        (0, 4),
+        range(coordinates * ways),
+        rows,
+        axes=("data", "tensor"),
+        shape=(coordinates, ways),
+        splits=splits,
     )
 
 
@@ -57,7 +66,10 @@ def test_only_numbers_of_microbatches_that_divide_evenly_are_searched_and_let_th
             if even(replica(divided(rows, ways, MEGATRON), microbatches=count), 0):
                 fitting.append(replica(divided(rows, ways, ROWS), microbatches=count).microbatches)
             else:
-                with pytest.raises(ValueError, match=f"over a tensor axis of {ways} need a multiple of {count * ways}"):
+                with pytest.raises(
+                    ValueError,
+                    match=f"over a tensor axis of {ways} need a multiple of {count * ways}",
+                ):
                     replica(divided(rows, ways, ROWS), microbatches=count)
         assert fitting == list(searched)
 
@@ -75,7 +87,9 @@ def test_a_plan_file_whose_microbatches_do_not_divide_evenly_is_refused(tmp_path
         load(tmp_path / "plan.json", Plan)
     problem = refused.value.problem
     assert problem.code == "out-of-range" and "replicas" in problem.what and problem.remedy
-    assert problem.fact.startswith("8 rows in 8 microbatches") and problem.fact.endswith("need a multiple of 16")
+    assert problem.fact.startswith("8 rows in 8 microbatches") and problem.fact.endswith(
+        "need a multiple of 16"
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -85,7 +99,9 @@ def test_replicas_read_by_speed_and_a_sequence_a_device_at_least(seed: int):
     least = [rng.randint(1, 4) for _ in range(3)]
     seconds, batch = [rng.uniform(0.5, 4) for _ in least], sum(least) + rng.randint(0, 12)
     shares = _shares(batch, seconds, least)
-    assert sum(shares) == batch and all(share >= count for share, count in zip(shares, least, strict=True))
+    assert sum(shares) == batch and all(
+        share >= count for share, count in zip(shares, least, strict=True)
+    )
 
     def end(found):
         return max(share * second for share, second in zip(found, seconds, strict=True))

@@ -1,4 +1,5 @@
-"""The stage search against enumeration of everything that it may choose from, and against the full estimator."""
+"""The stage search against enumeration of everything that it may choose from, and against the full
+estimator."""
 
 from __future__ import annotations
 
@@ -40,12 +41,13 @@ def device_cuts(search: StageSearch):
 
 
 def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, int]:
-    """The least objective over all cuts of devices and units and all options, each stage priced by itself; and how many
-    combinations that were."""
+    """The least objective over all cuts of devices and units and all options, each stage priced by
+    itself; and how many combinations that were."""
     known: dict = {}
 
     def stage(run, units, to_come):
-        """Seconds of every option that memory lets be deep enough, and how many options there are."""
+        """Seconds of every option that memory lets be deep enough, and how many options there
+        are."""
         key = (run, units)
         if key not in known:
             ranks = [search.order[i] for i in range(*run)]
@@ -55,16 +57,27 @@ def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, in
                 deep = 0 if fixed > 0 else min(tables.microbatches, int(-fixed // max(each, 1.0)))
                 found.append((seconds, cycle, deep))
             known[key] = found
-        return [(s, c) for s, c, depth in known[key] if depth >= min(tables.microbatches, to_come)], len(known[key])
+        return [
+            (s, c) for s, c, depth in known[key] if depth >= min(tables.microbatches, to_come)
+        ], len(known[key])
 
     best, size, units = math.inf, 0, asked.graph.units
     for runs in device_cuts(search):
         for inner in itertools.combinations(range(1, units), len(runs) - 1):
             bounds = list(itertools.pairwise((0, *inner, units)))
-            priced = [stage(run, cut, len(runs) - i) for i, (run, cut) in enumerate(zip(runs, bounds, strict=True))]
+            priced = [
+                stage(run, cut, len(runs) - i)
+                for i, (run, cut) in enumerate(zip(runs, bounds, strict=True))
+            ]
             size += math.prod(count for _, count in priced)
-            wires = [search.wire(b.start, min(search.hosts[a], search.hosts[b])) for a, b in itertools.pairwise(runs)]
-            way, busy = sum(wire.way for wire in wires), max((wire.busy for wire in wires), default=0.0)
+            wires = [
+                search.wire(b.start, min(search.hosts[a], search.hosts[b]))
+                for a, b in itertools.pairwise(runs)
+            ]
+            way, busy = (
+                sum(wire.way for wire in wires),
+                max((wire.busy for wire in wires), default=0.0),
+            )
             for picks in itertools.product(*(options for options, _ in priced)):
                 slowest = max(*(cycle for _, cycle in picks), (tables.microbatches - 1) * busy)
                 best = min(best, sum(seconds for seconds, _ in picks) + way + slowest)
@@ -82,7 +95,10 @@ def test_the_search_equals_enumeration_of_cuts_meshes_and_recompute(seed: int):
         total += size
         found = min((solution.objective for solution in search.solutions()), default=math.inf)
         assert found == pytest.approx(least, rel=1e-6) if least < math.inf else found == math.inf
-    print(f"seed {seed}: {total:,} pipelines over {len(pipeshard.orders(asked))} orders of {len(asked.ranks)} devices")
+    print(
+        f"seed {seed}: {total:,} pipelines over {len(pipeshard.orders(asked))} orders of "
+        f"{len(asked.ranks)} devices"
+    )
 
 
 def test_orders_of_sites_differ_by_all_that_their_lines_do():
@@ -90,7 +106,8 @@ def test_orders_of_sites_differ_by_all_that_their_lines_do():
     three = cluster((("fast",),), (("fast",),), (("fast",),), rtt_s=0.05, bandwidth=10e9 / 8)
     slow = msgspec.structs.replace(three.links[0], bandwidth=1e8 / 8)
     asked = task(
-        random_model(random.Random(1), layers=6), msgspec.structs.replace(three, links=(slow, *three.links[1:]))
+        random_model(random.Random(1), layers=6),
+        msgspec.structs.replace(three, links=(slow, *three.links[1:])),
     )
     found = pipeshard.orders(asked)
     assert any(order in found for order in ((0, 2, 1), (1, 2, 0)))
@@ -98,21 +115,33 @@ def test_orders_of_sites_differ_by_all_that_their_lines_do():
 
 def test_a_tensor_axis_of_the_even_grid_stays_among_like_devices_of_one_host():
     unlike = task(
-        random_model(random.Random(1), layers=4), cluster(tuple(("fast", "tiny") for _ in range(4))), batch=16
+        random_model(random.Random(1), layers=4),
+        cluster(tuple(("fast", "tiny") for _ in range(4))),
+        batch=16,
     )
     across = task(
-        random_model(random.Random(1), layers=4), cluster((("fast",) * 2, ("fast",) * 3, ("fast",) * 3)), batch=16
+        random_model(random.Random(1), layers=4),
+        cluster((("fast",) * 2, ("fast",) * 3, ("fast",) * 3)),
+        batch=16,
     )
-    alike = task(random_model(random.Random(1), layers=4), cluster((("fast",) * 4, ("fast",) * 4)), batch=16)
+    alike = task(
+        random_model(random.Random(1), layers=4), cluster((("fast",) * 4, ("fast",) * 4)), batch=16
+    )
     widths = [
-        {stage.mesh.size("tensor") for replica in even_splits(one, (1, 2)) for stage in replica.stages}
+        {
+            stage.mesh.size("tensor")
+            for replica in even_splits(one, (1, 2))
+            for stage in replica.stages
+        }
         for one in (unlike, across, alike)
     ]
     assert widths[0] == widths[1] == {1} and 2 in widths[2]
 
 
 @pytest.mark.parametrize("seed", range(100, 100 + CASES))
-def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its_tables_do(seed: int):
+def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its_tables_do(
+    seed: int,
+):
     asked, parts = case(seed, devices=6, layers=6)
     tables = Tables(asked, parts)
     search = StageSearch(asked, tuple(asked.ranks), tables)
@@ -120,7 +149,11 @@ def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its
         for cut in solution.cuts:
             stage = stage_of(cut.ranks, cut.option, cut.units, parts)
             time = stage_time(asked.costs, stage, stage.rows, parts)
-            run = next(run for run in search.slices if [search.order[i] for i in range(*run)] == list(cut.ranks))
+            run = next(
+                run
+                for run in search.slices
+                if [search.order[i] for i in range(*run)] == list(cut.ranks)
+            )
             seconds = time.passes.forward + time.passes.backward
             expected = seconds, (parts - 1) * seconds + time.exposed + time.update
             blocks = cut.units[1] - cut.units[0] - sum(search.ends(run))
@@ -142,5 +175,7 @@ def test_plans_fit_and_cover_every_unit(seed: int):
     (replica,) = made.replicas
     assert replica.stages[0].units[0] == 0 and replica.stages[-1].units[1] == asked.graph.units
     assert all(a.units[1] == b.units[0] for a, b in itertools.pairwise(replica.stages))
-    assert sorted(rank for stage in replica.stages for rank in stage.mesh.ranks) == list(asked.ranks)
+    assert sorted(rank for stage in replica.stages for rank in stage.mesh.ranks) == list(
+        asked.ranks
+    )
     assert all(sum(stage.rows) == asked.train.batch for stage in replica.stages)

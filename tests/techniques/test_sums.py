@@ -19,7 +19,8 @@ def flat(devices: int) -> Mesh:
 
 @pytest.mark.parametrize(
     ("sites", "bandwidth", "share"),
-    # Those of a site that all send at once have 1.44 times the line together, and none more than all of it.
+    # Those of a site that all send at once have 1.44 times the line together, and none more than
+    # all of it.
     [((1, 1), LINE, 1.0), ((2, 2), LINE, 0.72), ((3, 1), LINE, 0.48), ((2, 2), None, None)],
 )
 def test_connections_between_sites_share_the_line(sites, bandwidth, share):
@@ -34,5 +35,9 @@ def test_only_what_goes_straight_is_held_back():
     """A ring crosses the line once; sums of whole sites go over every worker's own connection."""
     world = cluster((("fast", "fast"),), (("fast", "fast"),))
     made = plans(task(random_model(random.Random(0)), world), "data", flat(4))
-    rates = {sync.topology: sync.wan_rate for plan in made for sync in (plan.replicas[0].stages[0].grad_sync,)}
+    rates = {
+        sync.topology: sync.wan_rate
+        for plan in made
+        for sync in (plan.replicas[0].stages[0].grad_sync,)
+    }
     assert rates == {"flat": None, "hierarchical": pytest.approx(0.72 * LINE)}

@@ -1,4 +1,5 @@
-"""Random small clusters, models and trainings for tests of techniques: seeded, unlike in all that farspan knows."""
+"""Random small clusters, models and trainings for tests of techniques: seeded, unlike in all that
+farspan knows."""
 
 from __future__ import annotations
 
@@ -14,10 +15,15 @@ from farspan.techniques import Task
 GB = 10**9
 
 
-def _kind(name: str, memory: int, fp16: float, fp32: float, bandwidth: float, watts: float, usd: float) -> Device:
+def _kind(
+    name: str, memory: int, fp16: float, fp32: float, bandwidth: float, watts: float, usd: float
+) -> Device:
     sheet = DataSheet(
-        flops={"fp16": fp16, "fp32": fp32}, dtypes=("fp16", "fp32"), bandwidth=bandwidth, watts=watts
-    )  # fmt: skip
+        flops={"fp16": fp16, "fp32": fp32},
+        dtypes=("fp16", "fp32"),
+        bandwidth=bandwidth,
+        watts=watts,
+    )
     return Device(kind=name, backend="cuda", memory=memory, sheet=sheet, usd_per_hour=usd)
 
 
@@ -28,16 +34,25 @@ KINDS = {
 }
 
 
-def cluster(*sites: tuple[tuple[str, ...], ...], rtt_s: float = 0.05, bandwidth: float | None = 1e9 / 8) -> Cluster:
-    """Sites of hosts of device kinds: `cluster((("fast", "fast"),), (("slow",),))`; all sites linked alike."""
+def cluster(
+    *sites: tuple[tuple[str, ...], ...], rtt_s: float = 0.05, bandwidth: float | None = 1e9 / 8
+) -> Cluster:
+    """Sites of hosts of device kinds: `cluster((("fast", "fast"),), (("slow",),))`; all sites
+    linked alike."""
     made = tuple(
-        Site(name=f"s{i}", hosts=tuple(
-            Host(name=f"s{i}h{j}", devices=tuple(KINDS[kind] for kind in host)) for j, host in enumerate(site)
-        ))
+        Site(
+            name=f"s{i}",
+            hosts=tuple(
+                Host(name=f"s{i}h{j}", devices=tuple(KINDS[kind] for kind in host))
+                for j, host in enumerate(site)
+            ),
+        )
         for i, site in enumerate(sites)
-    )  # fmt: skip
+    )
     links = tuple(
-        Link(a=a.name, b=b.name, rtt_s=rtt_s, bandwidth=bandwidth) for i, a in enumerate(made) for b in made[i + 1 :]
+        Link(a=a.name, b=b.name, rtt_s=rtt_s, bandwidth=bandwidth)
+        for i, a in enumerate(made)
+        for b in made[i + 1 :]
     )
     return Cluster(sites=made, links=links)
 
@@ -51,26 +66,45 @@ def random_cluster(random_: random.Random, most: int = 6) -> Cluster:
             count = min(left, random_.randint(1, 3))
             left -= count
             if count:
-                kinds = [random_.choice(list(KINDS))] * count if random_.random() < 0.6 else random_.choices(
-                    list(KINDS), k=count)  # fmt: skip
+                kinds = (
+                    [random_.choice(list(KINDS))] * count
+                    if random_.random() < 0.6
+                    else random_.choices(list(KINDS), k=count)
+                )
                 hosts.append(Host(name=f"s{i}h{j}", devices=tuple(KINDS[kind] for kind in kinds)))
         if hosts:
             sites.append(Site(name=f"s{i}", hosts=tuple(hosts)))
     links = tuple(
-        Link(a=a.name, b=b.name, rtt_s=random_.choice((1e-3, 0.02, 0.1)), bandwidth=random_.choice((1e9, 1e10)) / 8)
-        for i, a in enumerate(sites) for b in sites[i + 1 :]
-    )  # fmt: skip
+        Link(
+            a=a.name,
+            b=b.name,
+            rtt_s=random_.choice((1e-3, 0.02, 0.1)),
+            bandwidth=random_.choice((1e9, 1e10)) / 8,
+        )
+        for i, a in enumerate(sites)
+        for b in sites[i + 1 :]
+    )
     return Cluster(sites=tuple(sites), links=links)
 
 
 def random_model(random_: random.Random, layers: int | None = None) -> ModelSpec:
     family = random_.choice(("gpt2", "llama"))
     return models.family(family).shape(
-        d_model=random_.choice((128, 512, 1024)), layers=layers or random_.randint(1, 6), context=256,
-        vocab_size=random_.choice((1024, 32768)), tied=random_.random() < 0.5,
-    )  # fmt: skip
+        d_model=random_.choice((128, 512, 1024)),
+        layers=layers or random_.randint(1, 6),
+        context=256,
+        vocab_size=random_.choice((1024, 32768)),
+        tied=random_.random() < 0.5,
+    )
 
 
-def task(model: ModelSpec, where: Cluster, *, batch: int = 16, seq_len: int = 256, precision: str = "fp16") -> Task:
+def task(
+    model: ModelSpec,
+    where: Cluster,
+    *,
+    batch: int = 16,
+    seq_len: int = 256,
+    precision: str = "fp16",
+) -> Task:
     train = TrainSpec(steps=100, batch=batch, seq_len=seq_len, precision=precision)
     return Task(model, models.graph(model), where, train, engine("farspan"))

@@ -18,9 +18,13 @@ HELP = "show, list or check clusters"
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("show", help="what a cluster has, each figure with its origin")
-    check = actions.add_parser("check", help="read a cluster file and say what is wrong or unknown in it")
+    check = actions.add_parser(
+        "check", help="read a cluster file and say what is wrong or unknown in it"
+    )
     for action in (show, check):
-        action.add_argument("cluster", metavar="CLUSTER", help="a cluster file, or a name of `farspan cluster list`")
+        action.add_argument(
+            "cluster", metavar="CLUSTER", help="a cluster file, or a name of `farspan cluster list`"
+        )
     actions.add_parser("list", help="the clusters and device kinds that ship with farspan")
 
 
@@ -36,8 +40,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
     for line in unknown:
         console.say(f"unknown: {line}")
     if unknown:
-        console.say(f"farspan probe --cluster {given.cluster} -o measured.yaml measures what is unknown")
-    return console.answer({"cluster": given.cluster, "devices": len(cluster.devices), "unknown": unknown})
+        console.say(
+            f"farspan probe --cluster {given.cluster} -o measured.yaml measures what is unknown"
+        )
+    return console.answer(
+        {"cluster": given.cluster, "devices": len(cluster.devices), "unknown": unknown}
+    )
 
 
 def _list(console: Console) -> None:
@@ -51,8 +59,14 @@ def _list(console: Console) -> None:
     console.say("devices")
     for kind, device in kinds.items():
         rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items())
-        price = f"${device.price.usd_per_hour:g}/h ({device.price.checked})" if device.price else "no list price"
-        console.say(f"  {kind:12} {device.memory or 'any size':>8}  {rates}; {price}; {device.source}")
+        price = (
+            f"${device.price.usd_per_hour:g}/h ({device.price.checked})"
+            if device.price
+            else "no list price"
+        )
+        console.say(
+            f"  {kind:12} {device.memory or 'any size':>8}  {rates}; {price}; {device.source}"
+        )
     console.answer({"clusters": list(names), "devices": kinds})
 
 

@@ -22,7 +22,9 @@ HELP = "compare runs"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories, two or more")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="run directories, two or more"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -48,8 +50,16 @@ def say(comparison: Versus, console: Console) -> None:
 
 def _say_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> None:
     rows = [
-        (line.what, *(f"{cell} *" if place == line.best else cell for place, cell in enumerate(line.values)))
+        (
+            line.what,
+            *(
+                f"{cell} *" if place == line.best else cell
+                for place, cell in enumerate(line.values)
+            ),
+        )
         for line in lines
     ]
-    for text in table_lines(("", *comparison.names), rows, width=width(), colours=painter(json=console.json)):
+    for text in table_lines(
+        ("", *comparison.names), rows, width=width(), colours=painter(json=console.json)
+    ):
         console.say(text)

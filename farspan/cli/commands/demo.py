@@ -1,4 +1,5 @@
-"""The main job on the built-in corpus, in a few minutes: text, tokens, plan, training, report, index, searches."""
+"""The main job on the built-in corpus, in a few minutes: text, tokens, plan, training, report,
+index, searches."""
 
 from __future__ import annotations
 
@@ -15,11 +16,17 @@ HELP = "the main job on the built-in corpus"
 #: About as large a model as learns the most from this corpus in two minutes on two cores.
 SIZE = "tiny"
 
-QUERIES = ("read a file line by line", "cross entropy loss of a classifier", "wait for several threads to finish")
+QUERIES = (
+    "read a file line by line",
+    "cross entropy loss of a classifier",
+    "wait for several threads to finish",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", metavar="FOLDER", default="runs/demo", help="run directory (default: runs/demo)")
+    parser.add_argument(
+        "--run", metavar="FOLDER", default="runs/demo", help="run directory (default: runs/demo)"
+    )
     parser.add_argument("--time", default="2m", help="time to train for (default: 2m)")
 
 
@@ -54,7 +61,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
             answers.append(search(index, query, 3))
             say_answer(answers[-1], console)
     console.say(f"\nyours now: {command('search', '...', '--run', path)}   report: {folder.report}")
-    console.answer({"run": str(path), "measurement": report.measurement, "index": manifest, "answers": answers})
+    console.answer(
+        {"run": str(path), "measurement": report.measurement, "index": manifest, "answers": answers}
+    )
 
 
 def _free(path: Path) -> Path:

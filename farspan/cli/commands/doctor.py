@@ -1,4 +1,5 @@
-"""What is here, what is missing, and the one command that fixes each finding; with --cluster of all hosts and links."""
+"""What is here, what is missing, and the one command that fixes each finding; with --cluster of all
+hosts and links."""
 
 from __future__ import annotations
 
@@ -24,9 +25,14 @@ HELP = "say what is wrong and how to fix it"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what to look at (default: auto)"
+        "--device",
+        choices=("auto", "cpu", "cuda", "mps"),
+        default="auto",
+        help="what to look at (default: auto)",
     )
-    parser.add_argument("--cluster", metavar="CLUSTER", help="look at every host and link of a cluster file")
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", help="look at every host and link of a cluster file"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -60,9 +66,14 @@ def _cluster(name: str, console: Console) -> None:
     _say_hosts(cluster, examined, console)
     if examined.ways:
         console.say(f"\n{_table(cluster, examined)}\n")
-        console.say(f"from row to column: round trip, bandwidth with {STREAMS[0]} and {STREAMS[1]} streams, interface")
+        console.say(
+            f"from row to column: round trip, bandwidth with {STREAMS[0]} and {STREAMS[1]} "
+            "streams, interface"
+        )
     _say_findings(problems, console)
-    console.answer({**msgspec.to_builtins(examined, str_keys=True), "findings": msgspec.to_builtins(problems)})
+    console.answer(
+        {**msgspec.to_builtins(examined, str_keys=True), "findings": msgspec.to_builtins(problems)}
+    )
 
 
 def _say_hosts(cluster: Cluster, examination: Examination, console: Console) -> None:
@@ -71,11 +82,14 @@ def _say_hosts(cluster: Cluster, examination: Examination, console: Console) -> 
             console.say(f"{host.name:12} cannot be reached")
             continue
         facts = examination.hosts[host.name]
-        packages = ", ".join(f"{name} {version}" for name, version in facts.packages.items() if version)
+        packages = ", ".join(
+            f"{name} {version}" for name, version in facts.packages.items() if version
+        )
         devices = ", ".join(device.kind for device in host.devices)
         console.say(
             f"{host.name:12} Python {facts.python}, {packages or 'no packages'}; {devices}; "
-            f"{counted(facts.cpus, 'core')}, {format_bytes(facts.memory)}, {format_bytes(facts.disk_free)} free on disk"
+            f"{counted(facts.cpus, 'core')}, {format_bytes(facts.memory)}, "
+            f"{format_bytes(facts.disk_free)} free on disk"
         )
         for note in judge(facts.nvidia, facts.wheel, host.name).notes if facts.wheel else ():
             console.say(f"{'note':12} {note}")

@@ -1,4 +1,5 @@
-"""Embed a run's documents with its model into a vector database beside it, and measure how well that finds them."""
+"""Embed a run's documents with its model into a vector database beside it, and measure how well
+that finds them."""
 
 from __future__ import annotations
 
@@ -15,13 +16,19 @@ HELP = "turn the model into a searchable index"
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
     parser.add_argument(
-        "--no-eval", action="store_true",
+        "--no-eval",
+        action="store_true",
         help="do not measure how well it finds documents: searches then answer with bm25",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--to", metavar="FILE", type=Path,
-        help="also write vectors and passages to a .parquet, .jsonl or .npy file,\nfor other databases",
-    )  # fmt: skip
+        "--to",
+        metavar="FILE",
+        type=Path,
+        help=(
+            "also write vectors and passages to a .parquet, .jsonl or .npy file,\nfor other "
+            "databases"
+        ),
+    )
     takes_embedding(parser)
 
 
@@ -36,15 +43,26 @@ def run(given: argparse.Namespace, console: Console) -> None:
         files_of(given.to)
     with Show(console) as show:
         indexed = embed(
-            folder, show, evaluate=not given.no_eval, store=given.store, device=given.device,
+            folder,
+            show,
+            evaluate=not given.no_eval,
+            store=given.store,
+            device=given.device,
             processes=given.processes,
-        )  # fmt: skip
+        )
     if indexed.fitted and indexed.manifest.evaluation is not None:
         console.say(table(indexed.manifest.evaluation))
     if given.to is not None:
-        console.say(f"vectors: {given.to}; commands that load them: {write_vectors(folder, given.to)}")
+        console.say(
+            f"vectors: {given.to}; commands that load them: {write_vectors(folder, given.to)}"
+        )
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
-    console.answer({
-        "run": str(folder.path), "index": str(folder.index), "manifest": indexed.manifest,
-        "embedded": indexed.embedded, "kept": indexed.kept,
-    })  # fmt: skip
+    console.answer(
+        {
+            "run": str(folder.path),
+            "index": str(folder.index),
+            "manifest": indexed.manifest,
+            "embedded": indexed.embedded,
+            "kept": indexed.kept,
+        }
+    )

@@ -1,4 +1,5 @@
-"""Write a run's model as a folder that transformers loads, or its embedder for sentence-transformers."""
+"""Write a run's model as a folder that transformers loads, or its embedder for
+sentence-transformers."""
 
 from __future__ import annotations
 
@@ -13,26 +14,39 @@ HELP = "write the model as a Hugging Face folder"
 #: What loads each format, and how.
 _LOADS = {
     "huggingface": "transformers.AutoModelForCausalLM.from_pretrained({!r})",
-    "sentence-transformers": "sentence_transformers.SentenceTransformer({!r}, trust_remote_code=True)",
+    "sentence-transformers": (
+        "sentence_transformers.SentenceTransformer({!r}, trust_remote_code=True)"
+    ),
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
     parser.add_argument(
-        "--out", metavar="FOLDER", help="folder to write (default: RUN/export, or RUN/sentence-transformers)"
+        "--out",
+        metavar="FOLDER",
+        help="folder to write (default: RUN/export, or RUN/sentence-transformers)",
     )
     parser.add_argument(
-        "--format", choices=tuple(_LOADS), default="huggingface",
-        help="what shall load it; sentence-transformers gets the embedder of the run's index\n(default: huggingface)",
-    )  # fmt: skip
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
+        "--format",
+        choices=tuple(_LOADS),
+        default="huggingface",
+        help=(
+            "what shall load it; sentence-transformers gets the embedder of the run's index\n"
+            "(default: huggingface)"
+        ),
+    )
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     from farspan.app.using import export
 
-    out, step = export(folder, Path(given.out) if given.out else None, dtype=given.dtype, format=given.format)
+    out, step = export(
+        folder, Path(given.out) if given.out else None, dtype=given.dtype, format=given.format
+    )
     console.say(f"wrote {out}; load it with {_LOADS[given.format].format(str(out))}")
     console.answer({"run": str(folder.path), "folder": str(out), "step": step})

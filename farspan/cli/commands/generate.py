@@ -12,14 +12,25 @@ HELP = "let the model write"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", default="", help="what the text begins with (default: nothing)"
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        default="",
+        help="what the text begins with (default: nothing)",
     )
     takes_run(parser, "--run", nargs=None)
-    parser.add_argument("--tokens", type=positive, default=100, help="tokens to write (default: 100)")
     parser.add_argument(
-        "--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token (default: 0.8)"
+        "--tokens", type=positive, default=100, help="tokens to write (default: 100)"
     )
-    parser.add_argument("--top-k", type=positive, default=50, help="tokens to choose from (default: 50)")
+    parser.add_argument(
+        "--temperature",
+        type=not_negative,
+        default=0.8,
+        help="0 takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=positive, default=50, help="tokens to choose from (default: 50)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="what chance follows from (default: 0)")
 
 
@@ -34,7 +45,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.using import generate
 
     text, step = generate(
-        folder, given.prompt, tokens=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed
+        folder,
+        given.prompt,
+        tokens=given.tokens,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        seed=given.seed,
     )
     console.say(given.prompt + text)
     console.answer({"prompt": given.prompt, "text": text, "step": step})

@@ -23,11 +23,13 @@ budget: {{time: {time}}}      # the model and the number of steps are chosen so 
 # train: {{epochs: 2, batch: {{global: 16k tokens}}, precision: auto, schedule: cosine, seed: 0}}
 # parallel: {{workers: 2}}              # processes on this machine
 # checkpoint: {{every: 5m, keep: 3}}
-"""
+"""  # noqa: E501
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="a folder or file of text, pydocs, or hf:NAME[:CONFIG]")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a folder or file of text, pydocs, or hf:NAME[:CONFIG]"
+    )
     parser.add_argument("--out", default="run.yaml", help="file to write (default: run.yaml)")
     parser.add_argument("--time", default="10m", help="time budget to write (default: 10m)")
 
@@ -42,14 +44,24 @@ def run(given: argparse.Namespace, console: Console) -> None:
     out = Path(given.out)
     if out.exists():
         raise Refusal(
-            "run-exists", what="this file exists already", where=out, fact="it is not written over",
-            remedy=f"{command('train', out)}, or: {command('init', given.source, '--out', 'OTHER.yaml')}",
-        )  # fmt: skip
+            "run-exists",
+            what="this file exists already",
+            where=out,
+            fact="it is not written over",
+            remedy=(
+                f"{command('train', out)}, or: "
+                f"{command('init', given.source, '--out', 'OTHER.yaml')}"
+            ),
+        )
     if not out.absolute().parent.is_dir():
         raise missing_path(out.absolute().parent)
     source = open_source(given.source)
     source.fingerprint()
-    name = given.source if given.source.startswith(("hf:", "pydocs")) else str(Path(given.source).expanduser())
+    name = (
+        given.source
+        if given.source.startswith(("hf:", "pydocs"))
+        else str(Path(given.source).expanduser())
+    )
     quoted = yaml.safe_dump(name, width=float("inf")).splitlines()[0]
     write_atomically(out, TEMPLATE.format(source=quoted, time=given.time).encode())
     console.say(f"wrote {out}; next: {command('train', out)}")

@@ -1,4 +1,5 @@
-"""What a run's job has said so far, in the words of `farspan train`; with -f also what it says until it ends."""
+"""What a run's job has said so far, in the words of `farspan train`; with -f also what it says
+until it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ HELP = "show what a run has said so far"
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
-    parser.add_argument("--rank", type=int, metavar="N", help="the log of this worker instead, as it wrote it")
+    parser.add_argument(
+        "--rank", type=int, metavar="N", help="the log of this worker instead, as it wrote it"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -58,9 +61,11 @@ def _worker(folder: RunFolder, rank: int, console: Console, *, follow: bool) -> 
     if not log.exists():
         there = sorted(path.name for path in folder.logs.glob("rank-*.log"))
         raise Refusal(
-            "path-missing", what="this worker has no log here", where=log,
+            "path-missing",
+            what="this worker has no log here",
+            where=log,
             fact=f"there are {', '.join(there)}" if there else "no worker has started yet",
             remedy=command("logs", folder.path),
-        )  # fmt: skip
+        )
     for line in lines(log, lambda: follow and goes_on(folder)):
         console.say(line.decode(errors="replace").removesuffix("\n"))

@@ -25,6 +25,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
         folder, manifest = prepare(load_config(given), show)
     for name, split in (("train", manifest.train), ("val", manifest.val)):
         size = format_bytes(split.text_bytes)
-        console.say(f"{name}: {format_count(split.tokens)} tokens, {counted(split.documents, 'document')}, {size}")
+        console.say(
+            f"{name}: {format_count(split.tokens)} tokens, {counted(split.documents, 'document')}, "
+            f"{size}"
+        )
     console.say(f"in {folder}")
     console.answer({"folder": str(folder), "manifest": msgspec.to_builtins(manifest)})

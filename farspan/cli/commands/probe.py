@@ -1,4 +1,5 @@
-"""Measure a cluster's devices, links and collectives, and write what was found as a cluster file for the planner."""
+"""Measure a cluster's devices, links and collectives, and write what was found as a cluster file
+for the planner."""
 
 from __future__ import annotations
 
@@ -15,11 +16,24 @@ HELP = "measure what a cluster can do"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="a cluster file, or a name of one")
-    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="where to write the measured cluster")
-    parser.add_argument("--model", default="gpt2", help="that is timed: a preset, parameters, a Hugging Face folder or "
-                        "the plan.json of a run (default: gpt2)")  # fmt: skip
-    parser.add_argument("--seq-len", metavar="N", type=int, help="tokens of a sequence (default: the model's context)")
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", required=True, help="a cluster file, or a name of one"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", required=True, help="where to write the measured cluster"
+    )
+    parser.add_argument(
+        "--model",
+        default="gpt2",
+        help="that is timed: a preset, parameters, a Hugging Face folder or "
+        "the plan.json of a run (default: gpt2)",
+    )
+    parser.add_argument(
+        "--seq-len",
+        metavar="N",
+        type=int,
+        help="tokens of a sequence (default: the model's context)",
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -33,5 +47,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             show(update)
 
     with Show(console) as show:
-        measured = probe(given.cluster, Path(given.out), progress, model=given.model, seq_len=given.seq_len)
+        measured = probe(
+            given.cluster, Path(given.out), progress, model=given.model, seq_len=given.seq_len
+        )
     console.answer(to_file(measured))

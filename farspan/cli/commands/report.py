@@ -1,4 +1,5 @@
-"""What a run did: predicted beside measured, the losses, and a page that opens offline; or the results of a bench."""
+"""What a run did: predicted beside measured, the losses, and a page that opens offline; or the
+results of a bench."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ HELP = "show what a run did, or what a bench measured"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
-    parser.add_argument("--predicted", action="store_true", help="of a bench: the predictions, not what was measured")
+    parser.add_argument(
+        "--predicted",
+        action="store_true",
+        help="of a bench: the predictions, not what was measured",
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -30,10 +35,19 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.say(f"{report}\n")
     if report.compared is not None:
         for line in timeline(report.compared, width()):
-            console.say("".join(paint(text, tint, painter(json=console.json)) for text, tint in line).rstrip())
+            console.say(
+                "".join(
+                    paint(text, tint, painter(json=console.json)) for text, tint in line
+                ).rstrip()
+            )
         console.say()
     console.say(f"page: {report.page}")
     compared = {"compared": report.compared} if report.compared is not None else {}
-    console.answer({
-        "run": str(report.run.folder), "page": str(report.page), "measurement": report.measurement, **compared,
-    })  # fmt: skip
+    console.answer(
+        {
+            "run": str(report.run.folder),
+            "page": str(report.page),
+            "measurement": report.measurement,
+            **compared,
+        }
+    )

@@ -19,24 +19,40 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="run the commands of its cluster.json also where you did not make the run here",
     )
     parser.add_argument(
-        "--cluster", metavar="CLUSTER", help="go on there: a cluster file, a name of `farspan cluster list`, or `here`"
+        "--cluster",
+        metavar="CLUSTER",
+        help="go on there: a cluster file, a name of `farspan cluster list`, or `here`",
     )
-    parser.add_argument("--technique", metavar="NAME", help="go on by this technique (default: the best of the exact)")
+    parser.add_argument(
+        "--technique",
+        metavar="NAME",
+        help="go on by this technique (default: the best of the exact)",
+    )
     takes_detach(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     if given.detach:
-        options = [word for name in ("cluster", "technique") if (value := getattr(given, name))
-                   for word in (f"--{name}", value)]  # fmt: skip
-        detached(["resume", folder.path, *(["--trust"] if given.trust else []), *options], folder, console)
+        options = [
+            word
+            for name in ("cluster", "technique")
+            if (value := getattr(given, name))
+            for word in (f"--{name}", value)
+        ]
+        detached(
+            ["resume", folder.path, *(["--trust"] if given.trust else []), *options],
+            folder,
+            console,
+        )
         return
     from farspan.app.training import resume
     from farspan.cli.report_text import say_result
     from farspan.cli.show import Show
 
     with Show(console) as show:
-        report = resume(folder, show, trust=given.trust, cluster=given.cluster, technique=given.technique)
+        report = resume(
+            folder, show, trust=given.trust, cluster=given.cluster, technique=given.technique
+        )
     say_result(report, console)
     console.answer({"run": str(folder.path), "measurement": report.measurement})

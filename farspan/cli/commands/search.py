@@ -16,13 +16,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser, "--run", nargs=None)
     parser.add_argument("-k", type=positive, default=5, help="results to show (default: 5)")
     parser.add_argument(
-        "--system", choices=("bm25", "model", "fused", "reranked"), help="search this way, whatever was measured"
+        "--system",
+        choices=("bm25", "model", "fused", "reranked"),
+        help="search this way, whatever was measured",
     )
     parser.add_argument(
-        "--where", metavar="FIELD=VALUE", type=_equation, action="append", default=[],
+        "--where",
+        metavar="FIELD=VALUE",
+        type=_equation,
+        action="append",
+        default=[],
         help="only documents with this value in this field, such as title or a column of the text",
-    )  # fmt: skip
-    parser.add_argument("--eval", action="store_true", help="show how well each way of searching was measured to do")
+    )
+    parser.add_argument(
+        "--eval", action="store_true", help="show how well each way of searching was measured to do"
+    )
 
 
 def _equation(text: str) -> tuple[str, str]:
@@ -46,11 +54,18 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
         manifest = read_manifest(folder.index, command("embed", folder.path))
         evaluation = manifest.evaluation
-        console.say(table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}")
+        console.say(
+            table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}"
+        )
         console.answer({"run": str(folder.path), "evaluation": evaluation})
         return
     answer = search(
-        folder, given.query, given.k, given.system, dict(given.where), lambda update: console.say(str(update))
+        folder,
+        given.query,
+        given.k,
+        given.system,
+        dict(given.where),
+        lambda update: console.say(str(update)),
     )
     say_answer(answer, console)
     console.answer({"run": str(folder.path), "answer": answer})

@@ -1,4 +1,5 @@
-"""Choose technique and machines by evidence: predict every plan, run the close ones for a few steps, keep the best.
+"""Choose technique and machines by evidence: predict every plan, run the close ones for a few
+steps, keep the best.
 
 `--algorithm paper` is Algorithm 1 of arXiv 2602.02632 as printed, for two machines.
 """
@@ -35,7 +36,9 @@ OWN = "farspan"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_config(parser)
-    parser.add_argument("--algorithm", default=OWN, metavar="NAME", help=f"{OWN}, or paper (default: {OWN})")
+    parser.add_argument(
+        "--algorithm", default=OWN, metavar="NAME", help=f"{OWN}, or paper (default: {OWN})"
+    )
     parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
     parser.add_argument(
         "--tolerance",
@@ -46,14 +49,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="TIME",
-        help="for all trials: none begins when it is spent (default: 3 %% of the predicted run, 1m at least)",
+        help=(
+            "for all trials: none begins when it is spent (default: 3 %% of the predicted run, "
+            "1m at least)"
+        ),
     )
-    parser.add_argument("--again", action="store_true", help="make trials that were made on this cluster before again")
-    paper = parser.add_argument_group("--algorithm paper")
-    paper.add_argument("--epsilon", metavar="N", help="of every plan: '20 steps', '2 epochs' (default: 10 steps)")
-    paper.add_argument("--delta", type=float, help="share by which the better must be better (default: 0.1)")
     parser.add_argument(
-        "-o", "--out", metavar="PLAN.JSON", type=Path, help="where to write the plan (default: plan.json)"
+        "--again",
+        action="store_true",
+        help="make trials that were made on this cluster before again",
+    )
+    paper = parser.add_argument_group("--algorithm paper")
+    paper.add_argument(
+        "--epsilon", metavar="N", help="of every plan: '20 steps', '2 epochs' (default: 10 steps)"
+    )
+    paper.add_argument(
+        "--delta", type=float, help="share by which the better must be better (default: 0.1)"
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        metavar="PLAN.JSON",
+        type=Path,
+        help="where to write the plan (default: plan.json)",
     )
 
 
@@ -66,10 +84,16 @@ def run(given: argparse.Namespace, console: Console) -> None:
     refuse_file(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
     other = None if given.algorithm == OWN else algorithm(given.algorithm)
     if other is not None or (given.epsilon, given.delta) != (None, None):
-        (other or algorithm("paper")).check(given)  # Wrong values are refused also where nothing reads them.
+        (other or algorithm("paper")).check(
+            given
+        )  # Wrong values are refused also where nothing reads them.
     if not 0 <= given.tolerance <= 10:
-        raise _refused("--tolerance", given.tolerance, "it lies between 0 and 10", f"--tolerance {TOLERANCE}")
-    budget_s = None if given.budget is None else positive(parse_seconds, given.budget, "--budget", "2m")
+        raise _refused(
+            "--tolerance", given.tolerance, "it lies between 0 and 10", f"--tolerance {TOLERANCE}"
+        )
+    budget_s = (
+        None if given.budget is None else positive(parse_seconds, given.budget, "--budget", "2m")
+    )
     parallel = config.parallel
     if given.objective:
         parallel = msgspec.structs.replace(parallel, objective=given.objective)
@@ -80,7 +104,13 @@ def run(given: argparse.Namespace, console: Console) -> None:
         return console.answer({**answer, **_write(plan, resolved, given, out, console)})
     with Show(console) as show:
         selection = choosing.choose(
-            resolved, parallel, show, paying=False, budget_s=budget_s, tolerance=given.tolerance, again=given.again
+            resolved,
+            parallel,
+            show,
+            paying=False,
+            budget_s=budget_s,
+            tolerance=given.tolerance,
+            again=given.again,
         )
     ranking = selection.ranking
     console.say()
@@ -95,15 +125,19 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
 
 def algorithm(name: str) -> ModuleType:
-    """Another package's way to choose: a module with `check(given)`, which refuses wrong arguments, and
-    `select(given, resolved, asked, console)`, which returns the plan and what `--json` has of it."""
+    """Another package's way to choose: a module with `check(given)`, which refuses wrong arguments,
+    and `select(given, resolved, asked, console)`, which returns the plan and what `--json` has of
+    it."""
     algorithms = extensions("algorithms")
     if name not in algorithms:
         known = ", ".join((OWN, *algorithms))
         raise Refusal(
-            "usage", what=f"there is no algorithm {name!r}", where="--algorithm", fact=f"known: {known}",
+            "usage",
+            what=f"there is no algorithm {name!r}",
+            where="--algorithm",
+            fact=f"known: {known}",
             remedy=f"--algorithm {nearest(name, (OWN, *algorithms)) or OWN}",
-        )  # fmt: skip
+        )
     module: ModuleType = algorithms[name].load()
     return module
 
@@ -116,20 +150,32 @@ def as_json(selection: Selection) -> dict[str, Any]:
     ranking = selection.ranking
     return {
         "candidates": [
-            {**pricing.as_json(listed, ranking.cluster), "trial": None if isinstance(listed, Refused) else listed.trial}
+            {
+                **pricing.as_json(listed, ranking.cluster),
+                "trial": None if isinstance(listed, Refused) else listed.trial,
+            }
             for listed in ranking.listed
         ],
         "chosen": ranking.chosen,
         "tried": [
-            {"technique": candidate.technique, "where": candidate.where,
-             "predicted_s": candidate.estimate.step_s, "trial": trial}
+            {
+                "technique": candidate.technique,
+                "where": candidate.where,
+                "predicted_s": candidate.estimate.step_s,
+                "trial": trial,
+            }
             for candidate, trial in selection.tried
         ],
-        "spent_s": selection.spent_s, "budget_s": selection.budget_s, "ended": selection.ended, "why": why(selection),
-    }  # fmt: skip
+        "spent_s": selection.spent_s,
+        "budget_s": selection.budget_s,
+        "ended": selection.ended,
+        "why": why(selection),
+    }
 
 
-def _write(plan: Plan, resolved: Resolved, given: argparse.Namespace, out: Path, console: Console) -> dict[str, Any]:
+def _write(
+    plan: Plan, resolved: Resolved, given: argparse.Namespace, out: Path, console: Console
+) -> dict[str, Any]:
     from farspan.app.plans import write_plan
 
     write_plan(plan, resolved.cluster, out)
@@ -138,4 +184,10 @@ def _write(plan: Plan, resolved: Resolved, given: argparse.Namespace, out: Path,
 
 
 def _refused(flag: str, value: object, fact: str, remedy: str) -> Refusal:
-    return Refusal("out-of-range", what=f"{flag} = {value} cannot be used", where=flag, fact=fact, remedy=remedy)
+    return Refusal(
+        "out-of-range",
+        what=f"{flag} = {value} cannot be used",
+        where=flag,
+        fact=fact,
+        remedy=remedy,
+    )

@@ -1,4 +1,5 @@
-"""Serve a run's index: a page to search in, and an API for programs, with vectors in OpenAI's form."""
+"""Serve a run's index: a page to search in, and an API for programs, with vectors in OpenAI's
+form."""
 
 from __future__ import annotations
 
@@ -12,9 +13,17 @@ HELP = "search the documents in a browser, and an API"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine)")
-    parser.add_argument("--port", type=_port, default=8000, help="port to listen on, 0 for any (default: 8000)")
-    parser.add_argument("--token", help="who asks must know it; others on the network need one (or $FARSPAN_TOKEN)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at (default: 127.0.0.1, this machine)",
+    )
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="port to listen on, 0 for any (default: 8000)"
+    )
+    parser.add_argument(
+        "--token", help="who asks must know it; others on the network need one (or $FARSPAN_TOKEN)"
+    )
 
 
 def _port(text: str) -> int:
@@ -27,5 +36,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     from farspan.app.serving import serve
 
-    serve(folder, lambda update: console.say(str(update)), host=given.host, port=given.port, token=given.token)
+    serve(
+        folder,
+        lambda update: console.say(str(update)),
+        host=given.host,
+        port=given.port,
+        token=given.token,
+    )
     console.answer({"run": str(folder.path)})

@@ -1,4 +1,5 @@
-"""Whether runs go on or how they ended, and how far they are: a line each, or all of one that is named."""
+"""Whether runs go on or how they ended, and how far they are: a line each, or all of one that is
+named."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ HELP = "show whether runs go on, and how far they are"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="run directories (default: all under runs/)")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="*", help="run directories (default: all under runs/)"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:

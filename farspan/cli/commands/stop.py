@@ -13,8 +13,12 @@ HELP = "let a run save and end"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
-    parser.add_argument("--now", action="store_true", help="end at once: what is not saved by now is lost")
-    parser.add_argument("--timeout", default="10m", help="wait for the end for so long (default: 10m)")
+    parser.add_argument(
+        "--now", action="store_true", help="end at once: what is not saved by now is lost"
+    )
+    parser.add_argument(
+        "--timeout", default="10m", help="wait for the end for so long (default: 10m)"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:

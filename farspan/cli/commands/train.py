@@ -18,8 +18,12 @@ HELP = "train a model as run.yaml says"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_config(parser)
-    parser.add_argument("--run", metavar="FOLDER", help="run directory to make (default: runs/NAME)")
-    parser.add_argument("--plan", metavar="PLAN.JSON", type=Path, help="run this plan, of farspan plan RUN.YAML -o")
+    parser.add_argument(
+        "--run", metavar="FOLDER", help="run directory to make (default: runs/NAME)"
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN.JSON", type=Path, help="run this plan, of farspan plan RUN.YAML -o"
+    )
     takes_detach(parser)
 
 
@@ -41,7 +45,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
         if given.plan is None:
             folder = training.start(path, config, show)
         else:
-            folder = training.make(path, config, planned_before(given.plan, config, given.config, show), show)
+            folder = training.make(
+                path, config, planned_before(given.plan, config, given.config, show), show
+            )
         report = training.train(folder, show)
     say_result(report, console)
     console.answer({"run": str(path), "measurement": report.measurement})

@@ -1,4 +1,5 @@
-"""Fit the vectors of a run's index to its text, and show how well they find documents before and after."""
+"""Fit the vectors of a run's index to its text, and show how well they find documents before and
+after."""
 
 from __future__ import annotations
 
@@ -15,11 +16,16 @@ HELP = "fit the search to your text, and judge it by your queries"
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
     parser.add_argument(
-        "--queries", metavar="FILE", type=Path,
+        "--queries",
+        metavar="FILE",
+        type=Path,
         help='queries of your own, to judge by too: lines as {"_id": "q1", "text": "..."}',
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--qrels", metavar="FILE", type=Path, help="the documents that answer them: lines as q1 <tab> TITLE <tab> 1"
+        "--qrels",
+        metavar="FILE",
+        type=Path,
+        help="the documents that answer them: lines as q1 <tab> TITLE <tab> 1",
     )
     takes_embedding(parser)
 
@@ -33,11 +39,19 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     with Show(console) as show:
         indexed = embed(
-            folder, show, store=given.store, device=given.device, processes=given.processes, tune=True,
-            queries=given.queries, qrels=given.qrels,
-        )  # fmt: skip
+            folder,
+            show,
+            store=given.store,
+            device=given.device,
+            processes=given.processes,
+            tune=True,
+            queries=given.queries,
+            qrels=given.qrels,
+        )
     manifest = indexed.manifest
     evaluation = manifest.evaluation
-    console.say(table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}")
+    console.say(
+        table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}"
+    )
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
     console.answer({"run": str(folder.path), "index": str(folder.index), "manifest": manifest})

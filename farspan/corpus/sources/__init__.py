@@ -1,7 +1,8 @@
 """Where documents come from. One file a source, and the file's name is its registration.
 
-A source module offers `open_source(location) -> Source`; a run.yaml names it as `NAME` or `NAME:LOCATION` (`hf:` is
-short for `huggingface:`). Anything else is a path, read by `folder`. Listing sources imports none of them.
+A source module offers `open_source(location) -> Source`; a run.yaml names it as `NAME` or
+`NAME:LOCATION` (`hf:` is short for `huggingface:`). Anything else is a path, read by `folder`.
+Listing sources imports none of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from farspan.domain.corpus import Document, Skipped
 
 
 class Source(Protocol):
-    """A stream of documents, the same in the same order every time while `fingerprint` stays the same."""
+    """A stream of documents, the same in the same order every time while `fingerprint` stays the
+    same."""
 
     #: Size of what will be read, for the disk check; 0 when it cannot be known before reading.
     size_bytes: int
@@ -24,14 +26,17 @@ class Source(Protocol):
     skipped: list[Skipped]
 
     def fingerprint(self) -> str:
-        """A cheap word for the present content, such as a hash of paths, sizes and times; reads no text."""
+        """A cheap word for the present content, such as a hash of paths, sizes and times; reads no
+        text."""
 
     def documents(self) -> Iterator[Document]: ...
 
 
 def available() -> list[str]:
     """Names of the sources there are, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return sorted(
+        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    )
 
 
 def open_source(spec: str) -> Source:

@@ -1,4 +1,5 @@
-"""A folder of text files, or one file: .txt .md .rst .html .jsonl(.gz|.zst) .parquet, and .pdf with pypdf installed."""
+"""A folder of text files, or one file: .txt .md .rst .html .jsonl(.gz|.zst) .parquet, and .pdf with
+pypdf installed."""
 
 from __future__ import annotations
 
@@ -24,31 +25,45 @@ TEXT_FIELDS = ("text", "content", "body")
 #: Libraries that a kind of file needs, and the extra that installs them.
 _NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}
 _OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": open_zst}
-#: What a file in another encoding begins with. The longer marks come first: one begins like a shorter one.
+#: What a file in another encoding begins with. The longer marks come first: one begins like a
+#: shorter one.
 _MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
-}  # fmt: skip
-#: Kinds of files that came to be read in another way: what the same file held before is not what it holds now.
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+#: Kinds of files that came to be read in another way: what the same file held before is not what it
+#: holds now.
 _READ_AS = {".pdf": "pages", ".html": "headings", ".htm": "headings"}
 _UNPACK = {".gz": "gzip -d", ".zst": "zstd -d --rm"}
-_HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE)
+_HEADING = re.compile(
+    r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE
+)
 #: YAML at the top of a Markdown file; it begins with a key, which text between two rules does not.
-_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=(?:#.*\n)*[\w-]+[ \t]*:)((?s:.*?))^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
+_FRONT_MATTER = re.compile(
+    r"\A---[ \t]*\n(?=(?:#.*\n)*[\w-]+[ \t]*:)((?s:.*?))^(?:---|\.\.\.)[ \t]*$", re.MULTILINE
+)
 #: A title on one line; `>` and `|` begin one of several lines.
 _FRONT_TITLE = re.compile(r"^title[ \t]*:[ \t]*([^\s>|].*?)[ \t]*$", re.MULTILINE)
 
 
 def open_source(location: str) -> Folder:
-    """The files under `location`; refuses a path that does not exist or has no file that can be read."""
+    """The files under `location`; refuses a path that does not exist or has no file that can be
+    read."""
     try:
         path = Path(location).expanduser()
     except RuntimeError:
         raise Refusal(
-            "path-missing", what="there is no such home folder", where=location,
-            fact="a path that begins with ~NAME lies in the home folder of a user, and none has this name",
+            "path-missing",
+            what="there is no such home folder",
+            where=location,
+            fact=(
+                "a path that begins with ~NAME lies in the home folder of a user, and none has "
+                "this name"
+            ),
             remedy=f"use ~/{location[1:]}, in your own home folder, or the whole path",
-        ) from None  # fmt: skip
+        ) from None
     if not path.exists():
         raise missing_path(path)
     return Folder(path)
@@ -106,27 +121,37 @@ class Folder:
         except Exception as error:  # readers of damaged files raise anything
             if suffix != ".pdf":
                 raise Refusal(
-                    "source-unreadable", what="the file cannot be read as what its name says", where=file,
-                    fact=" ".join(str(error).split())[:300], remedy=f"take it out of the folder: mv '{file}' /tmp/",
-                ) from None  # fmt: skip
+                    "source-unreadable",
+                    what="the file cannot be read as what its name says",
+                    where=file,
+                    fact=" ".join(str(error).split())[:300],
+                    remedy=f"take it out of the folder: mv '{file}' /tmp/",
+                ) from None
             self.skipped.append(Skipped.file(file, f"not a PDF that can be read ({error})"))
         else:
             if empty:
-                self.skipped.append(Skipped.file(file, "no text in it" + (" (a scan?)" if suffix == ".pdf" else "")))
+                self.skipped.append(
+                    Skipped.file(file, "no text in it" + (" (a scan?)" if suffix == ".pdf" else ""))
+                )
 
     def _nothing(self, counts: Counter[str]) -> Refusal:
-        kinds = ", ".join(f"{number} {suffix or '(none)'}" for suffix, number in counts.most_common(8)) or "nothing"
+        kinds = (
+            ", ".join(f"{number} {suffix or '(none)'}" for suffix, number in counts.most_common(8))
+            or "nothing"
+        )
         remedy = next((self._missing[suffix] for suffix in counts if suffix in self._missing), None)
         return Refusal(
             "extra-missing" if remedy else "no-documents",
-            what="there is no file here that can be read", where=self.path,
+            what="there is no file here that can be read",
+            where=self.path,
             fact=f"it holds {kinds}; farspan reads {' '.join(_READERS)}",
             remedy=remedy or f"name a folder with such files: ls {self.path.absolute().parent}",
-        )  # fmt: skip
+        )
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    """Files under `path` in sorted order, a folder's at a time, so that memory does not grow with their number."""
+    """Files under `path` in sorted order, a folder's at a time, so that memory does not grow with
+    their number."""
     if path.is_file():
         yield path
         return
@@ -151,7 +176,8 @@ def _missing_extra(suffix: str) -> str | None:
 
 
 def _mending(file: Path, command: str) -> str:
-    """A command that mends a text file; of a packed one the command that unpacks it, which comes first."""
+    """A command that mends a text file; of a packed one the command that unpacks it, which comes
+    first."""
     unpack = _UNPACK.get(file.suffix.lower())
     return f"{unpack} '{file}'" if unpack else command
 
@@ -161,23 +187,31 @@ def _open(file: Path) -> Any:
 
 
 def _lines(file: Path, most: int = -1) -> Iterator[str]:
-    """Lines of a text file, those beyond `most` bytes in pieces; refuses what is not UTF-8, at its first bad byte."""
+    """Lines of a text file, those beyond `most` bytes in pieces; refuses what is not UTF-8, at its
+    first bad byte."""
     with _open(file) as stream:
         try:
             yield from codecs.iterdecode(iter(partial(stream.readline, most), b""), "utf-8")
         except UnicodeDecodeError as error:
             encoding = _encoding(file)
-            convert = f"iconv -f {encoding} -t utf-8 -o '{file}.utf8' '{file}' && mv '{file}.utf8' '{file}'"
+            convert = (
+                f"iconv -f {encoding} -t utf-8 -o '{file}.utf8' '{file}' && mv '{file}.utf8' "
+                f"'{file}'"
+            )
             raise Refusal(
-                "not-utf8", what="the file is not UTF-8 text",
+                "not-utf8",
+                what="the file is not UTF-8 text",
                 where=f"{file}, byte {stream.tell() - len(error.object) + error.start}",
                 fact=f"byte 0x{error.object[error.start]:02x} there: {error.reason}",
-                remedy=_mending(file, convert) if encoding else f"take it out of the folder: mv '{file}' /tmp/",
-            ) from None  # fmt: skip
+                remedy=_mending(file, convert)
+                if encoding
+                else f"take it out of the folder: mv '{file}' /tmp/",
+            ) from None
 
 
 def _encoding(file: Path) -> str | None:
-    """What a file that is not UTF-8 may be written in, by its beginning; None for NUL bytes, which no text has."""
+    """What a file that is not UTF-8 may be written in, by its beginning; None for NUL bytes, which
+    no text has."""
     with _open(file) as stream:
         head = stream.read(PART_CHARS)
     for mark, encoding in _MARKS.items():
@@ -195,12 +229,15 @@ def _plain(file: Path) -> Iterator[Document]:
         if number == 1 and file.suffix.lower() != ".txt":
             # Headings are looked for between Unix line ends, and not behind a byte-order mark.
             title = _heading(clean(text), file.suffix.lower()) or title
-        yield Document(title=numbered(title, number), text=text, origin=str(file), line=line, page=page)
+        yield Document(
+            title=numbered(title, number), text=text, origin=str(file), line=line, page=page
+        )
         line, page = line + text.count("\n"), page and page + text.count("\f")
 
 
 def _heading(text: str, suffix: str) -> str:
-    """The title in a Markdown file's front matter, else the first heading behind that; empty without either."""
+    """The title in a Markdown file's front matter, else the first heading behind that; empty
+    without either."""
     front = _FRONT_MATTER.match(text) if suffix == ".md" else None
     if front and (named := _FRONT_TITLE.search(front[1])) and (title := _unquoted(named[1])):
         return title
@@ -224,7 +261,9 @@ def _jsonl(file: Path) -> Iterator[Document]:
     """An object a line; its text is in the field `text`, `content` or `body`."""
     for number, line in enumerate(_lines(file), 1):
         if number == 1:
-            line = line.removeprefix("\ufeff")  # some editors begin a file with a byte-order mark; JSON has none
+            line = line.removeprefix(
+                "\ufeff"
+            )  # some editors begin a file with a byte-order mark; JSON has none
         if line.strip():
             try:
                 row = json.loads(line)
@@ -232,24 +271,37 @@ def _jsonl(file: Path) -> Iterator[Document]:
                     raise ValueError(f"{type(row).__name__} where an object should be")
             except (ValueError, RecursionError) as error:
                 raise Refusal(
-                    "source-unreadable", what="the line is not a JSON object", where=f"{file}:{number}",
-                    fact=str(error), remedy=_mending(file, f"sed -i.bak '{number}d' '{file}'"),
-                ) from None  # fmt: skip
+                    "source-unreadable",
+                    what="the line is not a JSON object",
+                    where=f"{file}:{number}",
+                    fact=str(error),
+                    remedy=_mending(file, f"sed -i.bak '{number}d' '{file}'"),
+                ) from None
             yield row_document(row, f"{file}:{number}", file.stem)
 
 
 def row_document(row: dict[str, Any], origin: str, name: str) -> Document:
-    """A table row as a document: text column, title, every other scalar as metadata; refuses a row without text."""
+    """A table row as a document: text column, title, every other scalar as metadata; refuses a row
+    without text."""
     field = next((field for field in TEXT_FIELDS if isinstance(row.get(field), str)), None)
     if field is None:
         raise Refusal(
-            "source-unreadable", what="the row has no known column of text", where=origin,
-            fact=f"its columns are {', '.join(map(str, row)) or 'none'}; farspan looks for {', '.join(TEXT_FIELDS)}",
+            "source-unreadable",
+            what="the row has no known column of text",
+            where=origin,
+            fact=(
+                f"its columns are {', '.join(map(str, row)) or 'none'}; farspan looks for "
+                f"{', '.join(TEXT_FIELDS)}"
+            ),
             remedy=f"rename the column that holds the text to {TEXT_FIELDS[0]!r}",
-        )  # fmt: skip
+        )
     rest = {key: value for key, value in row.items() if key not in (field, "title")}
-    metadata = {str(key): str(value) for key, value in rest.items() if isinstance(value, str | int | float)}
-    return Document(title=str(row.get("title") or name), text=row[field], origin=origin, metadata=metadata)
+    metadata = {
+        str(key): str(value) for key, value in rest.items() if isinstance(value, str | int | float)
+    }
+    return Document(
+        title=str(row.get("title") or name), text=row[field], origin=origin, metadata=metadata
+    )
 
 
 def _parquet(file: Path) -> Iterator[Document]:
@@ -270,6 +322,14 @@ def _pdf(file: Path) -> Iterator[Document]:
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
-    ".txt": _plain, ".md": _plain, ".rst": _plain, ".html": _html, ".htm": _html, ".jsonl": _jsonl,
-    ".jsonl.gz": _jsonl, ".jsonl.zst": _jsonl, ".parquet": _parquet, ".pdf": _pdf,
-}  # fmt: skip
+    ".txt": _plain,
+    ".md": _plain,
+    ".rst": _plain,
+    ".html": _html,
+    ".htm": _html,
+    ".jsonl": _jsonl,
+    ".jsonl.gz": _jsonl,
+    ".jsonl.zst": _jsonl,
+    ".parquet": _parquet,
+    ".pdf": _pdf,
+}

@@ -1,4 +1,5 @@
-"""A Hugging Face dataset, streamed: `hf:NAME[:CONFIG]` from the hub, `hf:/path/to/folder` from disk."""
+"""A Hugging Face dataset, streamed: `hf:NAME[:CONFIG]` from the hub, `hf:/path/to/folder` from
+disk."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ from farspan.domain.problems import Refusal
 
 
 def open_source(location: str) -> HuggingFace:
-    """The training split of a dataset; refuses when `datasets` is not installed or a local folder is not there."""
+    """The training split of a dataset; refuses when `datasets` is not installed or a local folder
+    is not there."""
     if importlib.util.find_spec("datasets") is None:
         raise Refusal(
-            "extra-missing", what="reading Hugging Face datasets needs a library that is not installed",
-            where=f"hf:{location}", fact="there is no module named datasets", remedy="pip install 'farspan[hf]'",
-        )  # fmt: skip
+            "extra-missing",
+            what="reading Hugging Face datasets needs a library that is not installed",
+            where=f"hf:{location}",
+            fact="there is no module named datasets",
+            remedy="pip install 'farspan[hf]'",
+        )
     name, _, config = location.partition(":")
     local = Path(name).expanduser() if name.startswith((".", "/", "~")) else None
     if local and not local.exists():
@@ -29,17 +34,28 @@ def open_source(location: str) -> HuggingFace:
 
 
 class HuggingFace:
-    """Rows of the `train` split, or of the only one. A hub dataset is taken to be the same as long as its name is."""
+    """Rows of the `train` split, or of the only one. A hub dataset is taken to be the same as long
+    as its name is."""
 
     def __init__(self, name: str, config: str | None) -> None:
         self.name, self.config = name, config
         self.skipped: list[Skipped] = []
-        local = sorted(path for path in Path(name).rglob("*") if path.is_file()) if Path(name).is_dir() else []
+        local = (
+            sorted(path for path in Path(name).rglob("*") if path.is_file())
+            if Path(name).is_dir()
+            else []
+        )
         self._stats = [(str(path), path.stat()) for path in local]
         self.size_bytes = sum(stat.st_size for _, stat in self._stats)
 
     def fingerprint(self) -> str:
-        return repr((self.name, self.config, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in self._stats]))
+        return repr(
+            (
+                self.name,
+                self.config,
+                [(path, stat.st_size, stat.st_mtime_ns) for path, stat in self._stats],
+            )
+        )
 
     def documents(self) -> Iterator[Document]:
         for number, row in enumerate(self._rows()):
@@ -50,7 +66,9 @@ class HuggingFace:
 
         fault = None
         try:
-            if (Path(self.name) / "dataset_info.json").exists() or (Path(self.name) / "dataset_dict.json").exists():
+            if (Path(self.name) / "dataset_info.json").exists() or (
+                Path(self.name) / "dataset_dict.json"
+            ).exists():
                 splits = datasets.load_from_disk(self.name)
             elif Path(self.name).exists():
                 splits = datasets.load_dataset(self.name, self.config, streaming=True)
@@ -61,9 +79,16 @@ class HuggingFace:
             yield from by_name["train"] if "train" in by_name else next(iter(by_name.values()))
         except ImportError:
             raise
-        except Exception as error:  # The library passes on what those below it raise, as of a proxy that refuses.
+        except (
+            Exception
+        ) as error:  # The library passes on what those below it raise, as of a proxy that refuses.
             raise Refusal(
-                "source-unreadable", what="the dataset cannot be read", where=f"hf:{self.name}",
+                "source-unreadable",
+                what="the dataset cannot be read",
+                where=f"hf:{self.name}",
                 fact=fault or " ".join(str(error).split())[:300],
-                remedy=f"where the hub can be reached: hf download --repo-type dataset {self.name} --local-dir DIR",
-            ) from None  # fmt: skip
+                remedy=(
+                    f"where the hub can be reached: hf download --repo-type dataset {self.name} "
+                    "--local-dir DIR"
+                ),
+            ) from None

@@ -1,7 +1,9 @@
-"""Documentation that lies on every machine: `pydoc_data.topics`, docstrings of the standard library and of torch.
+"""Documentation that lies on every machine: `pydoc_data.topics`, docstrings of the standard library
+and of torch.
 
-Sources are parsed, never run; only modules without Python source (`math`, `builtins`) are imported for their
-docstrings. One document a topic, module, class and function, titled by the name a user would import it under.
+Sources are parsed, never run; only modules without Python source (`math`, `builtins`) are imported
+for their docstrings. One document a topic, module, class and function, titled by the name a user
+would import it under.
 """
 
 from __future__ import annotations
@@ -22,9 +24,21 @@ from pathlib import Path
 from farspan.corpus.processes import spawned
 from farspan.domain.corpus import Document, Skipped
 
-#: Not documentation, or not fit to be read: test suites, generated code, the internals of torch's compilers.
-_LEFT_OUT = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "site-packages", "dist-packages", "__pycache__",
-             "_internal", "antigravity.py", "this.py"}  # fmt: skip
+#: Not documentation, or not fit to be read: test suites, generated code, the internals of torch's
+#: compilers.
+_LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "turtledemo",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "_internal",
+    "antigravity.py",
+    "this.py",
+}
 _Pairs = list[tuple[str, str]]
 
 
@@ -72,20 +86,26 @@ def _docstrings() -> dict[str, str]:
 
 
 def _files() -> Iterator[tuple[str, str]]:
-    """(path, module name) of every Python file; stubs first, since torch's carry the filled-in texts."""
+    """(path, module name) of every Python file; stubs first, since torch's carry the filled-in
+    texts."""
     roots = [(Path(sysconfig.get_path("stdlib")), "")]
     if (torch := importlib.util.find_spec("torch")) and torch.origin:
         roots.append((Path(torch.origin).parent, "torch"))
     for root, package in roots:
-        for path in sorted([*root.rglob("*.py"), *root.rglob("*.pyi")], key=lambda p: (p.suffix != ".pyi", p)):
+        for path in sorted(
+            [*root.rglob("*.py"), *root.rglob("*.pyi")], key=lambda p: (p.suffix != ".pyi", p)
+        ):
             parts = path.relative_to(root).with_suffix("").parts
             names = [part for part in (package, *parts) if part not in ("", "__init__")]
-            if not _LEFT_OUT & {*path.relative_to(root).parts} and (package or parts[0] in sys.stdlib_module_names):
+            if not _LEFT_OUT & {*path.relative_to(root).parts} and (
+                package or parts[0] in sys.stdlib_module_names
+            ):
                 yield str(path), ".".join(names)
 
 
 def _parse(path: str, module: str) -> tuple[_Pairs, _Pairs]:
-    """What a file documents, as (qualified name, docstring), and what it imports, as (name there, name here)."""
+    """What a file documents, as (qualified name, docstring), and what it imports, as (name there,
+    name here)."""
     with warnings.catch_warnings(action="ignore"):
         try:
             tree = ast.parse(Path(path).read_bytes())
@@ -96,7 +116,8 @@ def _parse(path: str, module: str) -> tuple[_Pairs, _Pairs]:
 
 
 def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """(qualified name, docstring) of a module, class or function and of all that its top level defines."""
+    """(qualified name, docstring) of a module, class or function and of all that its top level
+    defines."""
     if text := ast.get_docstring(node, clean=False):  # type: ignore[arg-type]
         yield name, text
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -109,31 +130,46 @@ def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[str, str]]:
-    """`f.__doc__ = x`; torch's `add_docstr(torch.abs, x)`, `add_docstr_all("abs", x)`, `f = _add_docstr(…)`."""
+    """`f.__doc__ = x`; torch's `add_docstr(torch.abs, x)`, `add_docstr_all("abs", x)`, `f =
+    _add_docstr(…)`."""
     value = statement.value
     target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
-    if isinstance(value, ast.Call) and "add_docstr" in ast.unparse(value.func) and len(value.args) > 1:
+    if (
+        isinstance(value, ast.Call)
+        and "add_docstr" in ast.unparse(value.func)
+        and len(value.args) > 1
+    ):
         subject, value = value.args[0], value.args[1]
         if target:
             name = f"{module}.{target}"
         else:
-            name = f"torch.Tensor.{subject.value!s}" if isinstance(subject, ast.Constant) else ast.unparse(subject)
+            name = (
+                f"torch.Tensor.{subject.value!s}"
+                if isinstance(subject, ast.Constant)
+                else ast.unparse(subject)
+            )
     elif target.endswith(".__doc__"):
         name = f"{module}.{target.removesuffix('.__doc__')}"
     else:
         return
     texts = [c for c in ast.walk(value) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
-    yield name, "".join(str(text.value) for text in sorted(texts, key=lambda t: (t.lineno, t.col_offset)))
+    yield (
+        name,
+        "".join(str(text.value) for text in sorted(texts, key=lambda t: (t.lineno, t.col_offset))),
+    )
 
 
 def _imports(tree: ast.Module, module: str, package: list[str]) -> Iterator[tuple[str, str]]:
-    """`from x import y as z` at the top level, as (x.y, module.z); `from x import *` as (x.*, module)."""
+    """`from x import y as z` at the top level, as (x.y, module.z); `from x import *` as (x.*,
+    module)."""
     for node in _top_level(tree):
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             origin = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                imported_as = module if alias.name == "*" else f"{module}.{alias.asname or alias.name}"
+                imported_as = (
+                    module if alias.name == "*" else f"{module}.{alias.asname or alias.name}"
+                )
                 yield f"{origin}.{alias.name}", imported_as
 
 
@@ -145,21 +181,30 @@ def _top_level(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _public_names(imports: set[tuple[str, str]]) -> dict[str, str]:
-    """Where a definition lives -> the shortest name it is imported by; `x.*` -> the module that has all of x."""
+    """Where a definition lives -> the shortest name it is imported by; `x.*` -> the module that has
+    all of x."""
     public = {"torch._C.TensorBase": "torch.Tensor", "torch._C._VariableFunctions.*": "torch"}
     for definition, imported_as in sorted(imports, key=lambda pair: (pair[1].count("."), pair[1])):
-        if imported_as.split(".")[0] == definition.split(".")[0] and imported_as.count(".") < definition.count("."):
+        if imported_as.split(".")[0] == definition.split(".")[0] and imported_as.count(
+            "."
+        ) < definition.count("."):
             public.setdefault(definition, imported_as)
     return public
 
 
 def _shortened(name: str, public: dict[str, str], modules: set[str]) -> str:
-    """`torch.nn.modules.linear.Linear.forward` -> `torch.nn.Linear.forward`; each step takes away a part."""
+    """`torch.nn.modules.linear.Linear.forward` -> `torch.nn.Linear.forward`; each step takes away a
+    part."""
     parts = name.split(".")
     for length in range(len(parts), 1, -1):
         prefix, rest = ".".join(parts[:length]), parts[length:]
         shorter = public.get(prefix)
-        if shorter is None and rest and f"{prefix}.{rest[0]}" not in modules and not rest[0].startswith("_"):
+        if (
+            shorter is None
+            and rest
+            and f"{prefix}.{rest[0]}" not in modules
+            and not rest[0].startswith("_")
+        ):
             shorter = public.get(f"{prefix}.*")
         if shorter is not None:
             return _shortened(".".join([shorter, *rest]), public, modules)
@@ -167,10 +212,15 @@ def _shortened(name: str, public: dict[str, str], modules: set[str]) -> str:
 
 
 def _imported() -> _Pairs:
-    """Docstrings of the modules that have no Python source, under the names their objects give themselves."""
+    """Docstrings of the modules that have no Python source, under the names their objects give
+    themselves."""
     docs: list[tuple[str, str | None]] = []
     for name in sorted(sys.stdlib_module_names):
-        spec = importlib.util.find_spec(name) if name not in ("antigravity", "this", "__main__") else None
+        spec = (
+            importlib.util.find_spec(name)
+            if name not in ("antigravity", "this", "__main__")
+            else None
+        )
         if spec is None or (spec.origin or "").endswith(".py"):
             continue
         try:
@@ -180,9 +230,16 @@ def _imported() -> _Pairs:
             continue
         docs.append((name, module.__doc__))
         for value in vars(module).values():
-            if isinstance(value, type | types.BuiltinFunctionType) and value.__module__ in (name, name.lstrip("_")):
+            if isinstance(value, type | types.BuiltinFunctionType) and value.__module__ in (
+                name,
+                name.lstrip("_"),
+            ):
                 title = f"{value.__module__}.{value.__qualname__}"
                 docs.append((title, value.__doc__))
                 members = vars(value).items() if isinstance(value, type) else ()
-                docs += [(f"{title}.{key}", member.__doc__) for key, member in members if callable(member)]
+                docs += [
+                    (f"{title}.{key}", member.__doc__)
+                    for key, member in members
+                    if callable(member)
+                ]
     return [(title, text) for title, text in docs if isinstance(text, str) and text.strip()]

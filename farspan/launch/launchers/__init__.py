@@ -1,6 +1,8 @@
-"""Launchers, one file each: `Launch(plan, run, cluster, argument, held)` is a `Workers`, which starts them its way.
+"""Launchers, one file each: `Launch(plan, run, cluster, argument, held)` is a `Workers`, which
+starts them its way.
 
-The file name is the launcher's name; a leading underscore is not a launcher. Listing them imports none.
+The file name is the launcher's name; a leading underscore is not a launcher. Listing them imports
+none.
 """
 
 from __future__ import annotations
@@ -16,25 +18,35 @@ from farspan.launch.workers import Held, Workers
 
 
 def names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return sorted(
+        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    )
 
 
 def split(name: str) -> tuple[str, str]:
-    """A launcher's name and its argument, which comes after a colon (`ray:10.0.0.1:6379`). Raises Refusal."""
+    """A launcher's name and its argument, which comes after a colon (`ray:10.0.0.1:6379`). Raises
+    Refusal."""
     kind, _, argument = name.partition(":")
     if kind not in names() or (argument and kind != "ray"):
         match = nearest(kind, names())
         raise Refusal(
-            "launcher-unusable", what=f"there is no launcher {name!r}", where="run.yaml, key parallel.launcher",
-            fact=f"known: {', '.join(names())}, ray:ADDRESS", remedy=f"--launcher {match or 'local'}",
+            "launcher-unusable",
+            what=f"there is no launcher {name!r}",
+            where="run.yaml, key parallel.launcher",
+            fact=f"known: {', '.join(names())}, ray:ADDRESS",
+            remedy=f"--launcher {match or 'local'}",
             key="parallel.launcher",
-        )  # fmt: skip
+        )
     return kind, argument
 
 
-def launch(name: str, plan: Plan, run: RunFolder, cluster: Cluster, held: Held | None = None) -> Workers:
-    """The workers of `plan` on hosts of `cluster`, started by entering them; of an epoch that a supervisor `held`, if
-    given. Raises Refusal (launcher-unusable)."""
+def launch(
+    name: str, plan: Plan, run: RunFolder, cluster: Cluster, held: Held | None = None
+) -> Workers:
+    """The workers of `plan` on hosts of `cluster`, started by entering them; of an epoch that a
+    supervisor `held`, if given. Raises Refusal (launcher-unusable)."""
     kind, argument = split(name)
-    workers: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(plan, run, cluster, argument, held)
+    workers: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(
+        plan, run, cluster, argument, held
+    )
     return workers

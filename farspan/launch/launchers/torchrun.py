@@ -1,9 +1,9 @@
 """One `torchrun` a host, which starts the workers of that host.
 
-Where farspan cannot start them, run the same command by hand on every host with the same FARSPAN_SECRET, or set the
-variables that it sets, too (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and start
-`python -m farspan.runtime.worker PLAN RUN_DIR`. torchrun's own store listens on all addresses. It carries nothing of
-ours, as the workers have another.
+Where farspan cannot start them, run the same command by hand on every host with the same
+FARSPAN_SECRET, or set the variables that it sets, too (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
+and start `python -m farspan.runtime.worker PLAN RUN_DIR`. torchrun's own store listens on all
+addresses. It carries nothing of ours, as the workers have another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.run import STORE_PORT, RunFolder
 from farspan.launch.hosts import interpreter
-from farspan.launch.processes import HostProcess, Process, place, run_folder, with_environment, worker_environment
+from farspan.launch.processes import (
+    HostProcess,
+    Process,
+    place,
+    run_folder,
+    with_environment,
+    worker_environment,
+)
 from farspan.launch.rendezvous import Rendezvous, arrange
 from farspan.launch.workers import SAVE_S, Workers
 
@@ -29,43 +36,76 @@ class Launch(Workers):
         meeting = arrange(self.hosts)
         per_host = commands(self.plan, self.run, self.hosts, meeting, self.environment)
         for host, words in zip(self.hosts, per_host, strict=True):
-            ranks = tuple(rank for rank, device in enumerate(self.plan.devices) if device.host == host.name)
-            # By itself torchrun goes on where its launcher is gone, and its workers look at torchrun alone.
-            yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open,
-                              hold=True, secret=meeting.secret)  # fmt: skip
+            ranks = tuple(
+                rank for rank, device in enumerate(self.plan.devices) if device.host == host.name
+            )
+            # By itself torchrun goes on where its launcher is gone, and its workers look at
+            # torchrun alone.
+            yield HostProcess(
+                host,
+                ranks,
+                words,
+                log=self.log(f"rank-{ranks[0]}"),
+                keep_open=self.keep_open,
+                hold=True,
+                secret=meeting.secret,
+            )
 
     def broken(self, process: Process) -> bool:
-        """One that gets SIGTERM says that it failed, though its workers have saved and ended well."""
+        """One that gets SIGTERM says that it failed, though its workers have saved and ended
+        well."""
         return process.poll() != 1
 
     def lost(self, process: Process) -> dict[int, Problem]:
-        """All failures of which torchrun tells at its end. Of those that it sees at one glance it takes the lowest rank
-        for the first, which may have failed because of another."""
+        """All failures of which torchrun tells at its end. Of those that it sees at one glance it
+        takes the lowest rank for the first, which may have failed because of another."""
         log = self.words(self.run.logs / f"rank-{process.ranks[0]}.log")
-        ends = reversed(FAILURE.findall(log.rpartition("\nFailures:\n")[2]))  # What it takes for the first is its last.
-        return {int(rank): self.wordless(process, int(rank), int(code)) for rank, code in ends} or super().lost(process)
+        ends = reversed(
+            FAILURE.findall(log.rpartition("\nFailures:\n")[2])
+        )  # What it takes for the first is its last.
+        return {
+            int(rank): self.wordless(process, int(rank), int(code)) for rank, code in ends
+        } or super().lost(process)
 
 
 def commands(
-    plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Rendezvous, environment: Mapping[str, str]
+    plan: Plan,
+    run: RunFolder,
+    hosts: tuple[Host, ...],
+    meeting: Rendezvous,
+    environment: Mapping[str, str],
 ) -> list[list[str]]:
-    """The command that each host runs, in node order; `environment` is what all workers are told."""
+    """The command that each host runs, in node order; `environment` is what all workers are
+    told."""
     per_host = []
     for node, host in enumerate(hosts):
         devices = [device for device in plan.devices if device.host == host.name]
         folder = run_folder(host, plan, run)
-        per_host.append(with_environment(
-            # By itself it kills workers that still save 30 s after it was told to end.
-            worker_environment(max(device.threads for device in devices)) | place(host, meeting)
-            | {
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}", STORE_PORT: str(meeting.port),
-                **environment,
-            },
-            [
-                interpreter(host), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={node}",
-                f"--nproc-per-node={len(devices)}", f"--master-addr={meeting.address}",
-                f"--master-port={meeting.torchrun_port}", "--max-restarts=0", "-m", "farspan.runtime.worker",
-                str(folder.plan), str(folder.path),
-            ],
-        ))  # fmt: skip
+        per_host.append(
+            with_environment(
+                # By itself it kills workers that still save 30 s after it was told to end.
+                worker_environment(max(device.threads for device in devices))
+                | place(host, meeting)
+                | {
+                    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}",
+                    STORE_PORT: str(meeting.port),
+                    **environment,
+                },
+                [
+                    interpreter(host),
+                    "-m",
+                    "torch.distributed.run",
+                    f"--nnodes={len(hosts)}",
+                    f"--node-rank={node}",
+                    f"--nproc-per-node={len(devices)}",
+                    f"--master-addr={meeting.address}",
+                    f"--master-port={meeting.torchrun_port}",
+                    "--max-restarts=0",
+                    "-m",
+                    "farspan.runtime.worker",
+                    str(folder.plan),
+                    str(folder.path),
+                ],
+            )
+        )
     return per_host

@@ -1,7 +1,9 @@
-"""Plans in the words of other training systems, one file a system: the file name is the registration.
+"""Plans in the words of other training systems, one file a system: the file name is the
+registration.
 
-A system either expresses a plan exactly or says why it cannot. One thing is changed, and said: gradients accumulated
-over unlike parts of a device's rows are accumulated over the next larger number of like ones, which needs less memory.
+A system either expresses a plan exactly or says why it cannot. One thing is changed, and said:
+gradients accumulated over unlike parts of a device's rows are accumulated over the next larger
+number of like ones, which needs less memory.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class System(Protocol):
 
 def names() -> tuple[str, ...]:
     """Every system, sorted."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
+    return tuple(
+        sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+    )
 
 
 def system(name: str) -> System:
@@ -63,25 +67,39 @@ def system(name: str) -> System:
     if name not in names():
         match = nearest(name, names()) or names()[0]
         raise Refusal(
-            "out-of-range", what=f"farspan writes no configuration for {name!r}", where="--export",
-            fact=f"known: {', '.join(names())}", remedy=f"--export {match}",
-        )  # fmt: skip
+            "out-of-range",
+            what=f"farspan writes no configuration for {name!r}",
+            where="--export",
+            fact=f"known: {', '.join(names())}",
+            remedy=f"--export {match}",
+        )
     return cast(System, importlib.import_module(f"{__name__}.{name}"))
 
 
 def export(plan: Plan, name: str) -> Exported:
-    """The plan in a system's own configuration; raises Refusal (cannot-export) with every reason why not."""
+    """The plan in a system's own configuration; raises Refusal (cannot-export) with every reason
+    why not."""
     target, parts = system(name), plan.replicas[0].microbatches
     plan = evened(plan)
     if reasons := target.reasons(plan):
         muon = "set train.optimizer: adamw in run.yaml" if plan.train.optimizer.muon else ""
         raise Refusal(
-            "cannot-export", what=f"{name} cannot run this plan of {plan.technique}", where=f"--export {name}",
-            fact="; ".join(reasons), remedy=muon or "farspan plan --technique fsdp, with the same model and cluster",
-        )  # fmt: skip
+            "cannot-export",
+            what=f"{name} cannot run this plan of {plan.technique}",
+            where=f"--export {name}",
+            fact="; ".join(reasons),
+            remedy=muon or "farspan plan --technique fsdp, with the same model and cluster",
+        )
     notes = list(target.notes(plan))
     if (now := plan.replicas[0].microbatches) != parts:
         notes.append(
-            f"gradients are accumulated over {now} parts, all alike; the plan has {parts} parts of unlike size"
+            f"gradients are accumulated over {now} parts, all alike; the plan has {parts} parts of "
+            "unlike size"
         )
-    return Exported(system=name, version=target.VERSION, file=target.FILE, text=target.write(plan), notes=tuple(notes))
+    return Exported(
+        system=name,
+        version=target.VERSION,
+        file=target.FILE,
+        text=target.write(plan),
+        notes=tuple(notes),
+    )

@@ -1,4 +1,5 @@
-"""What other systems take for granted of a plan, and where a plan of unlike parts departs from it."""
+"""What other systems take for granted of a plan, and where a plan of unlike parts departs from
+it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,11 @@ def _unlike_stages(stages: tuple[Stage, ...]) -> list[str]:
     if len(meshes) > 1:
         words = (" x ".join(map(str, stage.mesh.shape)) for stage in stages)
         reasons.append(f"its stages have unlike meshes: {', '.join(words)}")
-    for field, word in (("zero", "ZeRO levels"), ("recompute", "choices of recompute"), ("splits", "operator splits")):
+    for field, word in (
+        ("zero", "ZeRO levels"),
+        ("recompute", "choices of recompute"),
+        ("splits", "operator splits"),
+    ):
         if any(getattr(a, field) != getattr(b, field) for a, b in itertools.pairwise(stages)):
             reasons.append(f"its stages have unlike {word}")
     return reasons
@@ -82,14 +87,19 @@ def _sums(stages: tuple[Stage, ...]) -> list[str]:
 
 
 def evened(plan: Plan) -> Plan:
-    """The plan, of one stage, with the next number of microbatches that divides every device's rows."""
+    """The plan, of one stage, with the next number of microbatches that divides every device's
+    rows."""
     (first, *others) = plan.replicas
     rows = {row for stage in first.stages for row in stage.rows}
     if others or len(first.stages) > 1 or len(rows) > 1:
         return plan
     (row,) = rows
-    parts = next(parts for parts in range(min(row, first.microbatches), row + 1) if row % parts == 0)
-    return msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(first, microbatches=parts),))
+    parts = next(
+        parts for parts in range(min(row, first.microbatches), row + 1) if row % parts == 0
+    )
+    return msgspec.structs.replace(
+        plan, replicas=(msgspec.structs.replace(first, microbatches=parts),)
+    )
 
 
 def regular(plan: Plan) -> Regular:
@@ -97,26 +107,35 @@ def regular(plan: Plan) -> Regular:
     (replica,) = plan.replicas
     first = replica.stages[0]
     return Regular(
-        stages=len(replica.stages), sites=first.mesh.size("site"), data=first.mesh.size("data"),
-        tensor=first.mesh.size("tensor"), rows=first.rows[0], microbatches=replica.microbatches, zero=first.zero,
-        recompute=first.recompute, cuts=(*(stage.units[0] for stage in replica.stages), replica.stages[-1].units[1]),
-    )  # fmt: skip
+        stages=len(replica.stages),
+        sites=first.mesh.size("site"),
+        data=first.mesh.size("data"),
+        tensor=first.mesh.size("tensor"),
+        rows=first.rows[0],
+        microbatches=replica.microbatches,
+        zero=first.zero,
+        recompute=first.recompute,
+        cuts=(*(stage.units[0] for stage in replica.stages), replica.stages[-1].units[1]),
+    )
 
 
 def one_forward_one_backward(plan: Plan) -> bool:
-    """Whether a pipeline has as many microbatches in flight as 1F1B (arXiv 1806.03377): stages still to come, its own
-    included."""
+    """Whether a pipeline has as many microbatches in flight as 1F1B (arXiv 1806.03377): stages
+    still to come, its own included."""
     (replica,) = plan.replicas
     stages = len(replica.stages)
     return replica.in_flight == tuple(min(stages - i, replica.microbatches) for i in range(stages))
 
 
 def node_order(plan: Plan) -> tuple[str, ...] | None:
-    """Hosts in the order in which they must be numbered so that rank r runs the plan's r-th place (stages outermost,
-    tensor axis innermost); None where no numbering of hosts does it."""
+    """Hosts in the order in which they must be numbered so that rank r runs the plan's r-th place
+    (stages outermost, tensor axis innermost); None where no numbering of hosts does it."""
     (replica,) = plan.replicas
     ranks = [rank for stage in replica.stages for rank in stage.mesh.ranks]
-    runs = [(host, list(group)) for host, group in itertools.groupby(ranks, key=lambda rank: plan.devices[rank].host)]
+    runs = [
+        (host, list(group))
+        for host, group in itertools.groupby(ranks, key=lambda rank: plan.devices[rank].host)
+    ]
     if len({host for host, _ in runs}) < len(runs):
         return None
     for _, group in runs:
@@ -131,7 +150,10 @@ def launch_note(plan: Plan, start: str) -> str:
     hosts = node_order(plan) or ()
     (replica,) = plan.replicas
     each = [
-        sum(plan.devices[rank].host == host for stage in replica.stages for rank in stage.mesh.ranks) for host in hosts
+        sum(
+            plan.devices[rank].host == host for stage in replica.stages for rank in stage.mesh.ranks
+        )
+        for host in hosts
     ]
     nodes = ", ".join(f"{host} ({count})" for host, count in zip(hosts, each, strict=True))
     return f"start it with {start}, hosts numbered in this order (processes each): {nodes}"

@@ -1,8 +1,9 @@
-"""torchtitan's configuration: a Python module with one function, for `torchtitan.train --module FILE --config run`.
+"""torchtitan's configuration: a Python module with one function, for `torchtitan.train --module
+FILE --config run`.
 
-torchtitan has no TOML files since 0.3: `torchtitan/config/manager.py` loads a function that returns `Trainer.Config`.
-The fields are those of `torchtitan/config/configs.py`, `trainer.py` and `components/` of 0.3.0; the model is its Llama
-3 with this plan's shape.
+torchtitan has no TOML files since 0.3: `torchtitan/config/manager.py` loads a function that returns
+`Trainer.Config`. The fields are those of `torchtitan/config/configs.py`, `trainer.py` and
+`components/` of 0.3.0; the model is its Llama 3 with this plan's shape.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ from farspan.planning.export._regular import (
 
 VERSION = "torchtitan 0.3.0"
 FILE = "farspan_plan.py"
-#: How its Llama is divided over a tensor axis (`models/llama3/sharding.py`, `models/common/decoder_sharding.py`), in
-#: the words of `Stage.splits`. The loss may be divided like the logits or not.
+#: How its Llama is divided over a tensor axis (`models/llama3/sharding.py`,
+#: `models/common/decoder_sharding.py`), in the words of `Stage.splits`. The loss may be divided
+#: like the logits or not.
 SPLITS = {
-    "tok": "v", "attn.qkv": "n", "attn": "n", "attn.out": "n", "mlp.up": "f", "mlp.act": "f", "mlp.down": "f",
+    "tok": "v",
+    "attn.qkv": "n",
+    "attn": "n",
+    "attn.out": "n",
+    "mlp.up": "f",
+    "mlp.act": "f",
+    "mlp.down": "f",
     "head": "v",
-}  # fmt: skip
+}
 
 
 def reasons(plan: Plan) -> list[str]:
@@ -36,14 +44,17 @@ def reasons(plan: Plan) -> list[str]:
     parts, model, train = regular(plan), plan.model, plan.train
     if model.family != "llama" or model.bias:
         reasons.append(
-            f"it has no {model.family} model{' with biases' if model.family == 'llama' else ''}, only a Llama"
+            f"it has no {model.family} model{' with biases' if model.family == 'llama' else ''}, "
+            "only a Llama"
         )
     if train.precision == "fp16":
         reasons.append("it trains in bfloat16 or float32, not in fp16")
     if train.attention == "vanilla":
         reasons.append("it has no attention that keeps its score matrices")
     if parts.zero == 1:
-        reasons.append("FSDP2 divides gradients along with the optimizer's state, so ZeRO 1 has no counterpart")
+        reasons.append(
+            "FSDP2 divides gradients along with the optimizer's state, so ZeRO 1 has no counterpart"
+        )
     reasons += _tensor(plan, parts)
     if parts.stages > 1:
         reasons += _pipeline(plan)
@@ -60,7 +71,9 @@ def _tensor(plan: Plan, parts: Regular) -> list[str]:
     if splits == SPLITS and loss == "v":
         return []
     unlike = sorted(op for op in {*splits, *SPLITS} if splits.get(op) != SPLITS.get(op))
-    return [f"these operators are divided otherwise than in its Llama: {', '.join(unlike or ['loss'])}"]
+    return [
+        f"these operators are divided otherwise than in its Llama: {', '.join(unlike or ['loss'])}"
+    ]
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -69,7 +82,8 @@ def _pipeline(plan: Plan) -> list[str]:
         reasons.append("it has no pipelines of models with tied embeddings")
     if schedule(plan) is None:
         reasons.append(
-            "its schedules have 1F1B's microbatches in flight, or all of them (GPipe), and the plan has others"
+            "its schedules have 1F1B's microbatches in flight, or all of them (GPipe), and the "
+            "plan has others"
         )
     return reasons
 
@@ -85,10 +99,13 @@ def schedule(plan: Plan) -> str | None:
 def write(plan: Plan) -> str:
     """The module."""
     return _TEMPLATE.format(
-        hash=plan.hash[:12], version=VERSION, model=_model(plan),
+        hash=plan.hash[:12],
+        version=VERSION,
+        model=_model(plan),
         parallelism=_call("ParallelismConfig", _parallelism(plan), 2),
-        training=_call("TrainingConfig", _training(plan), 2), **_optimization(plan),
-    )  # fmt: skip
+        training=_call("TrainingConfig", _training(plan), 2),
+        **_optimization(plan),
+    )
 
 
 def _parallelism(plan: Plan) -> dict[str, Any]:
@@ -116,7 +133,13 @@ def _parallelism(plan: Plan) -> dict[str, Any]:
 
 
 def _names(unit: int, layers: int) -> list[str]:
-    return ["tok_embeddings"] if unit == 0 else [f"layers.{unit - 1}"] if unit <= layers else ["norm", "lm_head"]
+    return (
+        ["tok_embeddings"]
+        if unit == 0
+        else [f"layers.{unit - 1}"]
+        if unit <= layers
+        else ["norm", "lm_head"]
+    )
 
 
 def _training(plan: Plan) -> dict[str, Any]:
@@ -136,29 +159,51 @@ def _training(plan: Plan) -> dict[str, Any]:
 
 def _model(plan: Plan) -> str:
     spec = plan.model
-    return _call("dict", {
-        "dim": spec.d_model, "n_layers": spec.layers, "n_heads": spec.heads, "n_kv_heads": spec.kv_heads,
-        "hidden_dim": spec.d_ff, "vocab_size": spec.vocab_size, "max_seq_len": spec.context, "theta": spec.rope_theta,
-        "eps": spec.norm_eps, "tied": spec.tied,
-    }, 0)  # fmt: skip
+    return _call(
+        "dict",
+        {
+            "dim": spec.d_model,
+            "n_layers": spec.layers,
+            "n_heads": spec.heads,
+            "n_kv_heads": spec.kv_heads,
+            "hidden_dim": spec.d_ff,
+            "vocab_size": spec.vocab_size,
+            "max_seq_len": spec.context,
+            "theta": spec.rope_theta,
+            "eps": spec.norm_eps,
+            "tied": spec.tied,
+        },
+        0,
+    )
 
 
 def _optimization(plan: Plan) -> dict[str, str]:
     train, adam = plan.train, plan.train.optimizer
-    kwargs = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
+    kwargs = {
+        "lr": adam.lr,
+        "betas": (adam.beta1, adam.beta2),
+        "eps": adam.eps,
+        "weight_decay": adam.weight_decay,
+    }
     decays: dict[str, dict[str, Any]] = {
         "cosine": {"decay_type": "cosine", "min_lr_factor": train.schedule.floor},
         "linear": {"decay_type": "linear", "min_lr_factor": train.schedule.floor},
-        "wsd": {"decay_ratio": train.schedule.decay, "decay_type": "linear", "min_lr_factor": train.schedule.floor},
+        "wsd": {
+            "decay_ratio": train.schedule.decay,
+            "decay_type": "linear",
+            "min_lr_factor": train.schedule.floor,
+        },
         "constant": {"decay_ratio": 0.0},
     }
     decay = decays[train.schedule.kind]
     rates = {"warmup_steps": train.schedule.warmup_steps, **decay}
     return {
-        "adam": repr(kwargs), "schedule": _call("LRSchedulersContainer.Config", rates, 2),
-        "recompute": "FullAC.Config()" if regular(plan).recompute else "None", 
-        "compile": repr(train.compile), "seed": repr(train.seed),
-    }  # fmt: skip
+        "adam": repr(kwargs),
+        "schedule": _call("LRSchedulersContainer.Config", rates, 2),
+        "recompute": "FullAC.Config()" if regular(plan).recompute else "None",
+        "compile": repr(train.compile),
+        "seed": repr(train.seed),
+    }
 
 
 def _call(name: str, arguments: dict[str, Any], depth: int) -> str:
@@ -170,7 +215,10 @@ def _call(name: str, arguments: dict[str, Any], depth: int) -> str:
 
 def notes(plan: Plan) -> list[str]:
     """What the module leaves to the command that starts it."""
-    start = f"torchrun ... -m torchtitan.train --module {FILE.removesuffix('.py')} --config run in the module's folder"
+    start = (
+        f"torchrun ... -m torchtitan.train --module {FILE.removesuffix('.py')} --config run in "
+        "the module's folder"
+    )
     return [
         launch_note(plan, start),
         "add --hf_assets_path FOLDER for the tokenizer, --dataloader.dataset NAME for the text",
@@ -264,4 +312,4 @@ def run() -> Trainer.Config:
         debug=DebugConfig(seed={seed}),
         dataloader=HuggingFaceTextDataLoader.Config(),
     )
-'''
+'''  # noqa: E501

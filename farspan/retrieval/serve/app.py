@@ -19,21 +19,39 @@ from farspan.retrieval.serve.guard import Entrance, Guard
 from farspan.retrieval.serve.lanes import Full, TooSlow
 from farspan.retrieval.serve.openai import openai_routes
 from farspan.retrieval.serve.page import read_files
-from farspan.retrieval.serve.refusals import Trouble, Turned, invalid, problem_answer, refusal_answer
+from farspan.retrieval.serve.refusals import (
+    Trouble,
+    Turned,
+    invalid,
+    problem_answer,
+    refusal_answer,
+)
 from farspan.retrieval.serve.routes import routes
 from farspan.retrieval.serve.site import Site, components, given
 
 #: What any call may be answered with instead.
-TROUBLES = {401: "no token", 403: "a page of another site asks", 413: "too large", 422: "not as it should be",
-            503: "all busy: again after Retry-After", 504: "too slow"}  # fmt: skip
+TROUBLES = {
+    401: "no token",
+    403: "a page of another site asks",
+    413: "too large",
+    422: "not as it should be",
+    503: "all busy: again after Retry-After",
+    504: "too slow",
+}
 
 
 def create_app(site: Site, entrance: Entrance) -> ASGIApp:
     """The application of a site, as it can be reached."""
     app = FastAPI(
-        title=f"farspan: {site.served.name}", version=__version__, docs_url=None, redoc_url=None,
-        responses={status: {**given(Trouble)[200], "description": said} for status, said in TROUBLES.items()},
-    )  # fmt: skip
+        title=f"farspan: {site.served.name}",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses={
+            status: {**given(Trouble)[200], "description": said}
+            for status, said in TROUBLES.items()
+        },
+    )
     files = read_files(site.served.name)
     app.include_router(routes(site, files))
     app.include_router(openai_routes(site))
@@ -44,7 +62,9 @@ def create_app(site: Site, entrance: Entrance) -> ASGIApp:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schema.setdefault("components", {}).setdefault("schemas", {}).update(components())
             if entrance.token is not None:
-                schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+                schema["components"]["securitySchemes"] = {
+                    "token": {"type": "http", "scheme": "bearer"}
+                }
                 schema["security"] = [{"token": []}]
             app.openapi_schema = schema
         return app.openapi_schema
@@ -66,21 +86,32 @@ def _handle(app: FastAPI) -> None:
 
     def not_valid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return problem_answer(invalid(list(error.errors()), request.url.path), 422, request.url.path)
+        return problem_answer(
+            invalid(list(error.errors()), request.url.path), 422, request.url.path
+        )
 
     def nothing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, method = request.url.path, f"{request.method} {request.url.path[:80]}"
         wrong = error.status_code == 405
         problem = Problem(
-            code="path-missing", what="there is nothing at this address", where=method,
+            code="path-missing",
+            what="there is nothing at this address",
+            where=method,
             fact="it is asked in another way" if wrong else "no page and no call of the API has it",
             remedy="see /openapi.json for what there is",
-        )  # fmt: skip
+        )
         return problem_answer(problem, error.status_code, path, error.headers)
 
-    handlers = {Refusal: refused, Turned: turned, RequestValidationError: not_valid, HTTPException: nothing,
-                Full: _full, TooSlow: _too_slow, Exception: _fault}  # fmt: skip
+    handlers = {
+        Refusal: refused,
+        Turned: turned,
+        RequestValidationError: not_valid,
+        HTTPException: nothing,
+        Full: _full,
+        TooSlow: _too_slow,
+        Exception: _fault,
+    }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
@@ -88,18 +119,24 @@ def _handle(app: FastAPI) -> None:
 def _full(request: Request, error: Exception) -> Response:
     assert isinstance(error, Full)
     problem = Problem(
-        code="run-busy", what="the server is busy", where=request.url.path,
-        fact="as many requests wait already as may", remedy=f"ask again in {error.seconds} s",
-    )  # fmt: skip
+        code="run-busy",
+        what="the server is busy",
+        where=request.url.path,
+        fact="as many requests wait already as may",
+        remedy=f"ask again in {error.seconds} s",
+    )
     return problem_answer(problem, 503, request.url.path, {"retry-after": str(error.seconds)})
 
 
 def _too_slow(request: Request, error: Exception) -> Response:
     assert isinstance(error, TooSlow)
     problem = Problem(
-        code="run-busy", what="the answer takes too long", where=request.url.path,
-        fact=f"there was none after {error.seconds:g} s", remedy="ask for less, or again later",
-    )  # fmt: skip
+        code="run-busy",
+        what="the answer takes too long",
+        where=request.url.path,
+        fact=f"there was none after {error.seconds:g} s",
+        remedy="ask for less, or again later",
+    )
     return problem_answer(problem, 504, request.url.path)
 
 
@@ -107,7 +144,10 @@ def _fault(request: Request, error: Exception) -> Response:
     """A fault of farspan's own: who runs the server sees where, who asks does not."""
     traceback.print_exception(error, file=sys.stderr)
     problem = Problem(
-        code="fault", what="farspan made a mistake", where=request.url.path, fact=type(error).__name__,
+        code="fault",
+        what="farspan made a mistake",
+        where=request.url.path,
+        fact=type(error).__name__,
         remedy="report it with what the server printed",
-    )  # fmt: skip
+    )
     return problem_answer(problem, 500, request.url.path)

@@ -1,6 +1,8 @@
-"""Where the server of a run is to be found: `serve.json` in the run's folder. It imports nothing heavy.
+"""Where the server of a run is to be found: `serve.json` in the run's folder. It imports nothing
+heavy.
 
-A server writes the file when it starts, for this user alone as it holds the token, and removes it when it ends.
+A server writes the file when it starts, for this user alone as it holds the token, and removes it
+when it ends.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def find_server(run: Path) -> tuple[str, str | None] | None:
 def write(run: Path, url: str, token: str | None) -> Beside:
     """Say that this process serves the run."""
     pid = os.getpid()
-    beside = Beside(pid=pid, began=process_began(pid), host=socket.gethostname(), url=url, token=token)
+    beside = Beside(
+        pid=pid, began=process_began(pid), host=socket.gethostname(), url=url, token=token
+    )
     temporary = run / f"{NAME}.{pid}.tmp"
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -21,10 +21,17 @@ ANSWER_S = 5.0
 _MOST_BYTES = 1 << 24
 
 
-def ask(run: Path, query: str, k: int, system: System | None, where: Mapping[str, str]) -> Answer | None:
-    """The answer of the server of the run at `run`; None where there is none, or it does not answer so in time."""
+def ask(
+    run: Path, query: str, k: int, system: System | None, where: Mapping[str, str]
+) -> Answer | None:
+    """The answer of the server of the run at `run`; None where there is none, or it does not answer
+    so in time."""
     found = find_server(run)
-    if found is None or urllib.parse.urlsplit(found[0]).hostname not in ("127.0.0.1", "::1", "localhost"):
+    if found is None or urllib.parse.urlsplit(found[0]).hostname not in (
+        "127.0.0.1",
+        "::1",
+        "localhost",
+    ):
         return None
     url, token = found
     asked = {"q": query, "k": str(k), **({"system": system} if system else {})}
@@ -38,5 +45,6 @@ def ask(run: Path, query: str, k: int, system: System | None, where: Mapping[str
         with opener.open(request, timeout=ANSWER_S) as answer:
             return msgspec.json.decode(answer.read(_MOST_BYTES), type=Answer)
     except (OSError, ValueError, msgspec.MsgspecError):
-        # Also a refusal: what is wrong with the search is found again, and a full queue is no reason not to search.
+        # Also a refusal: what is wrong with the search is found again, and a full queue is no
+        # reason not to search.
         return None

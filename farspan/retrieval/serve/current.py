@@ -1,5 +1,5 @@
-"""The index that is searched now. A new one on disk is opened beside it and takes its place; the old one is closed
-after its last request."""
+"""The index that is searched now. A new one on disk is opened beside it and takes its place; the
+old one is closed after its last request."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ class _Open:
 
 
 class Current:
-    """`open_searcher` opens the index that is on disk. Looks for another one at most every `look_s` seconds, and only
-    when somebody asks; one that cannot be opened is tried again after `retry_s`."""
+    """`open_searcher` opens the index that is on disk. Looks for another one at most every `look_s`
+    seconds, and only when somebody asks; one that cannot be opened is tried again after
+    `retry_s`."""
 
-    def __init__(self, open_searcher: Callable[[], Searcher], *, look_s: float, retry_s: float) -> None:
+    def __init__(
+        self, open_searcher: Callable[[], Searcher], *, look_s: float, retry_s: float
+    ) -> None:
         self._open_searcher, self._look_s, self._retry_s = open_searcher, look_s, retry_s
         self._lock = threading.Lock()
         self._now, self._next_look = self._opened(), time.monotonic() + look_s
@@ -95,7 +98,9 @@ class Current:
             new = self._opened()
         except Exception as error:
             self.trouble = _told(error)
-            print(f"the new index cannot be opened: {self.trouble.fact}", file=sys.stderr, flush=True)
+            print(
+                f"the new index cannot be opened: {self.trouble.fact}", file=sys.stderr, flush=True
+            )
             self._next_look = time.monotonic() + self._retry_s
             return
         with self._lock:
@@ -117,6 +122,9 @@ def _told(error: Exception) -> Problem:
     if isinstance(error, Refusal):
         return error.problem
     return Problem(
-        code="no-index", what="the new index cannot be opened", where="the run's index", fact=repr(error),
+        code="no-index",
+        what="the new index cannot be opened",
+        where="the run's index",
+        fact=repr(error),
         remedy="make it again: farspan embed",
-    )  # fmt: skip
+    )

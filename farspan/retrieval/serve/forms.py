@@ -1,4 +1,5 @@
-"""What the API takes and gives, beside the answers of a search. Its OpenAPI schema is made from these."""
+"""What the API takes and gives, beside the answers of a search. Its OpenAPI schema is made from
+these."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Similar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Map(msgspec.Struct, frozen=True, kw_only=True):
-    """Passages as points in a plane: what is alike lies close together. Number i of each list is of one passage."""
+    """Passages as points in a plane: what is alike lies close together. Number i of each list is of
+    one passage."""
 
     ids: list[str]
     xy: list[tuple[float, float]]
@@ -75,7 +77,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Embed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As OpenAI's API has it. `input_type` is an addition; without it texts that begin with "query: " are queries."""
+    """As OpenAI's API has it. `input_type` is an addition; without it texts that begin with "query:
+    " are queries."""
 
     input: str | list[str | int | list[int]]
     model: str

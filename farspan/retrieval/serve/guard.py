@@ -1,7 +1,9 @@
-"""Who may ask: before any request is read it is known where it comes from, that it has the token, and how long it is.
+"""Who may ask: before any request is read it is known where it comes from, that it has the token,
+and how long it is.
 
-A page of another site may make a browser send requests to a server on this machine, and may give its own name this
-machine's address (DNS rebinding). Names in `Host` and `Origin` tell these from the server's own page.
+A page of another site may make a browser send requests to a server on this machine, and may give
+its own name this machine's address (DNS rebinding). Names in `Host` and `Origin` tell these from
+the server's own page.
 """
 
 from __future__ import annotations
@@ -28,16 +30,21 @@ PAGES = ("/", "/report")
 DRAINED = 16
 #: Sent with every answer.
 HEADERS = {
-    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY",
-    "cross-origin-resource-policy": "same-origin", "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-store", "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
-}  # fmt: skip
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entrance:
-    """How the server can be reached: `names` that a request may call it by, None being any; the token, if it has one;
-    the port, which its cookie is named by as browsers keep one jar for all ports of a host."""
+    """How the server can be reached: `names` that a request may call it by, None being any; the
+    token, if it has one; the port, which its cookie is named by as browsers keep one jar for all
+    ports of a host."""
 
     names: frozenset[str] | None
     token: str | None
@@ -86,29 +93,54 @@ class Guard:
         name = _host_name(host)
         names = self._entrance.names
         if not name or (names is not None and name not in names):
-            raise _forbidden("the server is not called by its own name", f"Host: {host[:80]}", "open its own address")
+            raise _forbidden(
+                "the server is not called by its own name",
+                f"Host: {host[:80]}",
+                "open its own address",
+            )
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if origin is not None and _host(origin) != host.lower():
-            raise _forbidden("a page of another site asks", f"Origin: {origin[:80]}", "ask from the server's own page")
-        follows = headers.get("sec-fetch-mode") == "navigate" and scope["path"] in PAGES and scope["method"] == "GET"
+            raise _forbidden(
+                "a page of another site asks",
+                f"Origin: {origin[:80]}",
+                "ask from the server's own page",
+            )
+        follows = (
+            headers.get("sec-fetch-mode") == "navigate"
+            and scope["path"] in PAGES
+            and scope["method"] == "GET"
+        )
         if site in ("cross-site", "same-site") and not follows:
-            raise _forbidden("a page of another site asks", f"Sec-Fetch-Site: {site}", "ask from the server's own page")
+            raise _forbidden(
+                "a page of another site asks",
+                f"Sec-Fetch-Site: {site}",
+                "ask from the server's own page",
+            )
 
     def _refuse_size(self, scope: Scope, headers: Headers) -> None:
         limits, length = self._limits, headers.get("content-length", "0")
         if len(scope["query_string"]) > limits.address_bytes:
-            raise _too_large("address", len(scope["query_string"]), limits.address_bytes, "ask something shorter")
+            raise _too_large(
+                "address", len(scope["query_string"]), limits.address_bytes, "ask something shorter"
+            )
         if length.isdecimal() and int(length) > limits.body_bytes:
             raise _too_large("body", int(length), limits.body_bytes, "send it in parts")
-        if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        if (
+            scope["method"] == "POST"
+            and headers.get("content-type", "").split(";")[0].strip() != "application/json"
+        ):
             raise Turned(
-                415, "usage", what="the body is not said to be JSON", where=f"POST {scope['path'][:80]}",
+                415,
+                "usage",
+                what="the body is not said to be JSON",
+                where=f"POST {scope['path'][:80]}",
                 fact=f"content-type: {headers.get('content-type', 'none')[:80]}",
                 remedy="send the header content-type: application/json",
-            )  # fmt: skip
+            )
 
     def _enter(self, scope: Scope) -> Response | None:
-        """The page's address with the token: the browser gets it as a cookie, and the address without it."""
+        """The page's address with the token: the browser gets it as a cookie, and the address
+        without it."""
         if scope["path"] != "/" or self._entrance.token is None:
             return None
         asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -138,11 +170,17 @@ class Guard:
     def _turn_away(self, headers: Headers, path: str) -> Response:
         said = {"www-authenticate": "Bearer"}
         if "text/html" in headers.get("accept", ""):
-            return Response(self._locked, 401, {**said, "content-security-policy": PAGE_POLICY}, "text/html")
+            return Response(
+                self._locked, 401, {**said, "content-security-policy": PAGE_POLICY}, "text/html"
+            )
         turned = Turned(
-            401, "usage", what="the server wants its token", where=path[:80], fact="there is none, or another",
+            401,
+            "usage",
+            what="the server wants its token",
+            where=path[:80],
+            fact="there is none, or another",
             remedy="send the header Authorization: Bearer TOKEN",
-        )  # fmt: skip
+        )
         return problem_answer(turned.problem, 401, path, said)
 
     async def _body(self, receive: Receive) -> bytes:
@@ -154,9 +192,13 @@ class Guard:
                     message = await receive()
                     if message["type"] != "http.request":
                         raise Turned(
-                            400, "usage", what="the request broke off", where="body", fact="the client has gone",
+                            400,
+                            "usage",
+                            what="the request broke off",
+                            where="body",
+                            fact="the client has gone",
                             remedy="send it again",
-                        )  # fmt: skip
+                        )
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > self._limits.body_bytes:
@@ -165,12 +207,18 @@ class Guard:
                         return b"".join(parts)
         except TimeoutError:
             raise Turned(
-                408, "usage", what="the body did not come", where="body", remedy="send it again",
-                fact=f"{size:,} bytes came within {self._limits.body_s:g} s", headers={"connection": "close"},
-            ) from None  # fmt: skip
+                408,
+                "usage",
+                what="the body did not come",
+                where="body",
+                remedy="send it again",
+                fact=f"{size:,} bytes came within {self._limits.body_s:g} s",
+                headers={"connection": "close"},
+            ) from None
 
     async def _drain(self, receive: Receive) -> None:
-        """Take what still comes of a body that is too large, within limits: who sends does not hear otherwise."""
+        """Take what still comes of a body that is too large, within limits: who sends does not hear
+        otherwise."""
         left = DRAINED * self._limits.body_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.body_s):
@@ -182,12 +230,15 @@ class Guard:
 
 #: What the page may load and do: its own files and nothing else.
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src "
+    "'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-#: The report holds its style and script, and may reach nothing: neither this server nor what the page knows.
+#: The report holds its style and script, and may reach nothing: neither this server nor what the
+#: page knows.
 REPORT_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; "
     "frame-ancestors 'none'; sandbox allow-scripts allow-downloads"
 )
 
@@ -214,16 +265,25 @@ def _forbidden(what: str, fact: str, remedy: str) -> Turned:
 
 def _too_large(what: str, size: int, most: int, remedy: str) -> Turned:
     return Turned(
-        413, "out-of-range", what=f"the {what} of the request is too large", where=what,
-        fact=f"{size:,} bytes; at most {most:,}", remedy=remedy, headers={"connection": "close"},
-    )  # fmt: skip
+        413,
+        "out-of-range",
+        what=f"the {what} of the request is too large",
+        where=what,
+        fact=f"{size:,} bytes; at most {most:,}",
+        remedy=remedy,
+        headers={"connection": "close"},
+    )
 
 
 def _with_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             there = {name for name, _ in message["headers"]}
-            more = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in there]
+            more = [
+                (name.encode(), value.encode())
+                for name, value in HEADERS.items()
+                if name.encode() not in there
+            ]
             message = {**message, "headers": [*message["headers"], *more]}
         await send(message)
 

@@ -1,5 +1,5 @@
-"""Threads that do the model's work, and a queue of a fixed length before them. A request that finds it full learns when
-to come again."""
+"""Threads that do the model's work, and a queue of a fixed length before them. A request that finds
+it full learns when to come again."""
 
 from __future__ import annotations
 
@@ -36,17 +36,21 @@ class Lane:
 
     def __init__(self, name: str, *, threads: int, waiting: int, limit_s: float) -> None:
         self._most, self._width, self._limit_s = threads + waiting, threads, limit_s
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._lock, self._inside, self._usual_s = threading.Lock(), 0, 0.0
         # Daemons: a search that does not end keeps no process alive.
         self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(threads)
-        ]  # fmt: skip
+            threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True)
+            for n in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, on a thread of this lane. Raises Full at once, TooSlow after the time limit.
+        """What `work` returns or raises, on a thread of this lane. Raises Full at once, TooSlow
+        after the time limit.
 
         Work that is too slow goes on where it has begun, and takes up its thread until it ends.
         """

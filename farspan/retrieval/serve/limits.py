@@ -22,13 +22,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     writing: int = 1
     searching_waiting: int = 32
     writing_waiting: int = 4
-    #: How long a search may take with its waiting, and how long what the second kind of threads does.
+    #: How long a search may take with its waiting, and how long what the second kind of threads
+    #: does.
     search_s: float = 30.0
     write_s: float = 120.0
     #: How long the head of a request may take to come, and how long its body.
     head_s: float = 10.0
     body_s: float = 10.0
-    #: How often it is looked whether there is a new index; after one that could not be opened, how much later again.
+    #: How often it is looked whether there is a new index; after one that could not be opened, how
+    #: much later again.
     look_s: float = 1.0
     retry_s: float = 30.0
     #: What runs when the server is asked to end has so long.

@@ -22,25 +22,36 @@ QUERY = "query: "
 def openai_routes(site: Site) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
-    @router.get("/models", response_class=Response, responses=given(forms.Models), summary="The run's model")
+    @router.get(
+        "/models", response_class=Response, responses=given(forms.Models), summary="The run's model"
+    )
     async def models() -> Response:
         entry = forms.ModelEntry(id=site.served.name, created=site.served.created)
         return json_answer(forms.Models(data=[entry]))
 
     @router.post(
-        "/embeddings", response_class=Response, responses=given(forms.Embeddings), openapi_extra=taken(forms.Embed),
+        "/embeddings",
+        response_class=Response,
+        responses=given(forms.Embeddings),
+        openapi_extra=taken(forms.Embed),
         summary="Vectors of texts",
-    )  # fmt: skip
+    )
     async def embeddings(request: Request) -> Response:
         form = parsed(await request.body(), forms.Embed, _PLACE)
         texts = _texts(form)
         at_most(len(texts), site.limits.batch, "texts", f"{_PLACE}, key input")
         if form.model != site.served.name:
             raise Turned(
-                404, "usage", what=f"there is no model {form.model[:80]!r}", where=f"{_PLACE}, key model",
-                fact=f"the model of this server is {site.served.name}", remedy=f"set model to {site.served.name}",
-            )  # fmt: skip
-        return json_answer(await site.ask(lambda searcher: _embed(searcher, form, texts), site.writing))
+                404,
+                "usage",
+                what=f"there is no model {form.model[:80]!r}",
+                where=f"{_PLACE}, key model",
+                fact=f"the model of this server is {site.served.name}",
+                remedy=f"set model to {site.served.name}",
+            )
+        return json_answer(
+            await site.ask(lambda searcher: _embed(searcher, form, texts), site.writing)
+        )
 
     return router
 
@@ -51,15 +62,23 @@ def _texts(form: forms.Embed) -> list[str]:
     texts = [text for text in given if isinstance(text, str)]
     if len(texts) < len(given):
         raise Refusal(
-            "usage", what="the input is tokens and not text", where=f"{_PLACE}, key input",
-            fact="their numbers would be of another tokenizer than the model's", remedy="send the text itself",
-        )  # fmt: skip
-    blank = next((number for number, text in enumerate(texts) if not text.strip()), 0 if not texts else None)
+            "usage",
+            what="the input is tokens and not text",
+            where=f"{_PLACE}, key input",
+            fact="their numbers would be of another tokenizer than the model's",
+            remedy="send the text itself",
+        )
+    blank = next(
+        (number for number, text in enumerate(texts) if not text.strip()), 0 if not texts else None
+    )
     if blank is not None:
         raise Refusal(
-            "usage", what="there is nothing to embed", where=f"{_PLACE}, key input",
-            fact=f"text {blank} is empty" if texts else "the list is empty", remedy="leave it out",
-        )  # fmt: skip
+            "usage",
+            what="there is nothing to embed",
+            where=f"{_PLACE}, key input",
+            fact=f"text {blank} is empty" if texts else "the list is empty",
+            remedy="leave it out",
+        )
     return texts
 
 
@@ -67,22 +86,33 @@ def _embed(searcher: Searcher, form: forms.Embed, texts: list[str]) -> forms.Emb
     dim = searcher.manifest.dim
     if form.dimensions not in (None, dim):
         raise Refusal(
-            "out-of-range", what="the vectors have another size", where=f"{_PLACE}, key dimensions",
+            "out-of-range",
+            what="the vectors have another size",
+            where=f"{_PLACE}, key dimensions",
             fact=f"{form.dimensions} numbers are asked for; the index has {dim} a vector",
             remedy=f"set dimensions to {dim}, or leave it out",
-        )  # fmt: skip
+        )
     kinds = [_kind(text, form) for text in texts]
     vectors, cut, used = np.zeros((len(texts), dim), np.float32), [0] * len(texts), 0
     for kind in dict.fromkeys(kinds):
         rows = [row for row, other in enumerate(kinds) if other == kind]
-        own = [texts[row] if form.input_type or kind == "document" else texts[row][len(QUERY) :] for row in rows]
+        own = [
+            texts[row] if form.input_type or kind == "document" else texts[row][len(QUERY) :]
+            for row in rows
+        ]
         vectors[rows], cut_off, tokens = searcher.embed(own, kind)
         used += tokens
         for row, tokens_off in zip(rows, cut_off, strict=True):
             cut[row] = tokens_off
-    data = [forms.Embedding(index=n, embedding=_written(vector, form)) for n, vector in enumerate(vectors)]
+    data = [
+        forms.Embedding(index=n, embedding=_written(vector, form))
+        for n, vector in enumerate(vectors)
+    ]
     return forms.Embeddings(
-        data=data, model=form.model, usage=forms.Usage(prompt_tokens=used, total_tokens=used), cut=cut
+        data=data,
+        model=form.model,
+        usage=forms.Usage(prompt_tokens=used, total_tokens=used),
+        cut=cut,
     )
 
 

@@ -21,7 +21,9 @@ from farspan.runtime.model.generate import generate
 class IndexSearcher:
     """A `Searcher`. `close` is called once it is done with, and closes the index."""
 
-    def __init__(self, index: Index, model: Decoder, tokenizer: Tokenizer, close: Callable[[], None]) -> None:
+    def __init__(
+        self, index: Index, model: Decoder, tokenizer: Tokenizer, close: Callable[[], None]
+    ) -> None:
         self._index, self._model, self._tokenizer, self.close = index, model, tokenizer, close
         embedder = index.embedder
         assert isinstance(embedder, Embedder)
@@ -36,7 +38,12 @@ class IndexSearcher:
         return self._index.manifest.fields
 
     def search(
-        self, query: str, k: int, system: System | None = None, where: Mapping[str, str] | None = None, offset: int = 0
+        self,
+        query: str,
+        k: int,
+        system: System | None = None,
+        where: Mapping[str, str] | None = None,
+        offset: int = 0,
     ) -> Answer:
         return search(self._index, query, k, system, where, offset)
 
@@ -47,10 +54,17 @@ class IndexSearcher:
         return similar(self._index, chunk_id, k)
 
     def map(self) -> tuple[list[str], npt.NDArray[np.floating]]:
-        """The two directions in which the passages' vectors differ most; of many passages an even choice."""
+        """The two directions in which the passages' vectors differ most; of many passages an even
+        choice."""
         passages = self._index.passages
-        rows = np.unique(np.linspace(0, len(passages.rows_N) - 1, min(len(passages.rows_N), POINTS)).astype(np.int64))
-        return [f"{number:016x}" for number in passages.rows_N["id"][rows].tolist()], plane(passages.vectors_NE[rows])
+        rows = np.unique(
+            np.linspace(0, len(passages.rows_N) - 1, min(len(passages.rows_N), POINTS)).astype(
+                np.int64
+            )
+        )
+        return [f"{number:016x}" for number in passages.rows_N["id"][rows].tolist()], plane(
+            passages.vectors_NE[rows]
+        )
 
     def embed(self, texts: list[str], kind: Kind) -> tuple[Vectors, list[int], int]:
         own = [query_form(text) for text in texts] if kind == "query" else texts
@@ -62,13 +76,24 @@ class IndexSearcher:
         return vectors, cut, sum(lengths) - sum(cut)
 
     def generate(
-        self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int,
+        self,
+        prompt: str,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        seed: int,
         enough: Callable[[], bool] = lambda: False,
-    ) -> str:  # fmt: skip
+    ) -> str:
         return generate(
-            self._model, self._tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed,
+            self._model,
+            self._tokenizer,
+            prompt,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
             enough=enough,
-        )  # fmt: skip
+        )
 
     def stamp(self) -> tuple[int, int]:
         there = (self._index.path / MANIFEST).stat()
@@ -76,7 +101,8 @@ class IndexSearcher:
 
 
 def plane(vectors_NE: Vectors) -> npt.NDArray[np.float64]:
-    """Where vectors lie in the plane of their two principal directions (N, 2), from -1 to 1 each way."""
+    """Where vectors lie in the plane of their two principal directions (N, 2), from -1 to 1 each
+    way."""
     centred_NE = np.asarray(vectors_NE, np.float64) - vectors_NE.mean(0)
     _, directions_EE = np.linalg.eigh(centred_NE.T @ centred_NE)
     flat_N2 = np.zeros((len(vectors_NE), 2))

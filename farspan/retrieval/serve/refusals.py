@@ -11,12 +11,19 @@ from starlette.responses import Response
 from farspan.domain.problems import Problem, Refusal
 
 #: Of the codes that a request can be refused with; other codes are about the server's own files.
-STATUS = {"usage": 422, "out-of-range": 422, "unknown-key": 422, "file-unreadable": 400, "run-busy": 503}
+STATUS = {
+    "usage": 422,
+    "out-of-range": 422,
+    "unknown-key": 422,
+    "file-unreadable": 400,
+    "run-busy": 503,
+}
 UNAVAILABLE = 503
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """What every refusal is as JSON; its fields say what was refused, where, why, and what mends it."""
+    """What every refusal is as JSON; its fields say what was refused, where, why, and what mends
+    it."""
 
     problem: Problem
 
@@ -39,19 +46,30 @@ class Turned(Exception):
     """A request that is turned away with a status of its own."""
 
     def __init__(
-        self, status: int, code: str, *, what: str, where: str, fact: str, remedy: str,
+        self,
+        status: int,
+        code: str,
+        *,
+        what: str,
+        where: str,
+        fact: str,
+        remedy: str,
         headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.status, self.headers = status, dict(headers or {})
         self.problem = Problem(code=code, what=what, where=where, fact=fact, remedy=remedy)
         super().__init__(what)
 
 
-def json_answer(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_answer(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-def problem_answer(problem: Problem, status: int, path: str, headers: Mapping[str, str] | None = None) -> Response:
+def problem_answer(
+    problem: Problem, status: int, path: str, headers: Mapping[str, str] | None = None
+) -> Response:
     """A problem as JSON; under /v1 with what OpenAI's clients look for beside it."""
     if not path.startswith("/v1/"):
         return json_answer(Trouble(problem), status, headers)
@@ -67,7 +85,8 @@ def refusal_answer(refusal: Refusal, path: str) -> Response:
 
 
 def invalid(errors: list[dict[str, Any]], place: str) -> Problem:
-    """What FastAPI finds wrong with the parameters of an address, for a person: of several the first."""
+    """What FastAPI finds wrong with the parameters of an address, for a person: of several the
+    first."""
     error = errors[0]
     name = str(error["loc"][-1])
     limits = error.get("ctx", {})
@@ -77,6 +96,9 @@ def invalid(errors: list[dict[str, Any]], place: str) -> Problem:
     if error["type"] == "string_too_long":
         remedy = f"shorten {name} to {limits['max_length']:,} characters"
     return Problem(
-        code="out-of-range", what=f"the parameter {name} cannot be taken", where=place,
-        fact=f"{error['msg'][:1].lower()}{error['msg'][1:]}{given}", remedy=remedy,
-    )  # fmt: skip
+        code="out-of-range",
+        what=f"the parameter {name} cannot be taken",
+        where=place,
+        fact=f"{error['msg'][:1].lower()}{error['msg'][1:]}{given}",
+        remedy=remedy,
+    )

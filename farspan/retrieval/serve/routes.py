@@ -1,6 +1,7 @@
 """The page, and the API beside it that the page itself uses."""
 
-# No `from __future__ import annotations`: FastAPI reads the annotations of functions inside functions.
+# No `from __future__ import annotations`: FastAPI reads the annotations of functions inside
+# functions.
 import threading
 from typing import Annotated, Any
 
@@ -21,14 +22,19 @@ from farspan.retrieval.serve.site import Site, at_most, given, parsed, taken
 
 #: Parameters of a search that are no fields.
 OWN = ("q", "k", "offset", "system")
-#: What a parameter may begin with that is a field, and must where the field is called like one of these.
+#: What a parameter may begin with that is a field, and must where the field is called like one of
+#: these.
 PREFIX = "where."
 #: How OpenAPI says that any field may be a parameter.
 _FIELDS = {
-    "name": "fields", "in": "query", "style": "form", "explode": True, "required": False,
+    "name": "fields",
+    "in": "query",
+    "style": "form",
+    "explode": True,
+    "required": False,
     "description": "fields that /api/about names, and the value of each",
     "schema": {"type": "object", "additionalProperties": {"type": "string"}},
-}  # fmt: skip
+}
 Id = Annotated[str, Path(max_length=64, description="a passage's `id`: 16 hexadecimal digits")]
 
 
@@ -44,7 +50,9 @@ def routes(site: Site, files: Files) -> APIRouter:
 def _pages(router: APIRouter, site: Site, files: Files) -> None:
     @router.get("/", include_in_schema=False)
     async def page() -> Response:
-        return Response(files.page, headers={"content-security-policy": PAGE_POLICY}, media_type="text/html")
+        return Response(
+            files.page, headers={"content-security-policy": PAGE_POLICY}, media_type="text/html"
+        )
 
     @router.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:
@@ -60,12 +68,23 @@ def _pages(router: APIRouter, site: Site, files: Files) -> None:
             content = site.served.report.read_bytes()
         except FileNotFoundError:
             raise Turned(
-                404, "path-missing", what="the run has no report yet", where="/report", fact="report.html is missing",
+                404,
+                "path-missing",
+                what="the run has no report yet",
+                where="/report",
+                fact="report.html is missing",
                 remedy=f"farspan report {site.served.report.parent}",
-            ) from None  # fmt: skip
-        return Response(content, headers={"content-security-policy": REPORT_POLICY}, media_type="text/html")
+            ) from None
+        return Response(
+            content, headers={"content-security-policy": REPORT_POLICY}, media_type="text/html"
+        )
 
-    @router.get("/healthz", response_class=Response, responses=given(forms.Healthy), summary="Whether the server is up")
+    @router.get(
+        "/healthz",
+        response_class=Response,
+        responses=given(forms.Healthy),
+        summary="Whether the server is up",
+    )
     async def health() -> Response:
         return json_answer(forms.Healthy())
 
@@ -74,35 +93,55 @@ def _searches(router: APIRouter, site: Site) -> None:
     limits = site.limits
 
     @router.get(
-        "/api/search", response_class=Response, responses=given(Answer), summary="Search the documents",
-        description="Further parameters narrow it: FIELD=VALUE, or where.FIELD=VALUE, of the fields in /api/about.",
+        "/api/search",
+        response_class=Response,
+        responses=given(Answer),
+        summary="Search the documents",
+        description=(
+            "Further parameters narrow it: FIELD=VALUE, or where.FIELD=VALUE, of the fields in "
+            "/api/about."
+        ),
         openapi_extra={"parameters": [_FIELDS]},
-    )  # fmt: skip
+    )
     async def search(
         request: Request,
         q: Annotated[str, Query(max_length=limits.query_chars, description="what to search for")],
         k: Annotated[int, Query(ge=1, le=limits.k, description="results at once")] = 10,
-        offset: Annotated[int, Query(ge=0, le=limits.offset, description="results to pass over")] = 0,
-        system: Annotated[System | None, Query(description="search this way, whatever was measured")] = None,
+        offset: Annotated[
+            int, Query(ge=0, le=limits.offset, description="results to pass over")
+        ] = 0,
+        system: Annotated[
+            System | None, Query(description="search this way, whatever was measured")
+        ] = None,
     ) -> Response:
         if not q.strip():
             raise Refusal(
-                "usage", what="there is nothing to search for", where="parameter q", fact="the query is empty",
+                "usage",
+                what="there is nothing to search for",
+                where="parameter q",
+                fact="the query is empty",
                 remedy="ask with words: /api/search?q=read+a+file",
-            )  # fmt: skip
+            )
         where = _filters(request)
-        return json_answer(await site.ask(lambda searcher: searcher.search(q, k, system, where or None, offset)))
+        return json_answer(
+            await site.ask(lambda searcher: searcher.search(q, k, system, where or None, offset))
+        )
 
     @router.get(
-        "/api/passages/{id}", response_class=Response, responses=given(Result), summary="One passage, with its place"
+        "/api/passages/{id}",
+        response_class=Response,
+        responses=given(Result),
+        summary="One passage, with its place",
     )
     async def passage(id: Id) -> Response:
         return json_answer(await _found(site, lambda searcher: searcher.passage(id)))
 
     @router.get(
-        "/api/passages/{id}/similar", response_class=Response, responses=given(forms.Similar),
+        "/api/passages/{id}/similar",
+        response_class=Response,
+        responses=given(forms.Similar),
         summary="The nearest passages of other documents",
-    )  # fmt: skip
+    )
     async def similar(id: Id, k: Annotated[int, Query(ge=1, le=limits.k)] = 5) -> Response:
         results = await _found(site, lambda searcher: searcher.similar(id, k))
         return json_answer(forms.Similar(id=id, results=tuple(results)))
@@ -115,9 +154,12 @@ def _filters(request: Request) -> dict[str, str]:
         field = name.removeprefix(PREFIX)
         if field in where:
             raise Refusal(
-                "usage", what=f"the field {field[:60]!r} is given twice", where="the address of the search",
-                fact="a document has one value in each field", remedy="leave one of them out",
-            )  # fmt: skip
+                "usage",
+                what=f"the field {field[:60]!r} is given twice",
+                where="the address of the search",
+                fact="a document has one value in each field",
+                remedy="leave one of them out",
+            )
         if name not in OWN:
             where[field] = value
     return where
@@ -132,31 +174,56 @@ async def _found(site: Site, work: Any) -> Any:
         if problem.code != "usage":
             raise
         raise Turned(
-            404, problem.code, what=problem.what, where=problem.where, fact=problem.fact, remedy=problem.remedy
+            404,
+            problem.code,
+            what=problem.what,
+            where=problem.where,
+            fact=problem.fact,
+            remedy=problem.remedy,
         ) from None
 
 
 def _more(router: APIRouter, site: Site) -> None:
-    @router.get("/api/map", response_class=Response, responses=given(forms.Map), summary="The corpus as a plane")
+    @router.get(
+        "/api/map",
+        response_class=Response,
+        responses=given(forms.Map),
+        summary="The corpus as a plane",
+    )
     async def corpus_map() -> Response:
         encoded: bytes = await site.writing.run(lambda: site.current.once("map", _map))
         return Response(encoded, media_type="application/json")
 
-    @router.get("/api/about", response_class=Response, responses=given(forms.About), summary="What is served")
+    @router.get(
+        "/api/about",
+        response_class=Response,
+        responses=given(forms.About),
+        summary="What is served",
+    )
     async def about() -> Response:
         def told(searcher: Searcher) -> forms.About:
             served = site.served
             return forms.About(
-                name=served.name, version=__version__, model=served.model, text=served.text, index=searcher.manifest,
-                fields=searcher.fields, report=served.report.exists(), limits=site.limits, trouble=site.current.trouble,
-            )  # fmt: skip
+                name=served.name,
+                version=__version__,
+                model=served.model,
+                text=served.text,
+                index=searcher.manifest,
+                fields=searcher.fields,
+                report=served.report.exists(),
+                limits=site.limits,
+                trouble=site.current.trouble,
+            )
 
         return json_answer(await site.ask(told))
 
     @router.post(
-        "/api/generate", response_class=Response, responses=given(forms.Generated), openapi_extra=taken(forms.Generate),
+        "/api/generate",
+        response_class=Response,
+        responses=given(forms.Generated),
+        openapi_extra=taken(forms.Generate),
         summary="Let the model write after a prompt",
-    )  # fmt: skip
+    )
     async def generate(request: Request) -> Response:
         form = parsed(await request.body(), forms.Generate, "POST /api/generate")
         at_most(form.tokens, site.limits.tokens, "tokens", "key tokens")
@@ -178,14 +245,22 @@ def _more(router: APIRouter, site: Site) -> None:
 def _map(searcher: Searcher) -> bytes:
     ids, xy_N2 = searcher.map()
     passages = [searcher.passage(chunk_id) for chunk_id in ids]
-    return msgspec.json.encode(forms.Map(
-        ids=ids, xy=[(round(x, 4), round(y, 4)) for x, y in xy_N2.tolist()],
-        titles=[passage.title for passage in passages], origins=[passage.origin for passage in passages],
-    ))  # fmt: skip
+    return msgspec.json.encode(
+        forms.Map(
+            ids=ids,
+            xy=[(round(x, 4), round(y, 4)) for x, y in xy_N2.tolist()],
+            titles=[passage.title for passage in passages],
+            origins=[passage.origin for passage in passages],
+        )
+    )
 
 
 def _nothing(place: str) -> Turned:
     return Turned(
-        404, "path-missing", what="there is nothing at this address", where=place,
-        fact="no page and no call of the API has it", remedy="see /openapi.json for what there is",
-    )  # fmt: skip
+        404,
+        "path-missing",
+        what="there is nothing at this address",
+        where=place,
+        fact="no page and no call of the API has it",
+        remedy="see /openapi.json for what there is",
+    )

@@ -32,7 +32,12 @@ class Searcher(Protocol):
         """What a search can be narrowed by."""
 
     def search(
-        self, query: str, k: int, system: System | None = None, where: Mapping[str, str] | None = None, offset: int = 0
+        self,
+        query: str,
+        k: int,
+        system: System | None = None,
+        where: Mapping[str, str] | None = None,
+        offset: int = 0,
     ) -> Answer: ...
 
     def passage(self, chunk_id: str) -> Result: ...
@@ -43,12 +48,18 @@ class Searcher(Protocol):
         """At most POINTS passages: their ids, and where they lie in a plane (N x 2)."""
 
     def embed(self, texts: list[str], kind: Kind) -> tuple[npt.NDArray[np.float32], list[int], int]:
-        """Unit vectors (N x E), the tokens that each text was cut by, and the tokens that were read."""
+        """Unit vectors (N x E), the tokens that each text was cut by, and the tokens that were
+        read."""
 
     def generate(
-        self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int,
+        self,
+        prompt: str,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        seed: int,
         enough: Callable[[], bool] = lambda: False,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """What the model writes after the prompt; it stops early once it is `enough`."""
 
     def stamp(self) -> object:

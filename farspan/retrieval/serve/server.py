@@ -45,12 +45,16 @@ class Address:
 
 
 def serve(
-    address: Address, served: Served, open_searcher: Callable[[], Searcher], say: Callable[[str], None],
+    address: Address,
+    served: Served,
+    open_searcher: Callable[[], Searcher],
+    say: Callable[[str], None],
     limits: Limits = Limits(),
-) -> None:  # fmt: skip
+) -> None:
     """Serve until the process is asked to end (SIGINT, SIGTERM), then let requests end that run.
 
-    Raises Refusal (out-of-range) for an address that others can reach without a token, and (port-taken).
+    Raises Refusal (out-of-range) for an address that others can reach without a token, and
+    (port-taken).
     """
     with closing(_listening(address)) as listener:
         bound, port = listener.getsockname()[:2]
@@ -59,11 +63,17 @@ def serve(
         with closing(Site(served, open_searcher, limits)) as site:
             names = loopback_names(address.host) if ours else None
             app = create_app(site, Entrance(names=names, token=address.token, port=port))
-            shown = _host(address.host, bound) if ours else _host(address.host, bound, socket.gethostname())
+            shown = (
+                _host(address.host, bound)
+                if ours
+                else _host(address.host, bound, socket.gethostname())
+            )
             query = f"?token={address.token}" if address.token else ""
             server = _Server(_config(app, limits))
             with server.capture_signals():
-                there = beside.write(address.run, f"http://{_host(address.host, bound)}:{port}", address.token)
+                there = beside.write(
+                    address.run, f"http://{_host(address.host, bound)}:{port}", address.token
+                )
                 say(f"serving {address.run} at http://{shown}:{port}/{query}")
                 say("Ctrl-C ends it")
                 try:
@@ -78,10 +88,19 @@ def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
         head_s = limits.head_s
 
     return uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, proxy_headers=False, ws="none", lifespan="off",
-        http=Protocol, h11_max_incomplete_event_size=_HEAD_BYTES, limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=max(1, round(limits.end_s)), timeout_keep_alive=20,
-    )  # fmt: skip
+        app,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        lifespan="off",
+        http=Protocol,
+        h11_max_incomplete_event_size=_HEAD_BYTES,
+        limit_concurrency=limits.connections,
+        timeout_graceful_shutdown=max(1, round(limits.end_s)),
+        timeout_keep_alive=20,
+    )
 
 
 class _Protocol(H11Protocol):
@@ -112,11 +131,15 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's own raises a signal again once it has ended; to be asked to end is how this one ends."""
+    """uvicorn's own raises a signal again once it has ended; to be asked to end is how this one
+    ends."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self.handle_exit)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
@@ -127,42 +150,58 @@ class _Server(uvicorn.Server):
 def _listening(address: Address) -> socket.socket:
     host, port = address.host, address.port
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.create_server(where[:2], family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             other = port + 1 if port < 65535 else 0
             raise Refusal(
-                "port-taken", what="another program listens on this port", where=f"{host}, port {port}",
-                fact=error.strerror or str(error), remedy=address.again("--port", other),
-            ) from None  # fmt: skip
+                "port-taken",
+                what="another program listens on this port",
+                where=f"{host}, port {port}",
+                fact=error.strerror or str(error),
+                remedy=address.again("--port", other),
+            ) from None
         far = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         raise Refusal(
-            "out-of-range", what="the server cannot listen here", where=f"{host}, port {port}",
+            "out-of-range",
+            what="the server cannot listen here",
+            where=f"{host}, port {port}",
             fact=error.strerror or str(error),
             remedy=address.again("--host", "127.0.0.1") if far else address.again("--port", 8000),
-        ) from None  # fmt: skip
+        ) from None
     return listener
 
 
 def _check_token(address: Address, *, ours: bool) -> None:
-    """Refuses to let others in without a token, and one that is guessed or that no header can hold."""
+    """Refuses to let others in without a token, and one that is guessed or that no header can
+    hold."""
     if address.token is None and ours:
         return
     if address.token is None or not _TOKEN.fullmatch(address.token):
-        where = address.again("--host", address.host) if address.host != "127.0.0.1" else address.again()
+        where = (
+            address.again("--host", address.host)
+            if address.host != "127.0.0.1"
+            else address.again()
+        )
         raise Refusal(
             "out-of-range",
-            what="the token does not do" if address.token is not None else "others can reach this address",
+            what="the token does not do"
+            if address.token is not None
+            else "others can reach this address",
             where=f"{address.host}, port {address.port}",
-            fact="a token has 16 to 200 letters, digits and . _ ~ -" if address.token is not None
+            fact="a token has 16 to 200 letters, digits and . _ ~ -"
+            if address.token is not None
             else "everybody who can may read your documents",
             remedy=f'{where} --token "$(openssl rand -hex 16)"',
-        )  # fmt: skip
+        )
 
 
 def _host(host: str, bound: str, every: str = "") -> str:
-    """What the server is called in a URL; `every`: where it listens at every address of this host."""
+    """What the server is called in a URL; `every`: where it listens at every address of this
+    host."""
     if ipaddress.ip_address(_bare(bound)).is_unspecified:
         host = every or ("::1" if ":" in bound else "127.0.0.1")
     return f"[{host}]" if ":" in host else host

@@ -22,14 +22,26 @@ from farspan.retrieval.serve.searcher import Searcher
 T = TypeVar("T")
 
 ANSWERS = (
-    Answer, forms.Similar, forms.Map, forms.About, forms.Generate, forms.Generated, forms.Embed, forms.Embeddings,
-    forms.Models, forms.Healthy, Trouble, OpenAITrouble, Result,
-)  # fmt: skip
+    Answer,
+    forms.Similar,
+    forms.Map,
+    forms.About,
+    forms.Generate,
+    forms.Generated,
+    forms.Embed,
+    forms.Embeddings,
+    forms.Models,
+    forms.Healthy,
+    Trouble,
+    OpenAITrouble,
+    Result,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A run as it is served: `name` is also its model's; `created` is the model's, in seconds since the epoch."""
+    """A run as it is served: `name` is also its model's; `created` is the model's, in seconds since
+    the epoch."""
 
     name: str
     created: int
@@ -41,14 +53,21 @@ class Served:
 class Site:
     """What the routes work with. Close it after use."""
 
-    def __init__(self, served: Served, open_searcher: Callable[[], Searcher], limits: Limits) -> None:
+    def __init__(
+        self, served: Served, open_searcher: Callable[[], Searcher], limits: Limits
+    ) -> None:
         self.served, self.limits = served, limits
         self.current = Current(open_searcher, look_s=limits.look_s, retry_s=limits.retry_s)
         #: What is quick, so that it does not wait for what takes long.
         self.searching = Lane(
-            "search", threads=limits.searching, waiting=limits.searching_waiting, limit_s=limits.search_s
+            "search",
+            threads=limits.searching,
+            waiting=limits.searching_waiting,
+            limit_s=limits.search_s,
         )
-        self.writing = Lane("write", threads=limits.writing, waiting=limits.writing_waiting, limit_s=limits.write_s)
+        self.writing = Lane(
+            "write", threads=limits.writing, waiting=limits.writing_waiting, limit_s=limits.write_s
+        )
 
     async def ask(self, work: Callable[[Searcher], T], lane: Lane | None = None) -> T:
         """What `work` makes of the index of today, on a thread of `lane` (searching)."""
@@ -77,14 +96,23 @@ def parsed(body: bytes, kind: type[T], place: str) -> T:
 def at_most(value: int, most: int, what: str, place: str) -> None:
     if value > most:
         raise Turned(
-            422, "out-of-range", what=f"too many {what} at once", where=place, fact=f"{value:,}; at most {most:,}",
+            422,
+            "out-of-range",
+            what=f"too many {what} at once",
+            where=place,
+            fact=f"{value:,}; at most {most:,}",
             remedy=f"ask for {most:,} at a time",
-        )  # fmt: skip
+        )
 
 
 def given(kind: type) -> dict[int | str, dict[str, Any]]:
     """How a route says that it answers with `kind`."""
-    return {200: {"description": " ".join((kind.__doc__ or "").split()), "content": {"application/json": _ref(kind)}}}
+    return {
+        200: {
+            "description": " ".join((kind.__doc__ or "").split()),
+            "content": {"application/json": _ref(kind)},
+        }
+    }
 
 
 def taken(kind: type) -> dict[str, Any]:

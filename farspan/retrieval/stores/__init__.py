@@ -1,7 +1,8 @@
 """Vector stores, one file each: vectors with payloads, and the nearest to a query.
 
-A module has `shared(location)`, `create(spot, about)`, `open_store(spot)` and `drop(spot)`. `index.store` of run.yaml
-names it as `NAME` or `NAME:LOCATION`. Listing the stores imports none of them.
+A module has `shared(location)`, `create(spot, about)`, `open_store(spot)` and `drop(spot)`.
+`index.store` of run.yaml names it as `NAME` or `NAME:LOCATION`. Listing the stores imports none of
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Payload = Mapping[str, str | int]
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored vector near a query: its id, the inner product with the query, and what was stored with it."""
+    """A stored vector near a query: its id, the inner product with the query, and what was stored
+    with it."""
 
     id: int
     score: float
@@ -40,8 +42,9 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What made the vectors of a store, which it keeps beside them: hashes of the model's weights, of its tokenizer
-    and of the maps that were fitted; numbers a vector. Vectors have length 1, so that the inner product is the cosine.
+    """What made the vectors of a store, which it keeps beside them: hashes of the model's weights,
+    of its tokenizer and of the maps that were fitted; numbers a vector. Vectors have length 1, so
+    that the inner product is the cosine.
     """
 
     model: str
@@ -52,8 +55,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Spot(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a store's vectors lie: in `folder`, which is the store's alone, or beyond it at `location`, such as the
-    URL of a server, in a table or collection called `name`."""
+    """Where a store's vectors lie: in `folder`, which is the store's alone, or beyond it at
+    `location`, such as the URL of a server, in a table or collection called `name`."""
 
     folder: Path
     location: str = ""
@@ -63,19 +66,21 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
 class Store(Protocol):
     """Unit vectors of one length with payloads, found by inner product.
 
-    Refuses (store-mismatch) vectors of another length or with a NaN, (out-of-range) a field of a payload that is not a
-    word of letters, digits and underscores, (store-unreachable) where a server went away.
+    Refuses (store-mismatch) vectors of another length or with a NaN, (out-of-range) a field of a
+    payload that is not a word of letters, digits and underscores, (store-unreachable) where a
+    server went away.
     """
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        """Add N vectors. When this returns they survive a killed process; an id that is there already is replaced, and
-        of an id that is given twice the last one counts."""
+        """Add N vectors. When this returns they survive a killed process; an id that is there
+        already is replaced, and of an id that is given twice the last one counts."""
 
     def delete(self, ids: Sequence[int]) -> None:
         """Remove vectors; an id that is not there is passed over."""
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
-        """The k best by inner product, best first, of those whose payload equals `where` on each of its keys."""
+        """The k best by inner product, best first, of those whose payload equals `where` on each of
+        its keys."""
 
     def ids(self) -> Ids:
         """Every id, in ascending order."""
@@ -98,46 +103,59 @@ class StoreModule(Protocol):
 
     @staticmethod
     def shared(location: str) -> bool:
-        """Whether vectors lie at a server, where an index that takes another's place finds those that both have. An
-        embedded store is one process's to write; who reads while it is written reads a copy."""
+        """Whether vectors lie at a server, where an index that takes another's place finds those
+        that both have. An embedded store is one process's to write; who reads while it is written
+        reads a copy."""
 
     @staticmethod
     def create(spot: Spot, about: About) -> Store:
-        """A new store, or at a server what there is for the same `about`. Refuses (store-foreign) a table, collection
-        or folder that is somebody else's or of other vectors, (store-unreachable) a server that does not answer or lets
-        nobody in, (out-of-range) a location that it cannot read and more numbers a vector than it can hold."""
+        """A new store, or at a server what there is for the same `about`. Refuses (store-foreign) a
+        table, collection or folder that is somebody else's or of other vectors, (store-unreachable)
+        a server that does not answer or lets nobody in, (out-of-range) a location that it cannot
+        read and more numbers a vector than it can hold."""
 
     @staticmethod
     def open_store(spot: Spot) -> Store:
-        """The store that `create` made. Refuses like `create`, and (no-index) where there is none."""
+        """The store that `create` made. Refuses like `create`, and (no-index) where there is
+        none."""
 
     @staticmethod
     def drop(spot: Spot) -> None:
-        """Remove the table or collection from a server, if it is farspan's; nothing to do for one in a folder."""
+        """Remove the table or collection from a server, if it is farspan's; nothing to do for one
+        in a folder."""
 
 
 def names() -> list[str]:
     """Every store, without importing any."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return sorted(
+        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    )
 
 
 def resolve(spec: str) -> tuple[str, str]:
-    """The store that a user means and its location; refuses an unknown store, and a location with a password in it:
-    a run's files are shared and copied."""
+    """The store that a user means and its location; refuses an unknown store, and a location with a
+    password in it: a run's files are shared and copied."""
     name, _, location = (DEFAULT if spec == "auto" else spec).partition(":")
     if name not in names():
         match = nearest(name, names()) or DEFAULT
         raise Refusal(
-            "out-of-range", what=f"there is no vector store {name!r}", where="run.yaml, key index.store",
-            fact=f"stores: {', '.join(names())}", remedy=f"set index.store: {match}", key="index.store",
-        )  # fmt: skip
+            "out-of-range",
+            what=f"there is no vector store {name!r}",
+            where="run.yaml, key index.store",
+            fact=f"stores: {', '.join(names())}",
+            remedy=f"set index.store: {match}",
+            key="index.store",
+        )
     user, at, _ = location.partition("://")[2].rpartition("@")
     if (at and ":" in user) or "password=" in location:
         raise Refusal(
-            "out-of-range", what="the store's location has a password in it", where="run.yaml, key index.store",
+            "out-of-range",
+            what="the store's location has a password in it",
+            where="run.yaml, key index.store",
             fact="run.yaml and the index are read by others, and copied with the run",
-            remedy="leave it out, and give it in the environment: export PGPASSWORD=...", key="index.store",
-        )  # fmt: skip
+            remedy="leave it out, and give it in the environment: export PGPASSWORD=...",
+            key="index.store",
+        )
     return name, location
 
 
@@ -149,7 +167,10 @@ def load(name: str) -> StoreModule:
         if error.name is None or error.name.startswith("farspan"):
             raise
         raise Refusal(
-            "extra-missing", what=f"the store {name} needs a library that is not installed",
-            where=f"index.store: {name}", fact=f"there is no module {error.name}",
-            remedy=f"pip install 'farspan[{name}]'", key="index.store",
-        ) from None  # fmt: skip
+            "extra-missing",
+            what=f"the store {name} needs a library that is not installed",
+            where=f"index.store: {name}",
+            fact=f"there is no module {error.name}",
+            remedy=f"pip install 'farspan[{name}]'",
+            key="index.store",
+        ) from None

@@ -1,4 +1,5 @@
-"""What every store does alike: it checks vectors and payloads, and knows its own folder or table from another's."""
+"""What every store does alike: it checks vectors and payloads, and knows its own folder or table
+from another's."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def rows_to_add(
 ) -> tuple[list[int], Vectors, list[dict[str, str | int]]]:
     """What is to be written of N rows: every id once, with the last of its vectors and payloads.
 
-    Refuses (store-mismatch) vectors of another length than `dim`, a NaN or infinity, and an id below 0.
+    Refuses (store-mismatch) vectors of another length than `dim`, a NaN or infinity, and an id
+    below 0.
     """
     last = {int(number): row for row, number in enumerate(ids)}
     if not last:
@@ -33,16 +35,21 @@ def rows_to_add(
         raise ValueError(f"{len(ids)} ids, {len(vectors_ND)} vectors and {len(payloads)} payloads")
     check_vectors(vectors_ND, dim)
     if min(last) < 0 or max(last) >= 2**63:
-        raise _mismatch("an id is not from 0 to below 2**63", f"ids from {min(last)} to {max(last)}")
+        raise _mismatch(
+            "an id is not from 0 to below 2**63", f"ids from {min(last)} to {max(last)}"
+        )
     check_keys({key for payload in payloads for key in payload})
     kept = [*last.values()]
     return [*last], np.ascontiguousarray(vectors_ND[kept]), [dict(payloads[row]) for row in kept]
 
 
 def check_vectors(vectors_ND: Vectors, dim: int) -> None:
-    """Refuses (store-mismatch) vectors of another length than `dim`, and a NaN or infinity in one."""
+    """Refuses (store-mismatch) vectors of another length than `dim`, and a NaN or infinity in
+    one."""
     if (length := vectors_ND.shape[-1]) != dim:
-        raise _mismatch("vectors are of another length than the store's", f"store: {dim}, vectors: {length}")
+        raise _mismatch(
+            "vectors are of another length than the store's", f"store: {dim}, vectors: {length}"
+        )
     if not np.isfinite(vectors_ND).all():
         raise _mismatch("a vector holds a NaN or an infinity", "nothing was written or searched")
 
@@ -52,9 +59,12 @@ def check_keys(keys: set[str]) -> None:
     for key in sorted(keys):
         if not FIELD.fullmatch(key):
             raise Refusal(
-                "out-of-range", what=f"{key!r} cannot be a field of a chunk", where="the vector store",
-                fact="a field is a word of letters, digits and underscores", remedy="name another field",
-            )  # fmt: skip
+                "out-of-range",
+                what=f"{key!r} cannot be a field of a chunk",
+                where="the vector store",
+                fact="a field is a word of letters, digits and underscores",
+                remedy="name another field",
+            )
 
 
 def _mismatch(what: str, fact: str) -> Refusal:
@@ -69,32 +79,43 @@ def new_folder(spot: Spot, about: About) -> Path:
     """
     _no_location(spot)
     if spot.folder.exists() and any(spot.folder.iterdir()):
-        raise foreign(spot.folder, "the folder for a new store is not empty", f"it holds {_listed(spot.folder)}")
+        raise foreign(
+            spot.folder,
+            "the folder for a new store is not empty",
+            f"it holds {_listed(spot.folder)}",
+        )
     spot.folder.mkdir(parents=True, exist_ok=True)
     save(about, spot.folder / _ABOUT)
     return spot.folder
 
 
 def own_folder(spot: Spot, data: str) -> About:
-    """What the embedded store is about that `new_folder` made; `data` is what the store itself has in the folder.
+    """What the embedded store is about that `new_folder` made; `data` is what the store itself has
+    in the folder.
 
-    Refuses (no-index) a missing or empty folder, (store-foreign) what another made, and (out-of-range) a location.
+    Refuses (no-index) a missing or empty folder, (store-foreign) what another made, and
+    (out-of-range) a location.
     """
     _no_location(spot)
     if not spot.folder.exists() or not any(spot.folder.iterdir()):
         raise missing(spot.folder, "the folder is missing or empty")
     if not (spot.folder / data).exists() or not (spot.folder / _ABOUT).exists():
-        raise foreign(spot.folder, "the folder is of another store", f"it holds {_listed(spot.folder)}")
+        raise foreign(
+            spot.folder, "the folder is of another store", f"it holds {_listed(spot.folder)}"
+        )
     return load(spot.folder / _ABOUT, About)
 
 
 def _no_location(spot: Spot) -> None:
     if spot.location:
         raise Refusal(
-            "out-of-range", what="this store lies in the run's folder and takes no location",
-            where="run.yaml, key index.store", fact=f"location: {spot.location}",
-            remedy="leave out what follows the store's name", key="index.store",
-        )  # fmt: skip
+            "out-of-range",
+            what="this store lies in the run's folder and takes no location",
+            where="run.yaml, key index.store",
+            fact=f"location: {spot.location}",
+            remedy="leave out what follows the store's name",
+            key="index.store",
+        )
 
 
 def _listed(folder: Path) -> str:
@@ -108,14 +129,22 @@ def marked(about: About) -> str:
 
 
 def claimed(mark: object, where: str, wanted: About | None = None) -> About:
-    """The About that `marked` wrote. Refuses (store-foreign) where it is none, and where it is not the one `wanted`."""
+    """The About that `marked` wrote. Refuses (store-foreign) where it is none, and where it is not
+    the one `wanted`."""
     try:
         found = msgspec.json.decode(mark if isinstance(mark, str) else "", type=About)
     except msgspec.DecodeError:
-        raise foreign(where, "farspan did not make what has this name", "it bears no mark of farspan's") from None
+        raise foreign(
+            where, "farspan did not make what has this name", "it bears no mark of farspan's"
+        ) from None
     if wanted is not None and found != wanted:
-        there, here = (f"model {a.model}, tokenizer {a.tokenizer}, fit {a.fit}, dim {a.dim}" for a in (found, wanted))
-        raise foreign(where, "what has this name holds other vectors", f"there: {there}; here: {here}")
+        there, here = (
+            f"model {a.model}, tokenizer {a.tokenizer}, fit {a.fit}, dim {a.dim}"
+            for a in (found, wanted)
+        )
+        raise foreign(
+            where, "what has this name holds other vectors", f"there: {there}; here: {here}"
+        )
     return found
 
 
@@ -124,20 +153,33 @@ def foreign(where: object, what: str, fact: str) -> Refusal:
     remedy = "name another database or server in run.yaml, key index.store"
     if isinstance(where, Path):
         remedy = shlex.join(["mv", str(where), f"{where}.other"])
-    return Refusal("store-foreign", what=what, where=where, fact=fact, remedy=remedy, key="index.store")
+    return Refusal(
+        "store-foreign", what=what, where=where, fact=fact, remedy=remedy, key="index.store"
+    )
 
 
 def missing(where: object, fact: str) -> Refusal:
     """No store where one is to be opened."""
     return Refusal(
-        "no-index", what="there is no such vector store", where=where, fact=fact, remedy=command("embed")
-    )  # fmt: skip
+        "no-index",
+        what="there is no such vector store",
+        where=where,
+        fact=fact,
+        remedy=command("embed"),
+    )
 
 
 def unreachable(where: object, error: object, remedy: str) -> Refusal:
-    """A server that does not answer, does not let us in, or does not do what is asked. `remedy`: how to look at it."""
-    fact = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """A server that does not answer, does not let us in, or does not do what is asked. `remedy`:
+    how to look at it."""
+    fact = next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
     return Refusal(
-        "store-unreachable", what="the vector store's server does not do what is asked", where=where, fact=fact,
-        remedy=remedy, key="index.store",
-    )  # fmt: skip
+        "store-unreachable",
+        what="the vector store's server does not do what is asked",
+        where=where,
+        fact=fact,
+        remedy=remedy,
+        key="index.store",
+    )

@@ -1,4 +1,5 @@
-"""Chroma: embedded in the run's folder, or with a location such as http://localhost:8000 its own server."""
+"""Chroma: embedded in the run's folder, or with a location such as http://localhost:8000 its own
+server."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ from farspan.retrieval.stores._common import (
 )
 
 CONNECT_S, ANSWER_S = 5.0, 60.0
-#: Chroma searches a graph at any size: neighbours of a vector, and candidates while it is built and searched. With its
-#: own values (16, 100, 100) it found a third of the neighbours of 20,000 random vectors.
+#: Chroma searches a graph at any size: neighbours of a vector, and candidates while it is built and
+#: searched. With its own values (16, 100, 100) it found a third of the neighbours of 20,000 random
+#: vectors.
 GRAPH = {"space": "ip", "max_neighbors": 32, "ef_construction": 200, "ef_search": 800}
 PAUSES_S = (0.05, 0.2, 1.0)
 _DATA, _NOT_YET = "chroma.sqlite3", "Nothing found on disk"
@@ -49,11 +51,17 @@ class ChromaStore:
             some = slice(start, start + self._at_once)
             texts = [str(number) for number in numbers[some]]
             with _answers(self._where):
-                fields = [{**gone, **payload} for gone, payload in zip(self._fields(texts), kept[some], strict=True)]
-                self._collection.upsert(ids=texts, embeddings=vectors_ND[some], metadatas=[f or None for f in fields])
+                fields = [
+                    {**gone, **payload}
+                    for gone, payload in zip(self._fields(texts), kept[some], strict=True)
+                ]
+                self._collection.upsert(
+                    ids=texts, embeddings=vectors_ND[some], metadatas=[f or None for f in fields]
+                )
 
     def _fields(self, texts: list[str]) -> list[dict[str, None]]:
-        """The fields that these ids have, as what removes them: an upsert leaves those that it does not name."""
+        """The fields that these ids have, as what removes them: an upsert leaves those that it does
+        not name."""
         found = self._collection.get(ids=texts, include=["metadatas"])
         rows = zip(found["ids"], found["metadatas"], strict=True)
         there = {text: dict.fromkeys(fields or {}) for text, fields in rows}
@@ -72,15 +80,21 @@ class ChromaStore:
         terms = [{key: {"$eq": value}} for key, value in equal.items()]
         with _answers(self._where):
             found = self._query(
-                query_embeddings=[vector_D], n_results=k, include=["metadatas", "distances"],
+                query_embeddings=[vector_D],
+                n_results=k,
+                include=["metadatas", "distances"],
                 where=terms[0] if len(terms) == 1 else {"$and": terms} if terms else None,
-            )  # fmt: skip
+            )
         hits = zip(found["ids"][0], found["distances"][0], found["metadatas"][0], strict=True)
         # Its distance is 1 less the inner product.
-        return [Hit(id=int(text), score=1 - distance, payload=dict(fields or {})) for text, distance, fields in hits]
+        return [
+            Hit(id=int(text), score=1 - distance, payload=dict(fields or {}))
+            for text, distance, fields in hits
+        ]
 
     def _query(self, **what: Any) -> Any:
-        """Asked again where a collection gets its first vectors at this moment: a search then fails (1.5.9)."""
+        """Asked again where a collection gets its first vectors at this moment: a search then fails
+        (1.5.9)."""
         for pause_s in PAUSES_S:
             try:
                 return self._collection.query(**what)
@@ -110,7 +124,8 @@ class ChromaStore:
 
 @contextmanager
 def _answers(where: str) -> Iterator[None]:
-    """Refuses (no-index) a collection that is not there, and (store-unreachable) a server that fails or refuses."""
+    """Refuses (no-index) a collection that is not there, and (store-unreachable) a server that
+    fails or refuses."""
     try:
         yield
     except NotFoundError as error:
@@ -129,15 +144,22 @@ def _client(spot: Spot) -> Any:
     parts = urlsplit(spot.location)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Refusal(
-            "out-of-range", what="this is no location of a Chroma server", where="run.yaml, key index.store",
-            fact=f"location: {spot.location}", remedy="set index.store: chroma:http://localhost:8000",
+            "out-of-range",
+            what="this is no location of a Chroma server",
+            where="run.yaml, key index.store",
+            fact=f"location: {spot.location}",
+            remedy="set index.store: chroma:http://localhost:8000",
             key="index.store",
-        )  # fmt: skip
+        )
     secure = parts.scheme == "https"
     with _answers(spot.location):
         # The client itself would wait for ever.
-        httpx.get(f"{spot.location.rstrip('/')}/api/v2/heartbeat", timeout=CONNECT_S).raise_for_status()
-        client = chromadb.HttpClient(parts.hostname, parts.port or (443 if secure else 80), secure, settings=settings)
+        httpx.get(
+            f"{spot.location.rstrip('/')}/api/v2/heartbeat", timeout=CONNECT_S
+        ).raise_for_status()
+        client = chromadb.HttpClient(
+            parts.hostname, parts.port or (443 if secure else 80), secure, settings=settings
+        )
     client._server._session.timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
     return client
 
@@ -158,7 +180,8 @@ def shared(location: str) -> bool:
 
 
 def create(spot: Spot, about: About) -> ChromaStore:
-    """A new collection, in a new folder where there is no location; at a server the one that is there for `about`."""
+    """A new collection, in a new folder where there is no location; at a server the one that is
+    there for `about`."""
     if not spot.location:
         new_folder(spot, about)
     client = _client(spot)
@@ -166,7 +189,10 @@ def create(spot: Spot, about: About) -> ChromaStore:
     if collection is None:
         with _answers(spot.location):
             collection = client.create_collection(
-                spot.name, embedding_function=None, metadata={MARK: marked(about)}, configuration={"hnsw": GRAPH}
+                spot.name,
+                embedding_function=None,
+                metadata={MARK: marked(about)},
+                configuration={"hnsw": GRAPH},
             )
     return _store(client, collection, spot, about)
 
@@ -185,10 +211,16 @@ def open_store(spot: Spot) -> ChromaStore:
 def _store(client: Any, collection: Any, spot: Spot, wanted: About | None) -> ChromaStore:
     where = spot.location or str(spot.folder)
     try:
-        about = claimed((collection.metadata or {}).get(MARK), f"{where}, collection {spot.name}", wanted)
+        about = claimed(
+            (collection.metadata or {}).get(MARK), f"{where}, collection {spot.name}", wanted
+        )
         space = collection.configuration_json["hnsw"]["space"]
         if space != GRAPH["space"]:
-            raise foreign(where, "the collection has another measure of likeness", f"{space}, not {GRAPH['space']}")
+            raise foreign(
+                where,
+                "the collection has another measure of likeness",
+                f"{space}, not {GRAPH['space']}",
+            )
     except Refusal:
         client.close()
         raise
@@ -196,7 +228,8 @@ def _store(client: Any, collection: Any, spot: Spot, wanted: About | None) -> Ch
 
 
 def drop(spot: Spot) -> None:
-    """Remove the collection from a server, if it is farspan's; in a folder there is nothing to do."""
+    """Remove the collection from a server, if it is farspan's; in a folder there is nothing to
+    do."""
     if not spot.location:
         return
     with closing(_client(spot)) as client:

@@ -1,7 +1,9 @@
-"""FAISS: a flat index, or an HNSW graph for many vectors, beside a log that keeps what came after the last finish().
+"""FAISS: a flat index, or an HNSW graph for many vectors, beside a log that keeps what came after
+the last finish().
 
-A generation is a folder that is whole when it gets its name: `vectors.faiss`, `rows` (ids and payloads) and `log`.
-Changes go to the newest one's log; `finish` folds them into the next. One process writes, and others read a copy.
+A generation is a folder that is whole when it gets its name: `vectors.faiss`, `rows` (ids and
+payloads) and `log`. Changes go to the newest one's log; `finish` folds them into the next. One
+process writes, and others read a copy.
 """
 
 from __future__ import annotations
@@ -23,9 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
-from farspan.retrieval.stores._common import check_keys, check_vectors, new_folder, own_folder, rows_to_add
+from farspan.retrieval.stores._common import (
+    check_keys,
+    check_vectors,
+    new_folder,
+    own_folder,
+    rows_to_add,
+)
 
-#: Up to so many bytes of vectors every one is compared: exact, and some 0.03 s a search at the most.
+#: Up to so many bytes of vectors every one is compared: exact, and some 0.03 s a search at the
+#: most.
 EXACT_BYTES = 512_000_000
 #: Neighbours of a vector in the graph, and candidates that are kept while it is built and searched.
 NEIGHBOURS, BUILD_EF, SEARCH_EF = 32, 200, 512
@@ -68,8 +77,11 @@ class FaissStore:
             self._apply(change)
 
     def _generation(self) -> Path:
-        """The newest one; a killed process may have left the one before it, and a part of the one after it."""
-        return max((p for p in self._folder.iterdir() if p.name.isdigit()), key=lambda path: int(path.name))
+        """The newest one; a killed process may have left the one before it, and a part of the one
+        after it."""
+        return max(
+            (p for p in self._folder.iterdir() if p.name.isdigit()), key=lambda path: int(path.name)
+        )
 
     def _enter(self, ids: list[int], payloads: list[dict[str, str | int]]) -> None:
         """Number the rows after those that are there; a row whose id comes again is dead."""
@@ -119,22 +131,37 @@ class FaissStore:
         check_keys({*equal})
         chosen_N = self._alive()
         if equal:
-            rows = reduce(np.intersect1d, [np.array(self._with.get(field, []), np.int64) for field in equal.items()])
+            rows = reduce(
+                np.intersect1d,
+                [np.array(self._with.get(field, []), np.int64) for field in equal.items()],
+            )
             chosen_N = np.zeros(len(self._ids), np.bool_)
             chosen_N[rows] = self._alive()[rows]
         k = min(k, int(chosen_N.sum()))
         if k < 1:
             return []
-        sel = None if chosen_N.all() else faiss.IDSelectorBitmap(np.packbits(chosen_N, bitorder="little"))
-        # A graph finds little of what a filter leaves: then every vector that it leaves is compared.
+        sel = (
+            None
+            if chosen_N.all()
+            else faiss.IDSelectorBitmap(np.packbits(chosen_N, bitorder="little"))
+        )
+        # A graph finds little of what a filter leaves: then every vector that it leaves is
+        # compared.
         if equal or not isinstance(self._index, faiss.IndexHNSWFlat):
             index, how = self._flat(), faiss.SearchParameters(sel=sel)
         else:
-            index, how = self._index, faiss.SearchParametersHNSW(sel=sel, efSearch=max(SEARCH_EF, k))
+            index, how = (
+                self._index,
+                faiss.SearchParametersHNSW(sel=sel, efSearch=max(SEARCH_EF, k)),
+            )
         with _one_thread():
             scores_1K, rows_1K = index.search(np.asarray(vector_D, np.float32)[None], k, params=how)
         found = zip(scores_1K[0].tolist(), rows_1K[0].tolist(), strict=True)
-        return [Hit(id=self._ids[r], score=score, payload=dict(self._payloads[r])) for score, r in found if r >= 0]
+        return [
+            Hit(id=self._ids[r], score=score, payload=dict(self._payloads[r]))
+            for score, r in found
+            if r >= 0
+        ]
 
     def _alive(self) -> npt.NDArray[np.bool_]:
         if self._alive_N is None:
@@ -179,7 +206,8 @@ class FaissStore:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """FAISS shares out queries among threads: with one query they only wait for each other, ten times as long."""
+    """FAISS shares out queries among threads: with one query they only wait for each other, ten
+    times as long."""
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:
@@ -197,7 +225,8 @@ def _new_index(dim: int, graph: bool) -> faiss.Index:
 
 
 def _changes(log: Path) -> Iterator[tuple[_Change, int]]:
-    """Every change that is whole, and where it ends; a killed process may have left a part of a last one."""
+    """Every change that is whole, and where it ends; a killed process may have left a part of a
+    last one."""
     with open(log, "rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             size, crc = _HEAD.unpack(head)
@@ -208,7 +237,8 @@ def _changes(log: Path) -> Iterator[tuple[_Change, int]]:
 
 
 def _write_generation(folder: Path, number: int, index: faiss.Index, rows: _Rows) -> None:
-    """Whole and on disk before it gets its name. What a killed process left of one is written over."""
+    """Whole and on disk before it gets its name. What a killed process left of one is written
+    over."""
     making = folder / f"{number}.making"
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()

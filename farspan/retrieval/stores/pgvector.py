@@ -1,6 +1,8 @@
-"""PostgreSQL with pgvector: one table, of ids, vectors and payloads, whose comment says what it is about.
+"""PostgreSQL with pgvector: one table, of ids, vectors and payloads, whose comment says what it is
+about.
 
-The location is a URL such as postgresql://user@host/database. A password comes from PGPASSWORD or from ~/.pgpass.
+The location is a URL such as postgresql://user@host/database. A password comes from PGPASSWORD or
+from ~/.pgpass.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from farspan.retrieval.stores._common import (
     unreachable,
 )
 
-#: Up to so many bytes of vectors every one is compared: exact, and some 0.2 s a search at the most. A graph that finds
-#: nearly as much is no faster at a quarter of that.
+#: Up to so many bytes of vectors every one is compared: exact, and some 0.2 s a search at the most.
+#: A graph that finds nearly as much is no faster at a quarter of that.
 EXACT_BYTES = 512_000_000
 #: Neighbours of a vector in the graph, and candidates that are kept while it is built and searched.
 NEIGHBOURS, BUILD_EF, SEARCH_EF = 24, 200, 400
@@ -44,7 +46,12 @@ CONNECT_S, ANSWER_S = 5, 60
 #: The first version whose graph goes on searching when what it found is deleted or left out.
 OLDEST = (0, 8)
 #: Notices a server that has gone without a word.
-_KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000}
+_KEEPALIVE = {
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
 
 
 class PgvectorStore:
@@ -54,7 +61,9 @@ class PgvectorStore:
 
     def _asks(self, query: str, values: Sequence[object] = (), **names: Any) -> psycopg.Cursor[Any]:
         """Run one statement, in which {table} is the table."""
-        return self._connection.execute(SQL(query).format(table=self._table, **names), values or None)
+        return self._connection.execute(
+            SQL(query).format(table=self._table, **names), values or None
+        )
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
         numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
@@ -69,13 +78,18 @@ class PgvectorStore:
                     copy.write_row((number, vector_D, Jsonb(_without_nul(payload))))
             # In order of ids, so that two writers do not each wait for a row of the other's.
             self._asks(
-                "INSERT INTO {table} (id, embedding, payload) SELECT id, embedding, payload FROM incoming ORDER BY id "
-                "ON CONFLICT (id) DO UPDATE SET embedding = excluded.embedding, payload = excluded.payload"
+                "INSERT INTO {table} (id, embedding, payload) SELECT id, embedding, payload FROM "
+                "incoming ORDER BY id "
+                "ON CONFLICT (id) DO UPDATE SET embedding = excluded.embedding, payload = "
+                "excluded.payload"
             )
 
     def delete(self, ids: Sequence[int]) -> None:
         with _answers(self._where):
-            self._asks("DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [[int(number) for number in ids]])
+            self._asks(
+                "DELETE FROM {table} WHERE id = ANY(%s::bigint[])",
+                [[int(number) for number in ids]],
+            )
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
         check_vectors(vector_D, self._about.dim)
@@ -84,20 +98,26 @@ class PgvectorStore:
         vector_D = np.asarray(vector_D, np.float32)
         with _answers(self._where), self._connection.transaction():
             if equal or k > SEARCH_EF:
-                # Past the graph, which finds little of what a filter leaves, to the index of payloads, and exactly.
+                # Past the graph, which finds little of what a filter leaves, to the index of
+                # payloads, and exactly.
                 self._asks("SET LOCAL enable_indexscan = off")
             rows = self._asks(
                 "SELECT id, -(embedding <#> %s) AS score, payload FROM {table} WHERE payload @> %s "
                 "ORDER BY embedding <#> %s LIMIT %s"
                 if equal
-                else "SELECT id, -(embedding <#> %s) AS score, payload FROM {table} ORDER BY embedding <#> %s LIMIT %s",
+                else (
+                    "SELECT id, -(embedding <#> %s) AS score, payload FROM {table} ORDER BY "
+                    "embedding <#> %s LIMIT %s"
+                ),
                 [vector_D, Jsonb(equal), vector_D, k] if equal else [vector_D, vector_D, k],
             ).fetchall()
         return [Hit(id=number, score=score, payload=payload) for number, score, payload in rows]
 
     def ids(self) -> Ids:
         with _answers(self._where):
-            return np.array([row[0] for row in self._asks("SELECT id FROM {table} ORDER BY id")], np.int64)
+            return np.array(
+                [row[0] for row in self._asks("SELECT id FROM {table} ORDER BY id")], np.int64
+            )
 
     def count(self) -> int:
         with _answers(self._where):
@@ -116,12 +136,16 @@ class PgvectorStore:
                 index=Identifier(f"{self._name}_payload"),
             )
             if graph:
-                # Past this memory a build is many times slower. Shared among processes it is often more than there may
-                # be: containers have 64 MB.
+                # Past this memory a build is many times slower. Shared among processes it is often
+                # more than there may be: containers have 64 MB.
                 self._asks("SET LOCAL max_parallel_maintenance_workers = 0")
-                self._asks(f"SET LOCAL maintenance_work_mem = '{min(BUILD_BYTES, 64_000_000 + 2 * size) // 1000}kB'")
                 self._asks(
-                    "CREATE INDEX IF NOT EXISTS {index} ON {table} USING hnsw (embedding vector_ip_ops) "
+                    "SET LOCAL maintenance_work_mem = "
+                    f"'{min(BUILD_BYTES, 64_000_000 + 2 * size) // 1000}kB'"
+                )
+                self._asks(
+                    "CREATE INDEX IF NOT EXISTS {index} ON {table} USING hnsw (embedding "
+                    "vector_ip_ops) "
                     f"WITH (m = {NEIGHBOURS}, ef_construction = {BUILD_EF})",
                     index=Identifier(f"{self._name}_nearest"),
                 )
@@ -133,44 +157,67 @@ class PgvectorStore:
 
 def _without_nul(payload: Payload) -> dict[str, str | int]:
     """PostgreSQL's text has no NUL: it becomes the sign for a character that cannot be shown."""
-    return {key: value.replace("\0", "\ufffd") if isinstance(value, str) else value for key, value in payload.items()}
+    return {
+        key: value.replace("\0", "\ufffd") if isinstance(value, str) else value
+        for key, value in payload.items()
+    }
 
 
 @contextmanager
 def _answers(where: str) -> Iterator[None]:
-    """Refuses (no-index) a table that has gone, (disk-full), and (store-unreachable) a server that fails or refuses."""
+    """Refuses (no-index) a table that has gone, (disk-full), and (store-unreachable) a server that
+    fails or refuses."""
     try:
         yield
     except psycopg.errors.UndefinedTable as error:
         raise missing(where, str(error).splitlines()[0]) from None
     except psycopg.errors.DiskFull as error:
         raise Refusal(
-            "disk-full", what="the database has no room left", where=where, fact=str(error).splitlines()[0],
+            "disk-full",
+            what="the database has no room left",
+            where=where,
+            fact=str(error).splitlines()[0],
             remedy="free some on the server's disk; what was written stays",
-        ) from None  # fmt: skip
-    except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.InsufficientPrivilege) as error:
+        ) from None
+    except (
+        psycopg.OperationalError,
+        psycopg.InterfaceError,
+        psycopg.errors.InsufficientPrivilege,
+    ) as error:
         raise unreachable(where, error, _psql(where, "SELECT 1")) from None
 
 
 def _words(spot: Spot) -> dict[str, Any]:
-    """The parts of the location. Refuses (out-of-range) one that is none, has a password, or names no fit table."""
+    """The parts of the location. Refuses (out-of-range) one that is none, has a password, or names
+    no fit table."""
     try:
         words = conninfo_to_dict(spot.location)
     except psycopg.ProgrammingError:
         words = {}
-    if not words or words.get("password") or len(spot.name.encode()) > LONGEST_NAME or not spot.name:
+    if (
+        not words
+        or words.get("password")
+        or len(spot.name.encode()) > LONGEST_NAME
+        or not spot.name
+    ):
         raise Refusal(
-            "out-of-range", what="this is no place for a table of vectors", where="run.yaml, key index.store",
-            fact="it is postgresql://user@host/database without a password, and a table's name of at most "
+            "out-of-range",
+            what="this is no place for a table of vectors",
+            where="run.yaml, key index.store",
+            fact="it is postgresql://user@host/database without a password, and a table's name of "
+            "at most "
             f"{LONGEST_NAME} bytes",
-            remedy="set index.store: pgvector:postgresql://localhost/farspan", key="index.store",
-        )  # fmt: skip
+            remedy="set index.store: pgvector:postgresql://localhost/farspan",
+            key="index.store",
+        )
     return words
 
 
 def _where(spot: Spot) -> str:
     words = _words(spot)
-    return make_conninfo(**{key: words[key] for key in ("user", "host", "port", "dbname") if key in words})
+    return make_conninfo(
+        **{key: words[key] for key in ("user", "host", "port", "dbname") if key in words}
+    )
 
 
 def _psql(where: str, statement: str) -> str:
@@ -181,7 +228,12 @@ def _connect(spot: Spot) -> psycopg.Connection[Any]:
     """A connection to a server that has pgvector."""
     where = _where(spot)
     with _answers(where):
-        words = {"connect_timeout": CONNECT_S, "application_name": "farspan", **_KEEPALIVE, **_words(spot)}
+        words = {
+            "connect_timeout": CONNECT_S,
+            "application_name": "farspan",
+            **_KEEPALIVE,
+            **_words(spot),
+        }
         connection = psycopg.connect(**words, autocommit=True)
     try:
         with _answers(where):
@@ -197,12 +249,15 @@ def _connect(spot: Spot) -> psycopg.Connection[Any]:
 
 
 _NO_EXTENSION = (
-    psycopg.errors.FeatureNotSupported, psycopg.errors.UndefinedFile, psycopg.errors.InsufficientPrivilege
-)  # fmt: skip
+    psycopg.errors.FeatureNotSupported,
+    psycopg.errors.UndefinedFile,
+    psycopg.errors.InsufficientPrivilege,
+)
 
 
 def _extend(connection: psycopg.Connection[Any], where: str) -> None:
-    """Have the extension in the database. Refuses (extra-missing) where it cannot be, (version-mismatch) an old one."""
+    """Have the extension in the database. Refuses (extra-missing) where it cannot be,
+    (version-mismatch) an old one."""
     version = "SELECT extversion FROM pg_extension WHERE extname = 'vector'"
     try:
         if connection.execute(version).fetchone() is None:
@@ -211,16 +266,23 @@ def _extend(connection: psycopg.Connection[Any], where: str) -> None:
         pass  # Somebody else has made it meanwhile.
     except _NO_EXTENSION as error:
         raise Refusal(
-            "extra-missing", what="the database has no pgvector", where=where, fact=str(error).splitlines()[0],
-            remedy=_psql(make_conninfo(where, user="postgres"), "CREATE EXTENSION vector"), key="index.store",
-        ) from None  # fmt: skip
+            "extra-missing",
+            what="the database has no pgvector",
+            where=where,
+            fact=str(error).splitlines()[0],
+            remedy=_psql(make_conninfo(where, user="postgres"), "CREATE EXTENSION vector"),
+            key="index.store",
+        ) from None
     (found,) = next(connection.execute(version))
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         raise Refusal(
-            "version-mismatch", what="the database has an old pgvector", where=where,
+            "version-mismatch",
+            what="the database has an old pgvector",
+            where=where,
             fact=f"{found}; {'.'.join(map(str, OLDEST))} or newer is needed",
-            remedy=_psql(where, "ALTER EXTENSION vector UPDATE"), key="index.store",
-        )  # fmt: skip
+            remedy=_psql(where, "ALTER EXTENSION vector UPDATE"),
+            key="index.store",
+        )
 
 
 def _find(connection: psycopg.Connection[Any], spot: Spot) -> tuple[bool, str | None]:
@@ -240,10 +302,13 @@ def create(spot: Spot, about: About) -> PgvectorStore:
     """A new table, or the one that is there for `about`."""
     if about.dim > MOST_NUMBERS:
         raise Refusal(
-            "out-of-range", what="pgvector cannot hold such long vectors", where="run.yaml, key index.store",
-            fact=f"{about.dim} numbers a vector, at most {MOST_NUMBERS:,}", remedy="set index.store: qdrant",
+            "out-of-range",
+            what="pgvector cannot hold such long vectors",
+            where="run.yaml, key index.store",
+            fact=f"{about.dim} numbers a vector, at most {MOST_NUMBERS:,}",
+            remedy="set index.store: qdrant",
             key="index.store",
-        )  # fmt: skip
+        )
     connection = _connect(spot)
     try:
         if not _find(connection, spot)[0]:

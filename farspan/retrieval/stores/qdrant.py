@@ -1,6 +1,7 @@
 """Qdrant Edge: Qdrant's engine inside the process. Payloads, filters, exact or quantized search.
 
-It has no write-ahead log: that would let one process alone open it, and several may search an index at once.
+It has no write-ahead log: that would let one process alone open it, and several may search an index
+at once.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import numpy as np
 import qdrant_edge as qdrant
 
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
-from farspan.retrieval.stores._common import check_keys, check_vectors, new_folder, own_folder, rows_to_add
+from farspan.retrieval.stores._common import (
+    check_keys,
+    check_vectors,
+    new_folder,
+    own_folder,
+    rows_to_add,
+)
 
-#: Up to so many bytes of vectors every one is compared as it is: exact, and quick to open. Above, every one is compared
-#: in 8 bits a number, and the best of those again as they are.
+#: Up to so many bytes of vectors every one is compared as it is: exact, and quick to open. Above,
+#: every one is compared in 8 bits a number, and the best of those again as they are.
 EXACT_BYTES = 128_000_000
-#: How many times as many as are asked for are compared again (benchmarks/results/search.json: recall@10 1.0).
+#: How many times as many as are asked for are compared again (benchmarks/results/search.json:
+#: recall@10 1.0).
 _OVERSAMPLING = 3.0
 _SHARD = "shard"
 
@@ -35,7 +43,9 @@ class QdrantStore:
 
     def delete(self, ids: Sequence[int]) -> None:
         if len(ids):
-            self._shard.update(qdrant.UpdateOperation.delete_points([int(number) for number in ids]))
+            self._shard.update(
+                qdrant.UpdateOperation.delete_points([int(number) for number in ids])
+            )
             self._shard.flush()
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
@@ -44,12 +54,17 @@ class QdrantStore:
         check_keys({*equal})
         again = qdrant.QuantizationSearchParams(rescore=True, oversampling=_OVERSAMPLING)
         request = qdrant.QueryRequest(
-            limit=k, query=qdrant.Query.Nearest(vector_D.tolist()), with_payload=True,
+            limit=k,
+            query=qdrant.Query.Nearest(vector_D.tolist()),
+            with_payload=True,
             params=qdrant.SearchParams(quantization=again),
             filter=qdrant.Filter(
-                must=[qdrant.FieldCondition(key, match=qdrant.MatchValue(value)) for key, value in equal.items()]
+                must=[
+                    qdrant.FieldCondition(key, match=qdrant.MatchValue(value))
+                    for key, value in equal.items()
+                ]
             ),
-        )  # fmt: skip
+        )
         hits = self._shard.query(request)
         return [Hit(id=int(hit.id), score=hit.score, payload=hit.payload or {}) for hit in hits]
 
@@ -90,10 +105,16 @@ def create(spot: Spot, about: About) -> QdrantStore:
         vectors=qdrant.EdgeVectorParams(
             about.dim,
             qdrant.Distance.Dot,
-            quantization_config=qdrant.ScalarQuantizationConfig(qdrant.ScalarType.Int8, memory=qdrant.Memory.Cached),
-            hnsw_config=qdrant.HnswIndexConfig(m=0, ef_construct=4, full_scan_threshold=EXACT_BYTES),
+            quantization_config=qdrant.ScalarQuantizationConfig(
+                qdrant.ScalarType.Int8, memory=qdrant.Memory.Cached
+            ),
+            hnsw_config=qdrant.HnswIndexConfig(
+                m=0, ef_construct=4, full_scan_threshold=EXACT_BYTES
+            ),
         ),
-        optimizers=qdrant.EdgeOptimizersConfig(indexing_threshold=EXACT_BYTES // 1000, default_segment_number=1),
+        optimizers=qdrant.EdgeOptimizersConfig(
+            indexing_threshold=EXACT_BYTES // 1000, default_segment_number=1
+        ),
         wal_enabled=False,
     )
     return QdrantStore(qdrant.EdgeShard.create(str(folder / _SHARD), config), about)

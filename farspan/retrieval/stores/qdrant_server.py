@@ -1,7 +1,8 @@
-"""A Qdrant server, at a location such as http://localhost:6333; without one, the client's own engine in a folder.
+"""A Qdrant server, at a location such as http://localhost:6333; without one, the client's own
+engine in a folder.
 
-The engine in a folder compares all vectors in NumPy: it is for trying things out. Tests run it and not the server, of
-which there was none to be had. A key for the server comes from QDRANT_API_KEY.
+The engine in a folder compares all vectors in NumPy: it is for trying things out. Tests run it and
+not the server, of which there was none to be had. A key for the server comes from QDRANT_API_KEY.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from farspan.retrieval.stores._common import (
     unreachable,
 )
 
-#: Up to so many bytes of vectors a server compares every one; beyond, it keeps so many candidates while it searches.
+#: Up to so many bytes of vectors a server compares every one; beyond, it keeps so many candidates
+#: while it searches.
 EXACT_BYTES, SEARCH_EF = 128_000_000, 256
 #: Qdrant's own limit.
 MOST_NUMBERS = 65_536
@@ -52,7 +54,9 @@ class QdrantServerStore:
         numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
         for start in range(0, len(numbers), AT_ONCE):
             some = slice(start, start + AT_ONCE)
-            batch = qdrant.Batch(ids=numbers[some], vectors=vectors_ND[some].tolist(), payloads=kept[some])
+            batch = qdrant.Batch(
+                ids=numbers[some], vectors=vectors_ND[some].tolist(), payloads=kept[some]
+            )
             with _answers(self._where):
                 self._client.upsert(self._name, batch, wait=True)
 
@@ -66,15 +70,25 @@ class QdrantServerStore:
         check_vectors(vector_D, self._about.dim)
         equal = dict(where or {})
         check_keys({*equal})
-        must = [qdrant.FieldCondition(key=key, match=qdrant.MatchValue(value=value)) for key, value in equal.items()]
+        must = [
+            qdrant.FieldCondition(key=key, match=qdrant.MatchValue(value=value))
+            for key, value in equal.items()
+        ]
         # The engine in a folder has no graph, and warns of what is said to it.
         graph = qdrant.SearchParams(hnsw_ef=max(SEARCH_EF, k)) if self._shared else None
         with _answers(self._where):
             points = self._client.query_points(
-                self._name, query=vector_D.tolist(), limit=k, with_payload=True, query_filter=qdrant.Filter(must=must),
+                self._name,
+                query=vector_D.tolist(),
+                limit=k,
+                with_payload=True,
+                query_filter=qdrant.Filter(must=must),
                 search_params=graph,
-            ).points  # fmt: skip
-        return [Hit(id=int(point.id), score=point.score, payload=point.payload or {}) for point in points]
+            ).points
+        return [
+            Hit(id=int(point.id), score=point.score, payload=point.payload or {})
+            for point in points
+        ]
 
     def ids(self) -> Ids:
         every: list[int] = []
@@ -96,7 +110,8 @@ class QdrantServerStore:
         return self._about
 
     def finish(self) -> None:
-        """Wait until the server has built its graph; after an hour it goes on building by itself."""
+        """Wait until the server has built its graph; after an hour it goes on building by
+        itself."""
         end = time.monotonic() + FINISH_S
         while time.monotonic() < end:
             with _answers(self._where):
@@ -126,10 +141,13 @@ def _client(spot: Spot) -> QdrantClient:
         return _in_folder(spot)
     if not spot.location.startswith(("http://", "https://")):
         raise Refusal(
-            "out-of-range", what="this is no location of a Qdrant server", where="run.yaml, key index.store",
-            fact=f"location: {spot.location}", remedy="set index.store: qdrant_server:http://localhost:6333",
+            "out-of-range",
+            what="this is no location of a Qdrant server",
+            where="run.yaml, key index.store",
+            fact=f"location: {spot.location}",
+            remedy="set index.store: qdrant_server:http://localhost:6333",
             key="index.store",
-        )  # fmt: skip
+        )
     key = os.environ.get("QDRANT_API_KEY")
     return QdrantClient(url=spot.location, api_key=key, timeout=ANSWER_S, check_compatibility=False)
 
@@ -139,20 +157,32 @@ def _in_folder(spot: Spot) -> QdrantClient:
         return QdrantClient(path=str(spot.folder))
     except RuntimeError as error:
         raise Refusal(
-            "run-busy", what="another process has this vector store open", where=spot.folder,
-            fact=str(error).split(".")[0], remedy="end that process, or set index.store: qdrant", key="index.store",
-        ) from None  # fmt: skip
+            "run-busy",
+            what="another process has this vector store open",
+            where=spot.folder,
+            fact=str(error).split(".")[0],
+            remedy="end that process, or set index.store: qdrant",
+            key="index.store",
+        ) from None
 
 
 def _claim(client: QdrantClient, spot: Spot, wanted: About | None = None) -> About:
-    """What the collection is about; refuses (store-foreign) one that is not farspan's or of other vectors."""
+    """What the collection is about; refuses (store-foreign) one that is not farspan's or of other
+    vectors."""
     with _answers(_where(spot)):
         config = client.get_collection(spot.name).config
     where = f"{_where(spot)}, collection {spot.name}"
     about = claimed((config.metadata or {}).get(MARK), where, wanted)
     vectors = config.params.vectors
-    if not isinstance(vectors, qdrant.VectorParams) or (vectors.size, vectors.distance) != (about.dim, _METRIC):
-        raise foreign(where, "the collection is not of vectors as farspan makes them", f"its vectors: {vectors}")
+    if not isinstance(vectors, qdrant.VectorParams) or (vectors.size, vectors.distance) != (
+        about.dim,
+        _METRIC,
+    ):
+        raise foreign(
+            where,
+            "the collection is not of vectors as farspan makes them",
+            f"its vectors: {vectors}",
+        )
     return about
 
 
@@ -162,13 +192,17 @@ def shared(location: str) -> bool:
 
 
 def create(spot: Spot, about: About) -> QdrantServerStore:
-    """A new collection, in a new folder where there is no location; at a server the one that is there for `about`."""
+    """A new collection, in a new folder where there is no location; at a server the one that is
+    there for `about`."""
     if about.dim > MOST_NUMBERS:
         raise Refusal(
-            "out-of-range", what="Qdrant cannot hold such long vectors", where="run.yaml, key index.store",
-            fact=f"{about.dim} numbers a vector, at most {MOST_NUMBERS:,}", remedy="set index.store: faiss",
+            "out-of-range",
+            what="Qdrant cannot hold such long vectors",
+            where="run.yaml, key index.store",
+            fact=f"{about.dim} numbers a vector, at most {MOST_NUMBERS:,}",
+            remedy="set index.store: faiss",
             key="index.store",
-        )  # fmt: skip
+        )
     if not spot.location:
         new_folder(spot, about)
     client = _client(spot)
@@ -176,10 +210,13 @@ def create(spot: Spot, about: About) -> QdrantServerStore:
         with _answers(_where(spot)):
             if not client.collection_exists(spot.name):
                 client.create_collection(
-                    spot.name, vectors_config=qdrant.VectorParams(size=about.dim, distance=_METRIC),
-                    optimizers_config=qdrant.OptimizersConfigDiff(indexing_threshold=EXACT_BYTES // 1000),
+                    spot.name,
+                    vectors_config=qdrant.VectorParams(size=about.dim, distance=_METRIC),
+                    optimizers_config=qdrant.OptimizersConfigDiff(
+                        indexing_threshold=EXACT_BYTES // 1000
+                    ),
                     metadata={MARK: marked(about)},
-                )  # fmt: skip
+                )
         _claim(client, spot, about)
     except Refusal:
         client.close()
@@ -205,7 +242,8 @@ def open_store(spot: Spot) -> QdrantServerStore:
 
 
 def drop(spot: Spot) -> None:
-    """Remove the collection from a server, if it is farspan's; in a folder there is nothing to do."""
+    """Remove the collection from a server, if it is farspan's; in a folder there is nothing to
+    do."""
     if not spot.location:
         return
     client = _client(spot)

@@ -1,6 +1,8 @@
-"""Databases that farspan does not talk to: what each takes, and the commands by which it takes vectors from a file.
+"""Databases that farspan does not talk to: what each takes, and the commands by which it takes
+vectors from a file.
 
-Each has a Markdown file in this folder, a template. None of the commands was run against its database.
+Each has a Markdown file in this folder, a template. None of the commands was run against its
+database.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _FOLDER = Path(__file__).parent
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A database: its file here, and how many numbers of a vector and bytes of metadata its documentation allows."""
+    """A database: its file here, and how many numbers of a vector and bytes of metadata its
+    documentation allows."""
 
     name: str
     title: str
@@ -29,42 +32,66 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 TARGETS = (
     Target(
-        name="pinecone", title="Pinecone", numbers=20_000, metadata_bytes=40_960,
+        name="pinecone",
+        title="Pinecone",
+        numbers=20_000,
+        metadata_bytes=40_960,
         source="docs.pinecone.io, database limits",
     ),
     Target(
-        name="redis", title="Redis", numbers=32_768,
+        name="redis",
+        title="Redis",
+        numbers=32_768,
         source="Google's Memorystore for Redis; Redis's own pages name no limit",
     ),
     Target(
-        name="mongodb", title="MongoDB", numbers=8192, source="mongodb.com/docs, how to index vector fields",
+        name="mongodb",
+        title="MongoDB",
+        numbers=8192,
+        source="mongodb.com/docs, how to index vector fields",
     ),
     Target(
-        name="solr", title="Solr", numbers=1024,
+        name="solr",
+        title="Solr",
+        numbers=1024,
         source="guide of Solr 9.0; after apache/solr#1680, of 2023, more with a warning",
     ),
     Target(
-        name="cassandra", title="Cassandra", numbers=8192, source="cassandra.apache.org, vector CQL data type, 5.0",
+        name="cassandra",
+        title="Cassandra",
+        numbers=8192,
+        source="cassandra.apache.org, vector CQL data type, 5.0",
     ),
-)  # fmt: skip
+)
 
 
 def page(file: str, about: About, fields: Mapping[str, type], largest: int) -> str:
-    """How each database loads a file of vectors, as Markdown. `fields` are the keys of a payload with their types, str
-    or int; `largest` is the size of the largest text and payload as JSON, in bytes."""
+    """How each database loads a file of vectors, as Markdown. `fields` are the keys of a payload
+    with their types, str or int; `largest` is the size of the largest text and payload as JSON, in
+    bytes."""
     import jinja2
 
     jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER), undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
-        trim_blocks=True, lstrip_blocks=True, variable_start_string="<<", variable_end_string=">>",
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        variable_start_string="<<",
+        variable_end_string=">>",
+    )
     jinja.filters["quoted"] = json.dumps
     given = {
-        "file": file, "suffix": Path(file).suffix, "beside": Path(file).with_suffix(".jsonl").name, "dim": about.dim,
-        "about": about, "fields": {name: kind.__name__ for name, kind in fields.items()}, "largest": largest,
+        "file": file,
+        "suffix": Path(file).suffix,
+        "beside": Path(file).with_suffix(".jsonl").name,
+        "dim": about.dim,
+        "about": about,
+        "fields": {name: kind.__name__ for name, kind in fields.items()},
+        "largest": largest,
         # A request may have 2 MB; a number takes at most 24 bytes of one.
         "pinecone_rows": max(1, min(1000, 1_000_000 // (24 * about.dim + largest))),
-    }  # fmt: skip
+    }
     parts = [jinja.get_template("page.md").render(given)]
     for target in TARGETS:
         section = jinja.get_template(f"{target.name}.md").render(given | {"target": target})
@@ -77,6 +104,9 @@ def _limits(target: Target, dim: int, largest: int) -> str:
     bounds = [(dim, target.numbers, "numbers a vector")]
     if target.metadata_bytes is not None:
         bounds.append((largest, target.metadata_bytes, "bytes of metadata a vector"))
-    said = f"It takes up to {' and '.join(f'{most:,} {what}' for _, most, what in bounds)} ({target.source})."
+    said = (
+        f"It takes up to {' and '.join(f'{most:,} {what}' for _, most, what in bounds)} "
+        f"({target.source})."
+    )
     beyond = [f"{have:,} {what}" for have, most, what in bounds if have > most]
     return f"**Too large for it: these have {' and '.join(beyond)}.** {said}" if beyond else said

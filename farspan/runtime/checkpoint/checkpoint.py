@@ -1,8 +1,10 @@
-"""The folder of a run's checkpoints: written beside and renamed into place, the newest few kept, read when whole.
+"""The folder of a run's checkpoints: written beside and renamed into place, the newest few kept,
+read when whole.
 
-A checkpoint is a folder `step-00000120` with a file of slices for each worker that wrote one, `part-00000.safetensors`,
-and `manifest.json`, which says what is where. It is whole or it is not there. While it is made each worker leaves
-beside its file what the manifest will say of it, `part-00000.json`; rank 0 puts these together.
+A checkpoint is a folder `step-00000120` with a file of slices for each worker that wrote one,
+`part-00000.safetensors`, and `manifest.json`, which says what is where. It is whole or it is not
+there. While it is made each worker leaves beside its file what the manifest will say of it,
+`part-00000.json`; rank 0 puts these together.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ from farspan.semantics.matrices import block_matrices
 
 #: Bytes beside the tensors, at most.
 HEADERS = 2**20
-#: The kinds of tensors of a synchronous run, and what each replica has of its own where there are several.
+#: The kinds of tensors of a synchronous run, and what each replica has of its own where there are
+#: several.
 MODEL, MOMENTUM, AVERAGE = "model", "momentum", "average"
 SHARED = (MODEL, MOMENTUM, AVERAGE)
 SECOND = "exp_avg_sq"
@@ -63,7 +66,9 @@ class Unsaved(Exception):
 
 def bytes_needed(plan: Plan) -> int:
     """Size of one checkpoint: all tensors of it in fp32, and some headers."""
-    each = sum(4 * shape.numel() for shape in map(torch.Size, shapes_of(plan, kinds_of(plan)).values()))
+    each = sum(
+        4 * shape.numel() for shape in map(torch.Size, shapes_of(plan, kinds_of(plan)).values())
+    )
     return each + HEADERS
 
 
@@ -81,11 +86,15 @@ def check_disk(folder: Path, needed: int) -> None:
             what="there is not enough disk space for checkpoints",
             where=folder,
             fact=f"{format_bytes(needed)} needed, {format_bytes(free)} free",
-            remedy=f"free {format_bytes(needed - free)} there, or keep the run elsewhere: farspan train --run FOLDER",
+            remedy=(
+                f"free {format_bytes(needed - free)} there, or keep the run elsewhere: farspan "
+                "train --run FOLDER"
+            ),
         )
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
+# -- writing
+#   ------------------------------------------------------------------------------------------------
 
 
 def unfinished(path: Path) -> Path:
@@ -94,8 +103,8 @@ def unfinished(path: Path) -> Path:
 
 
 def begin(path: Path, size: int, epoch: int = 0) -> None:
-    """Make the folder that a checkpoint of so many bytes is written in. Raises OSError, or Refusal (disk-full, or
-    superseded where another start of the run has begun since this epoch)."""
+    """Make the folder that a checkpoint of so many bytes is written in. Raises OSError, or Refusal
+    (disk-full, or superseded where another start of the run has begun since this epoch)."""
     require(_ledger(path), epoch)
     path.parent.mkdir(parents=True, exist_ok=True)
     mend(path.parent)
@@ -108,7 +117,8 @@ def part_name(rank: int) -> str:
 
 
 def write_part(path: Path, rank: int, slices: Sequence[OwnedSlice]) -> None:
-    """Write what one worker has of a checkpoint, and then what the manifest says of it. Raises OSError."""
+    """Write what one worker has of a checkpoint, and then what the manifest says of it. Raises
+    OSError."""
     file = unfinished(path) / part_name(rank)
     with open(file, "wb") as target:
         listing = put_slices(slices, file.name, target.write)
@@ -119,13 +129,22 @@ def write_part(path: Path, rank: int, slices: Sequence[OwnedSlice]) -> None:
 
 def missing_parts(path: Path, ranks: Iterable[int]) -> list[int]:
     """The workers whose part is not written yet."""
-    return [rank for rank in ranks if not (unfinished(path) / part_name(rank)).with_suffix(".json").exists()]
+    return [
+        rank
+        for rank in ranks
+        if not (unfinished(path) / part_name(rank)).with_suffix(".json").exists()
+    ]
 
 
 def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
-    """Put the parts of these workers together and the checkpoint in its place; its bytes. Raises OSError, and Corrupt
-    for a part that is not there; Refusal (superseded) where another start of the run has begun."""
-    folder, slices, shapes = unfinished(path), dict[str, list[StoredSlice]](), dict[str, tuple[int, ...]]()
+    """Put the parts of these workers together and the checkpoint in its place; its bytes. Raises
+    OSError, and Corrupt for a part that is not there; Refusal (superseded) where another start of
+    the run has begun."""
+    folder, slices, shapes = (
+        unfinished(path),
+        dict[str, list[StoredSlice]](),
+        dict[str, tuple[int, ...]](),
+    )
     for rank in ranks:
         listed = (folder / part_name(rank)).with_suffix(".json")
         for name, tensor in parse_json(read_small(listed, MOST_MANIFEST), Listing, listed).items():
@@ -133,14 +152,21 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
             shapes[name] = tensor.shape
         listed.unlink()
     require(_ledger(path), progress.epoch)
-    tensors = {name: GlobalTensor(shape=shapes[name], slices=tuple(parts)) for name, parts in slices.items()}
-    save(Manifest(progress=progress, tensors=tensors, checksum=checksum_of(progress, tensors)), folder / MANIFEST)
+    tensors = {
+        name: GlobalTensor(shape=shapes[name], slices=tuple(parts))
+        for name, parts in slices.items()
+    }
+    save(
+        Manifest(progress=progress, tensors=tensors, checksum=checksum_of(progress, tensors)),
+        folder / MANIFEST,
+    )
     sync(folder)
     return _put(folder, path)
 
 
 def write(path: Path, slices: Sequence[OwnedSlice], progress: TrainingProgress, keep: int) -> int:
-    """Write a whole checkpoint from one process, then delete all but the newest `keep`; its bytes. Raises Unsaved."""
+    """Write a whole checkpoint from one process, then delete all but the newest `keep`; its bytes.
+    Raises Unsaved."""
     try:
         begin(path, sum(part.values.nbytes for part in slices) + HEADERS, progress.epoch)
         write_part(path, 0, slices)
@@ -152,8 +178,8 @@ def write(path: Path, slices: Sequence[OwnedSlice], progress: TrainingProgress, 
 
 
 def mend(folder: Path) -> None:
-    """After a worker was killed: remove what it had not finished to write or to delete. What was put aside while a
-    folder was replaced comes back, or goes where the new one is there."""
+    """After a worker was killed: remove what it had not finished to write or to delete. What was
+    put aside while a folder was replaced comes back, or goes where the new one is there."""
     for left in folder.glob(".*.tmp"):
         _remove(left)
     for old in folder.glob(".*.old"):
@@ -178,14 +204,16 @@ def _put(temporary: Path, path: Path) -> int:
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Delete all but the newest `keep`, of which the first was just written. What lacks files does not count, and goes.
-    Of a later step there is only what this start found damaged: it stays until the run is there again."""
+    """Delete all but the newest `keep`, of which the first was just written. What lacks files does
+    not count, and goes. Of a later step there is only what this start found damaged: it stays until
+    the run is there again."""
     past = [path for path in newest_first(newest.parent) if 0 <= step_of(path) < step_of(newest)]
     kept = [path for path in past if _has_its_files(path)][: keep - 1]
     for path in past:
         if path not in kept:
             with suppress(OSError):  # It is tried again after the next save.
-                # Renamed first: of one that is half deleted, when this process is killed, nobody thinks that it is one.
+                # Renamed first: of one that is half deleted, when this process is killed, nobody
+                # thinks that it is one.
                 left = path.with_name(f".{path.name}.tmp")
                 os.rename(path, left)
                 _remove(left)
@@ -217,27 +245,34 @@ def step_of(path: Path) -> int:
 
 
 def newest_first(folder: Path) -> Iterator[Path]:
-    """Checkpoints of a run that can be resumed from, newest first, whole or not. What is named after no step comes
-    before all: it may have been the newest."""
+    """Checkpoints of a run that can be resumed from, newest first, whole or not. What is named
+    after no step comes before all: it may have been the newest."""
     yield from sorted(
-        folder.glob("step-*"), key=lambda path: (step_of(path) < 0, step_of(path), path.name), reverse=True
+        folder.glob("step-*"),
+        key=lambda path: (step_of(path) < 0, step_of(path), path.name),
+        reverse=True,
     )
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading
+#   ------------------------------------------------------------------------------------------------
 
 
 def read(path: Path, *, weights: bool = False) -> Manifest:
-    """What a checkpoint says of itself, as far as that does not contradict itself; an earlier version's files are
-    verified, of which `weights` takes the model's alone. Raises Corrupt."""
+    """What a checkpoint says of itself, as far as that does not contradict itself; an earlier
+    version's files are verified, of which `weights` takes the model's alone. Raises Corrupt."""
     if old_format.is_old(path):
         manifest = old_format.read_old(path, f"{MODEL}.safetensors" if weights else None)
     else:
         manifest = read_manifest(path)
     if path.name.startswith("step-") and step_of(path) != manifest.progress.step:
         raise Corrupt(f"its manifest is of step {manifest.progress.step}, its name is not")
-    if path.name.startswith("step-") and not read_ledger(_ledger(path)).counts(manifest.progress.epoch, step_of(path)):
-        raise Corrupt(f"start {manifest.progress.epoch} of the run wrote it after another had begun")
+    if path.name.startswith("step-") and not read_ledger(_ledger(path)).counts(
+        manifest.progress.epoch, step_of(path)
+    ):
+        raise Corrupt(
+            f"start {manifest.progress.epoch} of the run wrote it after another had begun"
+        )
     return manifest
 
 
@@ -251,7 +286,9 @@ def _has_its_files(path: Path) -> bool:
     with suppress(Corrupt, OSError):
         if old_format.is_old(path):
             return all((path / file).is_file() for file in old_format.files(path))
-        files = {part.file for tensor in read_manifest(path).tensors.values() for part in tensor.slices}
+        files = {
+            part.file for tensor in read_manifest(path).tensors.values() for part in tensor.slices
+        }
         return all((path / file).is_file() for file in files)
     return False
 
@@ -268,12 +305,17 @@ def verify(path: Path) -> TrainingProgress:
 def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str, tuple[int, ...]]:
     """The shape of every global tensor of these kinds, by name."""
     with torch.device("meta"):
-        model = {name: tuple(parameter.shape) for name, parameter in Decoder(plan.model).named_parameters()}
+        model = {
+            name: tuple(parameter.shape)
+            for name, parameter in Decoder(plan.model).named_parameters()
+        }
     lacking = without_second_moment(plan)
     return {
-        f"{kind}/{name}": shape for kind in kinds for name, shape in model.items()
+        f"{kind}/{name}": shape
+        for kind in kinds
+        for name, shape in model.items()
         if not (name in lacking and kind.endswith(SECOND))
-    }  # fmt: skip
+    }
 
 
 def without_second_moment(plan: Plan) -> frozenset[str]:
@@ -291,32 +333,48 @@ def kinds_of(plan: Plan) -> tuple[str, ...]:
     average = (AVERAGE,) if plan.train.optimizer.average else ()
     if plan.sync is None:
         return MODEL, *MOMENTS, *average
-    return MODEL, MOMENTUM, *average, *(own(r, kind) for r in range(len(plan.replicas)) for kind in OWN)
+    return (
+        MODEL,
+        MOMENTUM,
+        *average,
+        *(own(r, kind) for r in range(len(plan.replicas)) for kind in OWN),
+    )
 
 
 def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[str, ...]]:
-    """What a worker of a replica takes its state from, by kind: the mean of these kinds, zeros where there are none.
+    """What a worker of a replica takes its state from, by kind: the mean of these kinds, zeros
+    where there are none.
 
-    Where the number of replicas is another one, each begins at the model that the old ones last met at, with the mean
-    of their moments; the outer momentum goes on. What replicas had learned since they met is not kept.
+    Where the number of replicas is another one, each begins at the model that the old ones last met
+    at, with the mean of their moments; the outer momentum goes on. What replicas had learned since
+    they met is not kept.
     """
     each = [own(r, kind) for kind in MOMENTS for r in range(stored.replicas)]
-    mean = {kind: tuple(name for name in each if name.endswith(f"/{kind}")) or (kind,) for kind in MOMENTS}
+    mean = {
+        kind: tuple(name for name in each if name.endswith(f"/{kind}")) or (kind,)
+        for kind in MOMENTS
+    }
     if plan.train.optimizer.average:
         mean[AVERAGE] = (AVERAGE,)
     if plan.sync is None:
         return {MODEL: (MODEL,), **mean}
     momentum = (MOMENTUM,) if stored.replicas else ()
     if stored.replicas == len(plan.replicas):
-        return {MODEL: (MODEL,), MOMENTUM: momentum, **mean, **{kind: (own(replica, kind),) for kind in OWN}}
+        return {
+            MODEL: (MODEL,),
+            MOMENTUM: momentum,
+            **mean,
+            **{kind: (own(replica, kind),) for kind in OWN},
+        }
     return {MODEL: (MODEL,), MOMENTUM: momentum, "master": (MODEL,), **mean}
 
 
 def read_weights(
     path: Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, torch.Tensor], TrainingProgress, str]:
-    """The fp32 weights of a checkpoint or of `best`, by parameter name, the progress that they are from, and a checksum
-    of them. `shapes` are those of a plan's model (`shapes_of`). Raises Corrupt."""
+    """The fp32 weights of a checkpoint or of `best`, by parameter name, the progress that they are
+    from, and a checksum of them. `shapes` are those of a plan's model (`shapes_of`). Raises
+    Corrupt."""
     manifest = read(path, weights=True)
     manifest.check(shapes)
     wanted = {name: tensor for name, tensor in manifest.tensors.items() if name in shapes}

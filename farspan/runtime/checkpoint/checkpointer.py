@@ -1,8 +1,9 @@
-"""Checkpoints of a run whose state lies on many workers: each writes the slices that it owns, and reads those it needs.
+"""Checkpoints of a run whose state lies on many workers: each writes the slices that it owns, and
+reads those it needs.
 
-What several workers own one of them writes, so that all write about as much. Who does not see rank 0's folder sends
-its part there (`far_parts`), and is sent what it needs. A save takes a copy of the state; it is written while training
-goes on, and rank 0 commits it when every part is there.
+What several workers own one of them writes, so that all write about as much. Who does not see rank
+0's folder sends its part there (`far_parts`), and is sent what it needs. A save takes a copy of the
+state; it is written while training goes on, and rank 0 commits it when every part is there.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class _Ended(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A checkpoint that is being written: on rank 0 its bytes come of it, once all parts are there."""
+    """A checkpoint that is being written: on rank 0 its bytes come of it, once all parts are
+    there."""
 
     progress: TrainingProgress
     path: Path
@@ -71,9 +73,18 @@ class Checkpointer:
     """All workers of a run call these together, but for `poll`."""
 
     def __init__(
-        self, executor: Executor, folder: Path, keep: int, monotonic: Callable[[], float] = time.monotonic
+        self,
+        executor: Executor,
+        folder: Path,
+        keep: int,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._executor, self._folder, self._keep, self._monotonic = executor, SharedFolder(folder), keep, monotonic
+        self._executor, self._folder, self._keep, self._monotonic = (
+            executor,
+            SharedFolder(folder),
+            keep,
+            monotonic,
+        )
         self._whole, self._state = executor.whole, executor.state
         self._rank = executor.topology.rank
         #: The step of the newest checkpoint, -1 without one.
@@ -85,7 +96,8 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
-    # -- what is written -----------------------------------------------------------------------------------------------
+    # -- what is written
+    #   --------------------------------------------------------------------------------------------
 
     def _flats(self) -> dict[str, Sequence[Tensor]]:
         """What this worker keeps by bucket, by kind of global tensors."""
@@ -101,8 +113,8 @@ class Checkpointer:
         }
 
     def _writers(self) -> dict[int, list[tuple[int, Piece]]]:
-        """Which worker writes which pieces of its buckets: each piece of a replica one of its owners that sees the
-        folder, if any does, and of these the one with the least to write."""
+        """Which worker writes which pieces of its buckets: each piece of a replica one of its
+        owners that sees the folder, if any does, and of these the one with the least to write."""
         owners: dict[tuple[object, ...], list[tuple[int, int, Piece]]] = {}
         for rank, manifest in enumerate(self._whole.manifests):
             for b, pieces in enumerate(manifest.pieces):
@@ -120,8 +132,9 @@ class Checkpointer:
 
     def _snapshot(
         self, mine: Sequence[tuple[int, Piece]], flats: Mapping[str, Sequence[Tensor]]
-    ) -> list[OwnedSlice]:  # fmt: skip
-        """A copy of the pieces that this worker writes, of these kinds. What replicas share the first one writes."""
+    ) -> list[OwnedSlice]:
+        """A copy of the pieces that this worker writes, of these kinds. What replicas share the
+        first one writes."""
         first, shapes = self._executor.topology.replica_index == 0, self._whole.shapes
         slices = list[OwnedSlice]()
         for kind in flats:
@@ -133,14 +146,26 @@ class Checkpointer:
                 owned = flats[kind][b].reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
                 for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
                     values = torch.empty(box.shape).copy_(box.of(owned))
-                    slices.append(OwnedSlice(f"{kind}/{piece.name}", tuple(shapes[piece.name]), box.at, values))
+                    slices.append(
+                        OwnedSlice(
+                            f"{kind}/{piece.name}", tuple(shapes[piece.name]), box.at, values
+                        )
+                    )
         return slices
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- writing
+    #   --------------------------------------------------------------------------------------------
 
-    def begin(self, progress: TrainingProgress, group: Group, *, best: Path | None = None, due: bool = False) -> None:
-        """Take a copy of the state and begin to write it; of `best` the model alone, there. Raises Unsaved on every
-        worker where it cannot be begun."""
+    def begin(
+        self,
+        progress: TrainingProgress,
+        group: Group,
+        *,
+        best: Path | None = None,
+        due: bool = False,
+    ) -> None:
+        """Take a copy of the state and begin to write it; of `best` the model alone, there. Raises
+        Unsaved on every worker where it cannot be begun."""
         self._folder.meet(group)
         began, plan = self._monotonic(), self._executor.topology.plan
         path = best or self._folder.path / checkpoint.step_name(progress.step)
@@ -154,21 +179,31 @@ class Checkpointer:
             except (OSError, Refusal) as error:
                 why = _cleared(path, error)
         if self._folder.receiver is not None:
-            # Before the others go on: who is quick sends its part while this worker still copies its own.
+            # Before the others go on: who is quick sends its part while this worker still copies
+            # its own.
             self._folder.receiver.path = path
         _agree(group, why)
         writers = self._writers()
         slices, ended = self._snapshot(writers.get(self._rank, ()), flats), threading.Event()
-        ranks = [rank for rank in sorted(writers) if best is None or self._whole.manifests[rank].replica == 0]
+        ranks = [
+            rank
+            for rank in sorted(writers)
+            if best is None or self._whole.manifests[rank].replica == 0
+        ]
         future = self._writer.submit(self._write, path, slices, ranks, progress, group, ended)
         self._pending = _Pending(progress, path, began, future, ended, due)
 
     def _write(
-        self, path: Path, slices: list[OwnedSlice], ranks: list[int], progress: TrainingProgress, group: Group,
+        self,
+        path: Path,
+        slices: list[OwnedSlice],
+        ranks: list[int],
+        progress: TrainingProgress,
+        group: Group,
         ended: threading.Event,
-    ) -> _Ended:  # fmt: skip
-        """Write this worker's part; rank 0 then waits for the others' and commits. The lock of files is held while they
-        are written, not while workers are waited for."""
+    ) -> _Ended:
+        """Write this worker's part; rank 0 then waits for the others' and commits. The lock of
+        files is held while they are written, not while workers are waited for."""
         if self._rank in ranks:
             if self._rank in self._folder.near:
                 with group.writing:
@@ -190,13 +225,23 @@ class Checkpointer:
 
     @property
     def pending(self) -> tuple[int, bool]:
-        """The step of the checkpoint that is being written, -1 without one, and whether it was due."""
-        return (-1, False) if self._pending is None else (self._pending.progress.step, self._pending.due)
+        """The step of the checkpoint that is being written, -1 without one, and whether it was
+        due."""
+        return (
+            (-1, False)
+            if self._pending is None
+            else (self._pending.progress.step, self._pending.due)
+        )
 
     def poll(self) -> Written | None:
         """On rank 0: the checkpoint that was being written and is now in its place, told once."""
         pending = self._pending
-        if self._rank != 0 or pending is None or not pending.future.done() or pending.future.exception():
+        if (
+            self._rank != 0
+            or pending is None
+            or not pending.future.done()
+            or pending.future.exception()
+        ):
             return None
         return self._told(pending)
 
@@ -209,8 +254,8 @@ class Checkpointer:
         return Written(pending.progress.step, pending.path, size, at - pending.began)
 
     def settle(self, group: Group) -> Written | None:
-        """Wait until what is being written is in its place; rank 0 returns it, unless `poll` has. Raises Unsaved on
-        every worker where it is not."""
+        """Wait until what is being written is in its place; rank 0 returns it, unless `poll` has.
+        Raises Unsaved on every worker where it is not."""
         if (pending := self._pending) is None:
             return None
         why = "" if self._rank == 0 else _failure(pending.future)
@@ -228,11 +273,15 @@ class Checkpointer:
     @property
     def kept(self) -> str:
         """What a run that ends now leaves."""
-        return f"the newest checkpoint is of step {self.newest}" if self.newest >= 0 else "there is no checkpoint"
+        return (
+            f"the newest checkpoint is of step {self.newest}"
+            if self.newest >= 0
+            else "there is no checkpoint"
+        )
 
     def excuse(self, why: str, step: int, steps: int, *, due: bool, last: bool) -> str:
-        """A warning that a checkpoint could not be written. Raises Refusal (disk-full) where it was the last one, or
-        was due UNSAVED times on end."""
+        """A warning that a checkpoint could not be written. Raises Refusal (disk-full) where it was
+        the last one, or was due UNSAVED times on end."""
         self._unsaved += due
         every, run = (
             format_seconds(self._executor.topology.plan.train.checkpoint_every_s),
@@ -240,19 +289,26 @@ class Checkpointer:
         )
         if not last and self._unsaved < UNSAVED:
             return (
-                f"step {step}: no checkpoint could be written: {why}; {self.kept}, and the next is tried in {every}; "
+                f"step {step}: no checkpoint could be written: {why}; {self.kept}, and the next is "
+                f"tried in {every}; "
                 f"after {UNSAVED} on end the run stops"
             )
         raise Refusal(
-            "disk-full", where=self._folder.path, remedy=f"free some space there, then: {run.resume()}",
-            what="the last checkpoint could not be written" if last
+            "disk-full",
+            where=self._folder.path,
+            remedy=f"free some space there, then: {run.resume()}",
+            what="the last checkpoint could not be written"
+            if last
             else f"no checkpoint could be written for {UNSAVED} intervals of {every}",
             fact=f"{why}; {step} of {steps} steps are trained, {self.kept}",
-        )  # fmt: skip
+        )
 
-    # -- restoring -----------------------------------------------------------------------------------------------------
+    # -- restoring
+    #   --------------------------------------------------------------------------------------------
 
-    def restore(self, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None], group: Group) -> bool:
+    def restore(
+        self, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None], group: Group
+    ) -> bool:
         """Every worker takes its part of the newest whole checkpoint, if any (`Restorer`)."""
         self._folder.meet(group)
         restorer = Restorer(self._executor, self._folder, group)
@@ -266,7 +322,8 @@ class Checkpointer:
         self._executor.begin()
 
     def weights(self) -> dict[str, Tensor]:
-        """The model of the run, on rank 0: the average of its weights, or what replicas last met at."""
+        """The model of the run, on rank 0: the average of its weights, or what replicas last met
+        at."""
         return self._whole.collect(self._best())
 
     def _best(self) -> Sequence[Tensor]:
@@ -283,12 +340,18 @@ def _failure(future: Future[_Ended]) -> str:
     error = future.exception()
     if error is None:
         return ""
-    return str(error) if isinstance(error, Unsaved) else reason(error) if isinstance(error, Exception) else str(error)
+    return (
+        str(error)
+        if isinstance(error, Unsaved)
+        else reason(error)
+        if isinstance(error, Exception)
+        else str(error)
+    )
 
 
 def _cleared(path: Path, error: BaseException) -> str:
-    """Remove what was written of a checkpoint: it takes the space that is missing. Why it could not be written. Raises
-    Refusal (superseded) where this worker was replaced."""
+    """Remove what was written of a checkpoint: it takes the space that is missing. Why it could not
+    be written. Raises Refusal (superseded) where this worker was replaced."""
     if isinstance(error, Refusal) and error.problem.code == "superseded":
         raise error  # What lies there is another start's.
     with suppress(OSError):

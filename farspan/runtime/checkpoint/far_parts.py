@@ -1,7 +1,8 @@
-"""Parts of a checkpoint of workers that do not see rank 0's folder: sent there over a connection of their own.
+"""Parts of a checkpoint of workers that do not see rank 0's folder: sent there over a connection of
+their own.
 
-The bytes are those of the file, so that a part never lies on the disk of a host that may vanish with it. Each piece is
-signed with the secret of the run (`comm.sealed`).
+The bytes are those of the file, so that a part never lies on the disk of a host that may vanish
+with it. Each piece is signed with the secret of the run (`comm.sealed`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def send_part(to: tuple[str, int], secret: bytes, rank: int, slices: Sequence[Ow
     """Send a worker's part to rank 0, and wait until it lies on the disk there. Raises OSError."""
     name = checkpoint.part_name(rank)
     try:
-        with socket.create_connection(to, timeout=QUIET_S) as connection, connection.makefile("rb") as stream:
+        with (
+            socket.create_connection(to, timeout=QUIET_S) as connection,
+            connection.makefile("rb") as stream,
+        ):
             key = sealed.greet(connection, stream, secret, f"part {rank}")
             writer = sealed.Writer(connection, key)
             listing = put_slices(slices, name, lambda content: writer.write(bytes(content)))
@@ -87,5 +91,7 @@ class PartReceiver:
     def close(self) -> None:
         self._closed = True
         with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
-            self._socket.shutdown(socket.SHUT_RDWR)  # Who waits in `accept` is not woken by `close`.
+            self._socket.shutdown(
+                socket.SHUT_RDWR
+            )  # Who waits in `accept` is not woken by `close`.
         self._socket.close()

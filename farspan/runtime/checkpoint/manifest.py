@@ -1,9 +1,11 @@
-"""manifest.json of a checkpoint: its progress, and which slice of which global tensor lies in which file.
+"""manifest.json of a checkpoint: its progress, and which slice of which global tensor lies in which
+file.
 
-Tensors are named `model/NAME` (fp32 masters), `exp_avg/NAME` and `exp_avg_sq/NAME` (moments; Muon has the first alone),
-and `average/NAME` where an average of the weights is kept. Of replicas that meet now and then `model` is the one that
-they met at, `momentum/NAME` is the outer optimizer's, and each replica has its own `replica-0/master/NAME`,
-`replica-0/exp_avg/NAME` and `replica-0/exp_avg_sq/NAME`.
+Tensors are named `model/NAME` (fp32 masters), `exp_avg/NAME` and `exp_avg_sq/NAME` (moments; Muon
+has the first alone), and `average/NAME` where an average of the weights is kept. Of replicas that
+meet now and then `model` is the one that they met at, `momentum/NAME` is the outer optimizer's, and
+each replica has its own `replica-0/master/NAME`, `replica-0/exp_avg/NAME` and
+`replica-0/exp_avg_sq/NAME`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from farspan.domain.codec import content_hash
 from farspan.runtime.time_budget import RunPaces
 
 MANIFEST = "manifest.json"
-#: Bytes of a file that one checksum covers: a reader of a part of a tensor reads no more than it needs and verifies it.
+#: Bytes of a file that one checksum covers: a reader of a part of a tensor reads no more than it
+#: needs and verifies it.
 BLOCK = 2**18
 #: Slices of one tensor at most.
 MOST_SLICES = 2**12
@@ -36,11 +39,12 @@ class Corrupt(Exception):
 
 
 class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far a run is; together with the tensors and the plan, all that the next step depends on."""
+    """How far a run is; together with the tensors and the plan, all that the next step depends
+    on."""
 
     step: Count
-    #: The plan that made it, and what any plan must share that goes on from it (`semantics.identity.training_key`);
-    #: None where an earlier version wrote it.
+    #: The plan that made it, and what any plan must share that goes on from it
+    #: (`semantics.identity.training_key`); None where an earlier version wrote it.
     plan: str
     training: str | None = None
     #: Wall-clock seconds trained so far, over all starts.
@@ -55,8 +59,8 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     skipped: Count = 0
     #: Steps of the whole run, where its time budget made them fewer than the plan's.
     steps: Count | None = None
-    #: Of a run with a time budget: the share that its learning rate has followed so far, and what it knows of its
-    #: speed.
+    #: Of a run with a time budget: the share that its learning rate has followed so far, and what
+    #: it knows of its speed.
     share: Finite = 0.0
     paces: RunPaces | None = None
     #: Whether a person was told that its steps are not the plan's.
@@ -67,13 +71,17 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     left_out: tuple[Count, ...] = ()
 
 
-class StoredSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A box of a global tensor in a file: where it begins, its shape, and the checksum of each BLOCK of its bytes."""
+class StoredSlice(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A box of a global tensor in a file: where it begins, its shape, and the checksum of each
+    BLOCK of its bytes."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]{1,40}\.safetensors$")]
     at: Shape
     shape: Shape
-    #: The first 16 digits of each block's SHA-256. Empty in an earlier version's, whose files are verified whole.
+    #: The first 16 digits of each block's SHA-256. Empty in an earlier version's, whose files are
+    #: verified whole.
     sha256: tuple[str, ...] = ()
     #: Its name in the file; None is that of `key_of`.
     key: str | None = None
@@ -87,7 +95,10 @@ class GlobalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def flaw(self) -> str:
         """Why the slices do not make up the tensor; empty where they do."""
-        if any(len(part.at) != len(self.shape) or len(part.shape) != len(self.shape) for part in self.slices):
+        if any(
+            len(part.at) != len(self.shape) or len(part.shape) != len(self.shape)
+            for part in self.slices
+        ):
             return "slices of another number of dims"
         low = np.array([part.at for part in self.slices], np.int64).reshape(len(self.slices), -1)
         high = low + np.array([part.shape for part in self.slices], np.int64).reshape(low.shape)
@@ -97,7 +108,9 @@ class GlobalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return "slices that are not all of it"
         shared = np.ones((len(low), len(low)), bool)
         for dim in range(low.shape[1]):
-            shared &= (low[:, None, dim] < high[None, :, dim]) & (low[None, :, dim] < high[:, None, dim])
+            shared &= (low[:, None, dim] < high[None, :, dim]) & (
+                low[None, :, dim] < high[:, None, dim]
+            )
         return "slices that overlap" if shared.sum() > len(low) else ""
 
 

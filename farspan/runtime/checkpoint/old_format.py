@@ -1,4 +1,5 @@
-"""Checkpoints of earlier versions: whole tensors in one file a kind, written by rank 0, and a `state.json`.
+"""Checkpoints of earlier versions: whole tensors in one file a kind, written by rank 0, and a
+`state.json`.
 
 They are read as what a manifest says; every file is verified against its checksum first.
 """
@@ -14,7 +15,13 @@ from pathlib import Path
 import msgspec
 
 from farspan.domain.codec import content_hash, parse_json
-from farspan.runtime.checkpoint.manifest import Corrupt, GlobalTensor, Manifest, StoredSlice, TrainingProgress
+from farspan.runtime.checkpoint.manifest import (
+    Corrupt,
+    GlobalTensor,
+    Manifest,
+    StoredSlice,
+    TrainingProgress,
+)
 from farspan.runtime.checkpoint.stored import LENGTH, MOST_HEADER, opened, read_small, reading
 
 STATE = "state.json"
@@ -27,7 +34,8 @@ class OldState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     progress: TrainingProgress
     sha256: dict[str, str]
-    #: `content_hash` of the progress as it was written; None in a checkpoint from before there was one.
+    #: `content_hash` of the progress as it was written; None in a checkpoint from before there was
+    #: one.
     progress_hash: str | None = None
 
 
@@ -42,12 +50,15 @@ def files(path: Path) -> dict[str, str]:
 
 
 def read_old(path: Path, only: str | None = None) -> Manifest:
-    """An earlier version's checkpoint, or one file of it, as a manifest; its files match their checksums. Raises
-    Corrupt."""
+    """An earlier version's checkpoint, or one file of it, as a manifest; its files match their
+    checksums. Raises Corrupt."""
     content = read_small(path / STATE, MOST_STATE)
     with reading():
         saved = parse_json(content, OldState, path / STATE)
-        if saved.progress_hash not in (None, content_hash(msgspec.json.decode(content)["progress"])):
+        if saved.progress_hash not in (
+            None,
+            content_hash(msgspec.json.decode(content)["progress"]),
+        ):
             raise Corrupt(f"the progress in {STATE} does not match its checksum")
         tensors: dict[str, GlobalTensor] = {}
         for file, wanted in saved.sha256.items():

@@ -1,4 +1,5 @@
-"""Restoring a run's state from its newest whole checkpoint: each worker reads what it needs of the global tensors."""
+"""Restoring a run's state from its newest whole checkpoint: each worker reads what it needs of the
+global tensors."""
 
 from __future__ import annotations
 
@@ -31,15 +32,20 @@ class Restorer:
 
     def __init__(self, executor: Executor, folder: SharedFolder, group: Group) -> None:
         self._executor, self._folder, self._group = executor, folder, group
-        self._whole, self._state, self._rank = executor.whole, executor.state, executor.topology.rank
+        self._whole, self._state, self._rank = (
+            executor.whole,
+            executor.state,
+            executor.topology.rank,
+        )
         #: Bytes of tensors that this worker read.
         self.read_bytes = 0
 
     def restore(
         self, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None]
     ) -> TrainingProgress | None:
-        """Every worker takes its part of the newest whole checkpoint, if any; corrupt ones are named, and the one
-        before them is used. `accept` takes its progress, and raises Refusal for another training's."""
+        """Every worker takes its part of the newest whole checkpoint, if any; corrupt ones are
+        named, and the one before them is used. `accept` takes its progress, and raises Refusal for
+        another training's."""
         group = self._group
         paths: list[Path] = []
         if self._rank == 0:
@@ -65,35 +71,54 @@ class Restorer:
                 newest = max(newest, checkpoint.step_of(path))
         if group.share_text("; ".join(corrupt)):
             raise Refusal(
-                "checkpoint-corrupt", what="no checkpoint of this run can be used", where=self._folder.path,
+                "checkpoint-corrupt",
+                what="no checkpoint of this run can be used",
+                where=self._folder.path,
                 fact="; ".join(corrupt) or "rank 0 names them",
                 remedy="start again: farspan train run.yaml --run NEW_FOLDER",
-            )  # fmt: skip
+            )
         return None
 
     def _adopted(
-        self, progress: TrainingProgress, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None],
-        corrupt: list[str], newest: int,
-    ) -> None:  # fmt: skip
+        self,
+        progress: TrainingProgress,
+        accept: Callable[[TrainingProgress], None],
+        warn: Callable[[str], None],
+        corrupt: list[str],
+        newest: int,
+    ) -> None:
         accept(progress)
         if corrupt:
-            lost = f": {counted(newest - progress.step, 'step')} lost" if newest > progress.step else ""
-            warn(f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {progress.step}{lost}.")
+            lost = (
+                f": {counted(newest - progress.step, 'step')} lost"
+                if newest > progress.step
+                else ""
+            )
+            warn(
+                f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step "
+                f"{progress.step}{lost}."
+            )
         self._executor.publish()
 
     def _readable(
         self, path: Path, accept: Callable[[TrainingProgress], None]
-    ) -> tuple[Manifest | None, str]:  # fmt: skip
-        """On rank 0: what a checkpoint says of itself, or why it is not one that this plan can go on from. Raises
-        Refusal for another training's."""
+    ) -> tuple[Manifest | None, str]:
+        """On rank 0: what a checkpoint says of itself, or why it is not one that this plan can go
+        on from. Raises Refusal for another training's."""
         plan = self._executor.topology.plan
         try:
             manifest = checkpoint.read(path)
             accept(manifest.progress)
             if manifest.progress.step > plan.train.steps:
-                raise Corrupt(f"it is of step {manifest.progress.step}, and the plan has {plan.train.steps}")
+                raise Corrupt(
+                    f"it is of step {manifest.progress.step}, and the plan has {plan.train.steps}"
+                )
             for replica in range(len(plan.replicas)):
-                kinds = {name for names in checkpoint.sources(plan, replica, manifest).values() for name in names}
+                kinds = {
+                    name
+                    for names in checkpoint.sources(plan, replica, manifest).values()
+                    for name in names
+                }
                 manifest.check(checkpoint.shapes_of(plan, sorted(kinds)))
         except Corrupt as error:
             return None, str(error)
@@ -101,11 +126,16 @@ class Restorer:
 
     def _shared(self, path: Path | None, manifest: Manifest | None) -> tuple[str, TrainingProgress]:
         """The name of rank 0's checkpoint and its progress, on every worker."""
-        mine = b"" if path is None or manifest is None else msgspec.json.encode((path.name, manifest.progress))
+        mine = (
+            b""
+            if path is None or manifest is None
+            else msgspec.json.encode((path.name, manifest.progress))
+        )
         return msgspec.json.decode(self._group.share(mine), type=tuple[str, TrainingProgress])
 
     def _take(self, path: Path, manifest: Manifest | None) -> str:
-        """Fill this worker's state from a checkpoint, and those of workers that do not see it; why that failed."""
+        """Fill this worker's state from a checkpoint, and those of workers that do not see it; why
+        that failed."""
         why, stored = "", None
         if self._rank in self._folder.near:
             try:
@@ -132,7 +162,13 @@ class Restorer:
         average = {AVERAGE: state.average} if state.average else {}
         if outer is None:
             return {MODEL: state.master, **moments, **average}
-        return {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master, **moments, **average}
+        return {
+            MODEL: outer.anchor,
+            MOMENTUM: outer.momentum,
+            "master": state.master,
+            **moments,
+            **average,
+        }
 
     def _fill_own(self, stored: Stored, manifest: Manifest, targets: Flats) -> str:
         mine = self._whole.manifests[self._rank]
@@ -156,10 +192,15 @@ class Restorer:
             theirs = self._whole.manifests[rank]
             if kind == checkpoint.SECOND and theirs.matrices[b]:
                 return torch.zeros(0)
-            values, names = torch.zeros(theirs.sizes[b]), checkpoint.sources(plan, theirs.replica, manifest)[kind]
+            values, names = (
+                torch.zeros(theirs.sizes[b]),
+                checkpoint.sources(plan, theirs.replica, manifest)[kind],
+            )
             with _noting(why):  # Sent all the same: they wait for it.
                 for piece in theirs.pieces[b]:
-                    _fill(stored, names, piece, values[piece.at : piece.at + piece.stop - piece.start])
+                    _fill(
+                        stored, names, piece, values[piece.at : piece.at + piece.stop - piece.start]
+                    )
             return values
 
         for kind in targets:
@@ -177,7 +218,8 @@ def _noting(why: list[str]) -> Iterator[None]:
 
 
 def _fill(stored: Stored, kinds: Sequence[str], piece: Piece, owned: Tensor) -> None:
-    """Fill what a worker owns of a parameter with the mean of these kinds; zeros where there are none."""
+    """Fill what a worker owns of a parameter with the mean of these kinds; zeros where there are
+    none."""
     if not kinds:
         owned.zero_()
     for number, kind in enumerate(kinds):

@@ -1,4 +1,5 @@
-"""Which workers see rank 0's folder of checkpoints: they read and write there, and rank 0 does it for the others."""
+"""Which workers see rank 0's folder of checkpoints: they read and write there, and rank 0 does it
+for the others."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class SharedFolder:
         self._met = False
 
     def meet(self, group: Group) -> None:
-        """Find out, once, which workers see rank 0's folder of checkpoints: they read and write there themselves."""
+        """Find out, once, which workers see rank 0's folder of checkpoints: they read and write
+        there themselves."""
         if group.world == 1 or self._met:
             return
         self._met, mark = True, b""

@@ -1,7 +1,9 @@
-"""Boxes of global tensors: what a worker owns of a parameter, cut into the slices that a checkpoint is made of.
+"""Boxes of global tensors: what a worker owns of a parameter, cut into the slices that a checkpoint
+is made of.
 
-A worker owns a range of the elements of its own part of a parameter, in row-major order. Such a range is no box: it may
-begin and end inside a row. It is cut into at most 2 * dims - 1 boxes, and these where its part jumps in the parameter.
+A worker owns a range of the elements of its own part of a parameter, in row-major order. Such a
+range is no box: it may begin and end inside a row. It is cut into at most 2 * dims - 1 boxes, and
+these where its part jumps in the parameter.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ Ints = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """A box of a global tensor: where it begins, its shape, and where its elements are in the owned range.
+    """A box of a global tensor: where it begins, its shape, and where its elements are in the owned
+    range.
 
-    These lie in `run`, a stretch [start, stop) of the owned range that has `run_shape`; of its dim `dim` the box is
-    `cut` [start, stop).
+    These lie in `run`, a stretch [start, stop) of the owned range that has `run_shape`; of its dim
+    `dim` the box is `cut` [start, stop).
     """
 
     at: Ints
@@ -34,7 +37,9 @@ class Box(NamedTuple):
     def of(self, owned: Tensor) -> Tensor:
         """The view of the box in an owned range (elements,)."""
         run = owned[self.run[0] : self.run[1]].view(self.run_shape)
-        return run.narrow(self.dim, self.cut[0], self.cut[1] - self.cut[0]) if self.run_shape else run
+        return (
+            run.narrow(self.dim, self.cut[0], self.cut[1] - self.cut[0]) if self.run_shape else run
+        )
 
 
 def boxes(part: TensorSlice | None, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -48,7 +53,8 @@ def boxes(part: TensorSlice | None, shape: Sequence[int], start: int, stop: int)
             continue
         low, held = at[dim], 0
         for begin, end in ranges:
-            # The part's elements [held, held + length) along `dim` are the global tensor's [begin, end).
+            # The part's elements [held, held + length) along `dim` are the global tensor's [begin,
+            # end).
             length = end - begin
             a, b = max(low, held), min(low + run_shape[dim], held + length)
             if a < b:
@@ -59,7 +65,8 @@ def boxes(part: TensorSlice | None, shape: Sequence[int], start: int, stop: int)
 
 
 def _runs(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]]:
-    """Elements [start, stop) of a tensor in row-major order as boxes that follow one another: (at, shape, first)."""
+    """Elements [start, stop) of a tensor in row-major order as boxes that follow one another: (at,
+    shape, first)."""
     if start >= stop:
         return
     if not shape:

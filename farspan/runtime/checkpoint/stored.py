@@ -1,6 +1,8 @@
-"""Files of a checkpoint: slices written as safetensors with a checksum for each block, and read by the box.
+"""Files of a checkpoint: slices written as safetensors with a checksum for each block, and read by
+the box.
 
-A reader takes from a file what it needs of a slice, in whole blocks, and verifies each block that it takes.
+A reader takes from a file what it needs of a slice, in whole blocks, and verifies each block that
+it takes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ LENGTH = 8
 
 
 class OwnedSlice(NamedTuple):
-    """A box of a global tensor of this shape, with its values: contiguous, fp32, in the host's memory."""
+    """A box of a global tensor of this shape, with its values: contiguous, fp32, in the host's
+    memory."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -54,13 +57,18 @@ class OwnedSlice(NamedTuple):
 Listing = dict[str, GlobalTensor]
 
 
-def put_slices(slices: Sequence[OwnedSlice], file: str, put: Callable[[bytes | memoryview], object]) -> Listing:
-    """Give the content of a safetensors file of these slices to `put`, piece by piece; what the manifest says of it."""
+def put_slices(
+    slices: Sequence[OwnedSlice], file: str, put: Callable[[bytes | memoryview], object]
+) -> Listing:
+    """Give the content of a safetensors file of these slices to `put`, piece by piece; what the
+    manifest says of it."""
     header, end = dict[str, object](), 0
     for part in slices:
         header[key_of(part.name, part.at)] = {
-            "dtype": "F32", "shape": list(part.values.shape), "data_offsets": [end, end + part.values.nbytes],
-        }  # fmt: skip
+            "dtype": "F32",
+            "shape": list(part.values.shape),
+            "data_offsets": [end, end + part.values.nbytes],
+        }
         end += part.values.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % LENGTH)
@@ -73,9 +81,14 @@ def put_slices(slices: Sequence[OwnedSlice], file: str, put: Callable[[bytes | m
             sums.append(digest(block))
             put(block)
         shape = tuple(part.values.shape)
-        listed.setdefault(part.name, []).append(StoredSlice(file=file, at=part.at, shape=shape, sha256=tuple(sums)))
+        listed.setdefault(part.name, []).append(
+            StoredSlice(file=file, at=part.at, shape=shape, sha256=tuple(sums))
+        )
     shapes = {part.name: part.global_shape for part in slices}
-    return {name: GlobalTensor(shape=shapes[name], slices=tuple(parts)) for name, parts in listed.items()}
+    return {
+        name: GlobalTensor(shape=shapes[name], slices=tuple(parts))
+        for name, parts in listed.items()
+    }
 
 
 def digest(block: bytes | memoryview) -> str:
@@ -106,13 +119,15 @@ def reason(error: Exception) -> str:
 
 
 def opened(path: Path) -> int:
-    """The descriptor of a regular file: no link, which could lead out of the run, and no pipe, which would be waited
-    for. Raises Corrupt."""
+    """The descriptor of a regular file: no link, which could lead out of the run, and no pipe,
+    which would be waited for. Raises Corrupt."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        raise Corrupt(f"it has no {path.name}" if missing else f"{path.name}: {error.strerror}") from None
+        raise Corrupt(
+            f"it has no {path.name}" if missing else f"{path.name}: {error.strerror}"
+        ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise Corrupt(f"it has no {path.name}")
@@ -129,7 +144,8 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a checkpoint's folder, as far as it does not contradict itself. Raises Corrupt."""
+    """The manifest in a checkpoint's folder, as far as it does not contradict itself. Raises
+    Corrupt."""
     content = read_small(path / MANIFEST, MOST_MANIFEST)
     with reading():
         manifest = parse_json(content, Manifest, path / MANIFEST)
@@ -138,12 +154,16 @@ def read_manifest(path: Path) -> Manifest:
             raise Corrupt(f"{MANIFEST} does not match its checksum")
         for part in (part for tensor in manifest.tensors.values() for part in tensor.slices):
             if len(part.sha256) != -(-4 * math.prod(part.shape) // BLOCK) or part.key is not None:
-                raise Corrupt(f"{MANIFEST} has {len(part.sha256)} checksums for a slice of shape {list(part.shape)}")
+                raise Corrupt(
+                    f"{MANIFEST} has {len(part.sha256)} checksums for a slice of shape "
+                    f"{list(part.shape)}"
+                )
         return manifest
 
 
 class Stored:
-    """The tensors of one checkpoint: boxes of them are read, and verified, as they are asked for."""
+    """The tensors of one checkpoint: boxes of them are read, and verified, as they are asked
+    for."""
 
     def __init__(self, path: Path, tensors: Mapping[str, GlobalTensor]) -> None:
         self.path, self.tensors = path, tensors
@@ -203,7 +223,9 @@ class Stored:
         self.read_bytes += len(content)
         if part.sha256:
             _verify(part, content, block_from)
-        values = torch.from_numpy(np.frombuffer(content, np.float32, (last - first) // 4, first - block_from))
+        values = torch.from_numpy(
+            np.frombuffer(content, np.float32, (last - first) // 4, first - block_from)
+        )
         return values.view(stop - start, *part.shape[1:]) if part.shape else values.view(())
 
     def _place(self, name: str, part: StoredSlice) -> tuple[int, int]:
@@ -211,8 +233,16 @@ class Stored:
         descriptor, header, begin = self._file(part.file)
         key = part.key or key_of(name, part.at)
         entry = header.get(key)
-        if not isinstance(entry, dict) or entry.get("dtype") != "F32" or entry.get("shape") != list(part.shape):
-            has = f"{entry['dtype']} {entry['shape']}" if isinstance(entry, dict) and "shape" in entry else "nothing"
+        if (
+            not isinstance(entry, dict)
+            or entry.get("dtype") != "F32"
+            or entry.get("shape") != list(part.shape)
+        ):
+            has = (
+                f"{entry['dtype']} {entry['shape']}"
+                if isinstance(entry, dict) and "shape" in entry
+                else "nothing"
+            )
             raise Corrupt(f"{part.file} has {has} for {key} where F32 {list(part.shape)} belongs")
         low, high = entry["data_offsets"]
         if not 0 <= low <= high or high - low != 4 * math.prod(part.shape):
@@ -235,13 +265,19 @@ class Stored:
     def __enter__(self) -> Stored:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         for descriptor, _, _ in self._open.values():
             os.close(descriptor)
 
 
 def _verify(part: StoredSlice, content: bytearray, start: int) -> None:
-    """Raises Corrupt unless these bytes of a slice, which are whole blocks, match their checksums."""
+    """Raises Corrupt unless these bytes of a slice, which are whole blocks, match their
+    checksums."""
     view = memoryview(content)
     for number, at in enumerate(range(0, len(content), BLOCK), start // BLOCK):
         if digest(view[at : at + BLOCK]) != part.sha256[number]:

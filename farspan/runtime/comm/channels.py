@@ -1,4 +1,5 @@
-"""The channels of messages between workers: a tag is a channel and a count, so that no two kinds share one."""
+"""The channels of messages between workers: a tag is a channel and a count, so that no two kinds
+share one."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ class Channel(IntEnum):
     TOTALS, DECISIONS = 12, 18
     #: Gradients of a table that both ends of a pipeline hold.
     HEAD, EMBEDDING = 13, 14
-    #: Pieces of the full state, to and from rank 0, and from it to workers that do not see its checkpoints.
+    #: Pieces of the full state, to and from rank 0, and from it to workers that do not see its
+    #: checkpoints.
     FULL_STATE, HANDED_OUT = 17, 19
     #: Changes of a replica: one channel for each that sends, from here on.
     OUTER = 32
 
 
 def tag(channel: int, count: int, *, inside: bool = False) -> int:
-    """The tag of a channel's message number `count`, or of the one that is handed on inside a site."""
+    """The tag of a channel's message number `count`, or of the one that is handed on inside a
+    site."""
     return (channel + INSIDE * inside) * MESSAGES + count % MESSAGES

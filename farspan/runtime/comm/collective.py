@@ -1,4 +1,5 @@
-"""The workers of one run as a group: where they meet, who is alive, and the few exchanges beside gradients."""
+"""The workers of one run as a group: where they meet, who is alive, and the few exchanges beside
+gradients."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ from farspan.runtime.comm.notices import Notices
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
 START_S = 300.0
-#: An exchange waits this long for a worker that is alive but busy with a long step or with writing a checkpoint: 24 GB
-#: (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for each other.
+#: An exchange waits this long for a worker that is alive but busy with a long step or with writing
+#: a checkpoint: 24 GB (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for
+#: each other.
 BUSY_S = 2 * 3600.0
-#: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the group has one: what some
-#: send by NCCL the others cannot receive by gloo.
+#: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the
+#: group has one: what some send by NCCL the others cannot receive by gloo.
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 
 
@@ -35,8 +37,9 @@ def backend(kinds: Iterable[str]) -> str:
 
 
 def meet(rank: int, world: int, secret: bytes) -> Notices | None:
-    """What all workers of a run tell each other, in a store at MASTER_ADDR: rank 0's, or that of the torchrun that
-    started them by hand; None for a worker alone. Raises Refusal where they do not all come within START_S."""
+    """What all workers of a run tell each other, in a store at MASTER_ADDR: rank 0's, or that of
+    the torchrun that started them by hand; None for a worker alone. Raises Refusal where they do
+    not all come within START_S."""
     if world == 1:
         return None
     notices: Notices | None = None
@@ -48,13 +51,26 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
     except (dist.DistError, OSError) as error:  # TimeoutError is one.
         fact = " ".join(str(error).split())[:300]
         with suppress(dist.DistError):  # It may have gone with rank 0.
-            missing = [str(peer) for peer in range(world) if notices is not None and notices.missing([beats(peer)])]
+            missing = [
+                str(peer)
+                for peer in range(world)
+                if notices is not None and notices.missing([beats(peer)])
+            ]
             if missing:
-                fact = f"{world - len(missing)}/{world} have come, nothing of rank {', '.join(missing)}: {fact}"
+                fact = (
+                    f"{world - len(missing)}/{world} have come, nothing of rank "
+                    f"{', '.join(missing)}: {fact}"
+                )
         raise Refusal(
-            "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
-            remedy=f"start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT, WORLD_SIZE and {SECRET}",
-        ) from None  # fmt: skip
+            "worker-lost",
+            what=f"the {world} workers did not meet",
+            where=f"rank {rank}",
+            fact=fact,
+            remedy=(
+                "start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT, "
+                f"WORLD_SIZE and {SECRET}"
+            ),
+        ) from None
     tcp.expire(SILENCE_S, RTTS)  # The store's own: who is asked over a line that is cut says so.
     return notices
 
@@ -66,12 +82,17 @@ def _store(rank: int, world: int) -> dist.Store:
     if agents and STORE_PORT not in os.environ:
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
         return store
-    address, port = os.environ["MASTER_ADDR"], int(os.environ.get(STORE_PORT) or os.environ["MASTER_PORT"])
+    address, port = (
+        os.environ["MASTER_ADDR"],
+        int(os.environ.get(STORE_PORT) or os.environ["MASTER_PORT"]),
+    )
     if rank != 0:
         return dist.TCPStore(address, port, None, False, start, wait_for_workers=False)
     own = tcp.listening(address)
     descriptor = socket.create_server((own, port)).detach()
-    return dist.TCPStore(own, port, None, True, start, wait_for_workers=False, master_listen_fd=descriptor)
+    return dist.TCPStore(
+        own, port, None, True, start, wait_for_workers=False, master_listen_fd=descriptor
+    )
 
 
 def renounce(notices: Notices, rank: int) -> None:
@@ -81,15 +102,20 @@ def renounce(notices: Notices, rank: int) -> None:
 
 
 class Group:
-    """All workers of a run, met where their `notices` are. With one worker every exchange is a no-op. `lost` is that of
-    `watch`, from before the workers connect to each other."""
+    """All workers of a run, met where their `notices` are. With one worker every exchange is a
+    no-op. `lost` is that of `watch`, from before the workers connect to each other."""
 
     def __init__(
-        self, rank: int, world: int, device: torch.device, notices: Notices | None = None,
+        self,
+        rank: int,
+        world: int,
+        device: torch.device,
+        notices: Notices | None = None,
         lost: Callable[[int, How], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world, self.device = rank, world, device
-        #: Held while files are written: a worker whose peers are lost ends when the files are whole, not before.
+        #: Held while files are written: a worker whose peers are lost ends when the files are
+        #: whole, not before.
         self.writing = threading.Lock()
         self._heartbeat: Heartbeat | None = None
         self._notices, self._ranks, self._introduced = notices, dict[str, int](), 0
@@ -101,12 +127,16 @@ class Group:
                 kinds = _kinds(notices, rank, world, device)
             self._heartbeat.opening.clear()
             dist.init_process_group(
-                backend(kinds), store=notices.store, rank=rank, world_size=world, timeout=timedelta(seconds=BUSY_S)
+                backend(kinds),
+                store=notices.store,
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=BUSY_S),
             )
 
     def watch(self, lost: Callable[[int, How], None]) -> None:
-        """From now on call `lost`, in a thread of its own, with the rank of the first worker that is lost, to this one
-        or another, and how."""
+        """From now on call `lost`, in a thread of its own, with the rank of the first worker that
+        is lost, to this one or another, and how."""
 
         def when_written(peer: int, how: How) -> None:
             with self.writing:
@@ -120,7 +150,8 @@ class Group:
         return nullcontext() if self._heartbeat is None else self._heartbeat.step()
 
     def introduce(self) -> None:
-        """Whenever connections were made: let none be waited for that is cut, and know whose each is."""
+        """Whenever connections were made: let none be waited for that is cut, and know whose each
+        is."""
         if self._notices is None:
             return
         tcp.expire(SILENCE_S, RTTS)
@@ -131,8 +162,8 @@ class Group:
         self._ranks = {end: peer for peer, ends in enumerate(said) for end in ends.decode().split()}
 
     def lost_by(self, error: BaseException) -> tuple[int, How] | None:
-        """The worker without which an exchange failed, where gloo's message says at whose address it did: of several
-        that go one after another the first that any worker noticed, and how."""
+        """The worker without which an exchange failed, where gloo's message says at whose address
+        it did: of several that go one after another the first that any worker noticed, and how."""
         peers = [self._ranks[end] for end in tcp.named_in(str(error)) if end in self._ranks]
         if not peers or self._heartbeat is None:
             return None
@@ -195,15 +226,20 @@ class Group:
             dist.destroy_process_group()
 
     def leave(self) -> None:
-        """Part from the others without waiting for them, after an error. Where a worker is lost the error came of that:
-        then the `lost` of `watch` says so and ends this process."""
+        """Part from the others without waiting for them, after an error. Where a worker is lost the
+        error came of that: then the `lost` of `watch` says so and ends this process."""
         if self._heartbeat is not None:
             self._heartbeat.end()
 
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if error is None:
             self.close()
         else:
@@ -211,7 +247,8 @@ class Group:
 
 
 def gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
-    """The content of every worker, by rank. Bytes, as torch's own exchange of objects unpickles what peers send."""
+    """The content of every worker, by rank. Bytes, as torch's own exchange of objects unpickles
+    what peers send."""
     if world == 1:
         return [content]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
@@ -226,7 +263,8 @@ def gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
 
 
 def _kinds(notices: Notices, rank: int, world: int, device: torch.device) -> list[str]:
-    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so."""
+    """The kinds of device of all workers, which they tell each other: those of a probe have no plan
+    that says so."""
     notices.say(_kind(rank), device.type)
     return [kind.decode() for kind in notices.wait([_kind(peer) for peer in range(world)])]
 
@@ -238,10 +276,12 @@ def _asking_rank_0(rank: int) -> Iterator[None]:
         yield
     except dist.DistNetworkError:
         raise Refusal(
-            "worker-lost", what="rank 0 was lost", where=f"rank {rank}",
+            "worker-lost",
+            what="rank 0 was lost",
+            where=f"rank {rank}",
             fact="it has kept the store, and ended before all had opened their devices",
             remedy="see what it says itself: logs/rank-0.log of the run",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _ends(rank: int, round_: int) -> str:

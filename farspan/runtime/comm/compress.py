@@ -1,4 +1,5 @@
-"""What crosses a slow link in fewer bits, and the feedback that sends later what rounding kept back."""
+"""What crosses a slow link in fewer bits, and the feedback that sends later what rounding kept
+back."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-#: Elements W that share a scale, so that an outlier coarsens few others (arXiv 2110.02861). A bf16 scale for 256 adds
-#: 0.8% to 8 bits and 1.6% to 4; blocks of 64 would add four times that to make the steps of Gaussian numbers 15% finer.
+#: Elements W that share a scale, so that an outlier coarsens few others (arXiv 2110.02861). A bf16
+#: scale for 256 adds
+#: 0.8% to 8 bits and 1.6% to 4; blocks of 64 would add four times that to make the steps of
+#:   Gaussian numbers 15% finer.
 BLOCK = 256
 SCALE_BYTES = 2
-#: Elements encoded at a time: what lies between the passes stays in a core's own cache (2**20 take 1.4 times as long on
-#: a CPU with 1 MiB of it), and each of the dozen operations has enough to do.
+#: Elements encoded at a time: what lies between the passes stays in a core's own cache (2**20 take
+#: 1.4 times as long on a CPU with 1 MiB of it), and each of the dozen operations has enough to do.
 CHUNK = 2**17
 #: The greatest code: codes are symmetric, so that zero is one of them.
 GREATEST = {4: 7, 8: 127}
@@ -23,11 +26,13 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class Codec(NamedTuple):
-    """Numbers as bytes: fp32, bf16, or by block a bf16 scale and one small integer each, rounded to the nearest.
+    """Numbers as bytes: fp32, bf16, or by block a bf16 scale and one small integer each, rounded to
+    the nearest.
 
-    Encoded chunks follow one another, each as if it were alone: the scales of its blocks, 2 B each, then its codes: a
-    byte each, or a byte for two, code + 8, the first in the low half. A block that holds an infinity or NaN decodes to
-    none but these. Decoding is one exact product: equal bytes give equal bits on every device.
+    Encoded chunks follow one another, each as if it were alone: the scales of its blocks, 2 B each,
+    then its codes: a byte each, or a byte for two, code + 8, the first in the low half. A block
+    that holds an infinity or NaN decodes to none but these. Decoding is one exact product: equal
+    bytes give equal bits on every device.
     """
 
     bits: Literal[4, 8, 16, 32]
@@ -58,7 +63,9 @@ class Codec(NamedTuple):
     def chunks(self, x: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Elements and their bytes, chunk by chunk."""
         if len(data) != self.encoded_size(len(x)):
-            raise ValueError(f"{len(data)} bytes for {len(x)} numbers, which take {self.encoded_size(len(x))}")
+            raise ValueError(
+                f"{len(data)} bytes for {len(x)} numbers, which take {self.encoded_size(len(x))}"
+            )
         return zip(x.split(CHUNK), data.split(self.encoded_size(CHUNK)), strict=True)
 
     def write(self, x: Tensor, data: Tensor) -> Tensor:
@@ -68,9 +75,11 @@ class Codec(NamedTuple):
             data.copy_(rounded.view(torch.uint8))
             return rounded
         x_BW = _whole_blocks(x)
-        # Greatest and least take one pass each and no memory, unlike the greatest absolute value. Both let NaN through.
+        # Greatest and least take one pass each and no memory, unlike the greatest absolute value.
+        # Both let NaN through.
         most_B = torch.maximum(x_BW.amax(1), -x_BW.amin(1)).float()
-        # Rounding to bf16 makes a scale at most 1/256 too small: 127 steps become 127.496, and no code is beyond 127.
+        # Rounding to bf16 makes a scale at most 1/256 too small: 127 steps become 127.496, and no
+        # code is beyond 127.
         scale_B = (most_B / GREATEST[self.bits]).clamp_(min=SMALLEST_SCALE).bfloat16()
         steps_BW = (x_BW * scale_B.float().reciprocal_().unsqueeze(1)).round_()
         scales, codes = data.tensor_split([self._scale_bytes(len(x))])
@@ -91,7 +100,11 @@ class Codec(NamedTuple):
             steps = codes.view(torch.int8).float()
         else:
             steps = torch.stack([codes & 15, codes >> 4], dim=1).flatten().float().sub_(8)
-        return _whole_blocks(steps).mul_(_numbers(scales, torch.bfloat16).float().unsqueeze(1)).flatten()[:n]
+        return (
+            _whole_blocks(steps)
+            .mul_(_numbers(scales, torch.bfloat16).float().unsqueeze(1))
+            .flatten()[:n]
+        )
 
     def _scale_bytes(self, n: int) -> int:
         return -(-n // BLOCK) * SCALE_BYTES if self.bits < 16 else 0
@@ -102,8 +115,8 @@ class Codec(NamedTuple):
 
 
 class ErrorFeedback:
-    """Adds to each tensor what earlier encodings of its like rounded away, so that errors cancel over the steps instead
-    of adding up (arXiv 1901.09847)."""
+    """Adds to each tensor what earlier encodings of its like rounded away, so that errors cancel
+    over the steps instead of adding up (arXiv 1901.09847)."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -111,7 +124,8 @@ class ErrorFeedback:
         self.residuals: dict[Hashable, Tensor] = {}
 
     def encode_(self, key: Hashable, x: Tensor) -> Tensor:
-        """x (n,) fp32 plus the residual of `key` -> (encoded_size(n),) uint8. x becomes what these stand for."""
+        """x (n,) fp32 plus the residual of `key` -> (encoded_size(n),) uint8. x becomes what these
+        stand for."""
         if self.codec.bits == 32:
             return self.codec.encode(x)
         if key not in self.residuals:
@@ -125,7 +139,8 @@ class ErrorFeedback:
         return data
 
     def settle_(self, key: Hashable, x: Tensor) -> Tensor:
-        """As `encode_`, in 32 bits and with all that is left of earlier ones, so that nothing is left of these."""
+        """As `encode_`, in 32 bits and with all that is left of earlier ones, so that nothing is
+        left of these."""
         if (rest := self.residuals.pop(key, None)) is not None:
             x.add_(rest)
         return WHOLE.encode(x)
@@ -142,5 +157,6 @@ def _whole_blocks(x: Tensor) -> Tensor:
 
 
 def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers of `dtype`. A copy: a part of a longer message may begin where such numbers must not."""
+    """Bytes as numbers of `dtype`. A copy: a part of a longer message may begin where such numbers
+    must not."""
     return data.clone().view(dtype)

@@ -1,4 +1,5 @@
-"""Who is alive: each worker says so in the store, rank 0 hears all of them, and each of them rank 0."""
+"""Who is alive: each worker says so in the store, rank 0 hears all of them, and each of them rank
+0."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ import torch.distributed as dist
 from farspan.runtime.comm import tcp
 from farspan.runtime.comm.notices import Notices
 
-#: A worker that says nothing for this long, and for RTTS round trips of the slowest line, is lost; each says every
-#: BEAT_S that it is there. What is noticed last is noticed within 5 s and the round trips.
+#: A worker that says nothing for this long, and for RTTS round trips of the slowest line, is lost;
+#: each says every BEAT_S that it is there. What is noticed last is noticed within 5 s and the round
+#: trips.
 SILENCE_S, RTTS, BEAT_S = 4.0, 4, 0.5
 #: Seconds of silence are counted so often.
 COUNT_S = 0.25
-#: A question to the store takes so many round trips. The third longest of so many last ones says how long they are:
-#: what one cut held up says nothing of a line, the queue of a narrow one holds up many.
+#: A question to the store takes so many round trips. The third longest of so many last ones says
+#: how long they are: what one cut held up says nothing of a line, the queue of a narrow one holds
+#: up many.
 QUESTION_RTTS, RECENT, LONGEST = 3, 30, 3
 #: A store that is there answers within this, also over a line whose queue is full.
 STORE_S = 20.0
@@ -33,30 +36,35 @@ ANSWER_S = 1.5
 HEAR_S = 0.5
 #: Beats of a worker that has met the others, and of which nothing was heard since.
 MET = 1
-#: The rank that was lost and how that was noticed, as the first worker that did has written in the store.
+#: The rank that was lost and how that was noticed, as the first worker that did has written in the
+#: store.
 LOST = "farspan/lost"
 
-#: A step that takes so many times the median of the last ones, and so many seconds, does not end: an exchange hangs
-#: whose library says nothing, as NCCL's does where a peer is gone.
+#: A step that takes so many times the median of the last ones, and so many seconds, does not end:
+#: an exchange hangs whose library says nothing, as NCCL's does where a peer is gone.
 STALL_TIMES, STALL_S, STALL_STEPS = 30.0, 60.0, 20
 #: Steps that have to be known.
 STALL_KNOWN = 3
 
-#: How a worker is noticed to be lost: it says nothing, a connection to it broke, or its step does not end.
+#: How a worker is noticed to be lost: it says nothing, a connection to it broke, or its step does
+#: not end.
 How = Literal["silence", "connection", "stall"]
 
 
 class Heartbeat:
-    """Says in `notices` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
+    """Says in `notices` that this worker is alive, and hears the others: rank 0 all of them, each
+    of them rank 0.
 
-    Where one is lost, who notices tells the others and ends, and they with it. Collectives cannot tell: a lost machine
-    closes no connection, and a peer that is busy is as silent in them as one that is gone.
+    Where one is lost, who notices tells the others and ends, and they with it. Collectives cannot
+    tell: a lost machine closes no connection, and a peer that is busy is as silent in them as one
+    that is gone.
     """
 
     def __init__(self, notices: Notices, rank: int, world: int) -> None:
         # A store that is gone, with rank 0, would be tried for as long as workers may take to come.
         self._notices, self._rank = notices.clone(STORE_S), rank
-        #: This worker's round trip to the store, as its last questions took, and what the others say of theirs.
+        #: This worker's round trip to the store, as its last questions took, and what the others
+        #: say of theirs.
         self._questions_s, self._their_rtt_s = deque[float](maxlen=RECENT), dict[int, float]()
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
         #: Who may be silent for longer, as its device is opened.
@@ -74,18 +82,20 @@ class Heartbeat:
         self._counter.start()
 
     def end(self) -> None:
-        """Must come before the process ends: an interpreter that stops a thread inside the store aborts. Where a worker
-        is lost `lost` has the last word."""
+        """Must come before the process ends: an interpreter that stops a thread inside the store
+        aborts. Where a worker is lost `lost` has the last word."""
         self._ended.set()
         if self._gone and self._counter is not None:
             self._counter.join()
         self._talker.join(ANSWER_S)
 
     def _talk(self) -> None:
-        """Count up one's own key, see whether the others' grew, and whom another has lost. Ends where the store is
-        lost."""
+        """Count up one's own key, see whether the others' grew, and whom another has lost. Ends
+        where the store is lost."""
         heard, own = dict.fromkeys(self._silent_s, MET), MET
-        with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
+        with suppress(
+            dist.DistError
+        ):  # The store is gone, and rank 0 with it: silence from now on.
             while True:
                 own += 1
                 # Of lines that were queued up since, too.
@@ -95,7 +105,9 @@ class Heartbeat:
                     began = time.monotonic()
                     said = self._notices.heard(beats(peer))
                     self._questions_s.append(time.monotonic() - began)
-                    if said is None:  # Somebody else has deleted or overwritten it, which says nothing of the worker.
+                    if said is None:
+                        # Somebody else has deleted or overwritten it, which says nothing of the
+                        # worker.
                         self._silent_s[peer] = 0.0
                         continue
                     count, _, rtt_s = said.decode().partition(" ")
@@ -114,7 +126,8 @@ class Heartbeat:
         return longest[0] / QUESTION_RTTS if len(longest) == LONGEST else 0.0
 
     def _count(self, lost: Callable[[int, How], None]) -> None:
-        """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
+        """Seconds are counted, not read from a clock: machines that were suspended together blame
+        nobody."""
         while not self._gone and not self._ended.wait(COUNT_S):
             if self._stalls():
                 self._gone.append(self.tell(self._rank, "stall"))
@@ -129,7 +142,8 @@ class Heartbeat:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While a step is made: one that does not end is a fault. Saves, validations and meetings are no part of it."""
+        """While a step is made: one that does not end is a fault. Saves, validations and meetings
+        are no part of it."""
         began, self._step_s = time.monotonic(), 0.0
         try:
             yield
@@ -146,8 +160,8 @@ class Heartbeat:
         return self._step_s > max(STALL_S, STALL_TIMES * statistics.median(tuple(self._steps_s)))
 
     def tell(self, peer: int, how: How) -> tuple[int, How]:
-        """Say in the store who is lost and how, unless another was named there before; returns who is: rank 0 where
-        the store does not answer and has not said it."""
+        """Say in the store who is lost and how, unless another was named there before; returns who
+        is: rank 0 where the store does not answer and has not said it."""
         named: list[tuple[int, How]] = []
 
         def write() -> None:
@@ -160,7 +174,8 @@ class Heartbeat:
         return (named or self._gone or [(0, how)])[0]
 
     def stay(self) -> None:
-        """Where somebody is lost, rank 0 ends when the others have heard of it: their store goes with it."""
+        """Where somebody is lost, rank 0 ends when the others have heard of it: their store goes
+        with it."""
         if self._rank == 0:
             time.sleep(BEAT_S + HEAR_S + RTTS * self._rtt_s)
 

@@ -1,8 +1,9 @@
-"""Messages between two workers on a long line: receives are posted before the data comes, sends are never waited for
-before the end of a step.
+"""Messages between two workers on a long line: receives are posted before the data comes, sends are
+never waited for before the end of a step.
 
-Gloo moves a message as soon as both ends know of it. A receive that is posted when the data is wanted therefore costs
-a round trip, one that was posted before costs nothing. Messages go through the memory of the hosts.
+Gloo moves a message as soon as both ends know of it. A receive that is posted when the data is
+wanted therefore costs a round trip, one that was posted before costs nothing. Messages go through
+the memory of the hosts.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Posted(NamedTuple):
 
 
 class Sent:
-    """A send under way, and what must not change meanwhile and goes when it has left. Gloo counts completions: a second
-    wait would never end."""
+    """A send under way, and what must not change meanwhile and goes when it has left. Gloo counts
+    completions: a second wait would never end."""
 
     def __init__(self, work: dist.Work, part: Tensor) -> None:
         self._under_way: tuple[dist.Work, Tensor] | None = (work, part)
@@ -58,7 +59,8 @@ class Sent:
 
 
 class Messenger:
-    """One worker's end of all its messages. `groups` hold the connections between two ranks; several are streams."""
+    """One worker's end of all its messages. `groups` hold the connections between two ranks;
+    several are streams."""
 
     def __init__(self) -> None:
         self._sent: deque[Sent] = deque()
@@ -67,11 +69,18 @@ class Messenger:
         self._leaving = ThreadPoolExecutor(1)
 
     def send(
-        self, data: Tensor, target: int, tag: int, groups: Sequence[dist.ProcessGroup | None] = (None,)
+        self,
+        data: Tensor,
+        target: int,
+        tag: int,
+        groups: Sequence[dist.ProcessGroup | None] = (None,),
     ) -> list[Sent]:
-        """Send a contiguous tensor to a rank; it must not change before what is returned has ended."""
+        """Send a contiguous tensor to a rank; it must not change before what is returned has
+        ended."""
         works = []
-        for group, part in zip(groups, parts(data.detach().cpu().view(-1), len(groups)), strict=False):
+        for group, part in zip(
+            groups, parts(data.detach().cpu().view(-1), len(groups)), strict=False
+        ):
             work = dist.isend(part, target, group=group, tag=tag)
             assert work is not None
             works.append(Sent(work, part))
@@ -80,9 +89,13 @@ class Messenger:
         return works
 
     def post(
-        self, size: int, dtype: torch.dtype, source: int, tag: int,
+        self,
+        size: int,
+        dtype: torch.dtype,
+        source: int,
+        tag: int,
         groups: Sequence[dist.ProcessGroup | None] = (None,),
-    ) -> Posted:  # fmt: skip
+    ) -> Posted:
         """Begin to receive so many elements from a rank."""
         buffer = torch.empty(size, dtype=dtype)
         works = []

@@ -1,8 +1,9 @@
-"""What the workers of one run tell each other through their store, signed with the secret of the run.
+"""What the workers of one run tell each other through their store, signed with the secret of the
+run.
 
-A store asks nobody who they are: each caller reads, writes and deletes every key. A value that is not signed for
-its key is therefore no value. The names of keys are made with the secret, too, so that nobody else knows which is
-which. The secret itself is never stored or sent.
+A store asks nobody who they are: each caller reads, writes and deletes every key. A value that is
+not signed for its key is therefore no value. The names of keys are made with the secret, too, so
+that nobody else knows which is which. The secret itself is never stored or sent.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ LEAST_SECRET = 16
 
 
 def run_secret() -> bytes:
-    """The secret of the run, which a launcher gives in the environment or as the first line of standard input.
+    """The secret of the run, which a launcher gives in the environment or as the first line of
+    standard input.
 
     Raises Refusal (launcher-unusable) where there is none.
     """
@@ -37,23 +39,29 @@ def run_secret() -> bytes:
         given = sys.stdin.readline()
     if len(given := given.strip()) < LEAST_SECRET:
         raise Refusal(
-            "launcher-unusable", what="this worker has no secret to know the others by", where=f"variable {SECRET}",
-            fact=f"it has {len(given)} characters of {LEAST_SECRET} at least; without it anybody on the network could "
+            "launcher-unusable",
+            what="this worker has no secret to know the others by",
+            where=f"variable {SECRET}",
+            fact=f"it has {len(given)} characters of {LEAST_SECRET} at least; without it anybody "
+            "on the network could "
             "end the run",
-            remedy=f'on one host: {SECRET}=$(python3 -c "import secrets; print(secrets.token_hex(32))"), and the same '
+            remedy=f'on one host: {SECRET}=$(python3 -c "import secrets; '
+            'print(secrets.token_hex(32))"), and the same '
             "value on the others",
-        )  # fmt: skip
+        )
     return given.encode()
 
 
 def sign(secret: bytes, *parts: bytes) -> bytes:
-    """32 bytes that only a holder of the secret can make for these parts (HMAC-SHA256, RFC 2104)."""
+    """32 bytes that only a holder of the secret can make for these parts (HMAC-SHA256, RFC
+    2104)."""
     content = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     return hmac.digest(secret, content, hashlib.sha256)
 
 
 class Notices:
-    """One worker's end. Values are bytes; a key's value is None until one with a right signature is there."""
+    """One worker's end. Values are bytes; a key's value is None until one with a right signature is
+    there."""
 
     def __init__(self, store: dist.Store, secret: bytes) -> None:
         self.store, self.secret = store, secret
@@ -71,7 +79,8 @@ class Notices:
             return None
 
     def say_first(self, key: str, value: bytes | str) -> bytes:
-        """Say this unless another worker has said something there before; returns what stands there now."""
+        """Say this unless another worker has said something there before; returns what stands there
+        now."""
         signed = self._signed(key, value)
         before = self._verified(key, self.store.compare_set(self._name(key), "", signed))
         if before is None:  # Something is there that no worker has said.
@@ -79,10 +88,13 @@ class Notices:
         return before or (value.encode() if isinstance(value, str) else value)
 
     def wait(
-        self, keys: Sequence[str], seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
+        self,
+        keys: Sequence[str],
+        seconds: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> list[bytes]:
-        """The values of all keys, once all are there. Raises TimeoutError after so many seconds, and DistNetworkError
-        where the store is gone."""
+        """The values of all keys, once all are there. Raises TimeoutError after so many seconds,
+        and DistNetworkError where the store is gone."""
         end = clock() + seconds
         while True:
             values = self._all(keys)
@@ -107,7 +119,8 @@ class Notices:
         return [key for key in keys if self.heard(key) is None]
 
     def clone(self, timeout_s: float) -> Notices:
-        """The same over a connection of its own, which asks a store that does not answer for so long."""
+        """The same over a connection of its own, which asks a store that does not answer for so
+        long."""
         before = self.store.timeout
         self.store.set_timeout(timedelta(seconds=timeout_s))
         copy = self.store.clone()
@@ -123,7 +136,9 @@ class Notices:
 
     def _verified(self, key: str, content: bytes) -> bytes | None:
         signature, _, value = content.partition(b" ")
-        return value if hmac.compare_digest(signature, self._signature(key, value).encode()) else None
+        return (
+            value if hmac.compare_digest(signature, self._signature(key, value).encode()) else None
+        )
 
     def _signature(self, key: str, value: bytes) -> str:
         return sign(self.secret, b"value", key.encode(), value).hex()

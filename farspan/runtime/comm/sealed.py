@@ -1,8 +1,9 @@
-"""A connection between two workers that both hold the secret of the run: who calls proves it, and each piece of what
-comes back carries its signature.
+"""A connection between two workers that both hold the secret of the run: who calls proves it, and
+each piece of what comes back carries its signature.
 
-The server sends a random number, the client one of its own and what it asks for, signed over both. The answer is a
-series of pieces: a length, a signature over the piece's number and content, the content; an empty one is the last.
+The server sends a random number, the client one of its own and what it asks for, signed over both.
+The answer is a series of pieces: a length, a signature over the piece's number and content, the
+content; an empty one is the last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Forged(Exception):
 
 
 def asked_for(connection: socket.socket, secret: bytes) -> tuple[str, bytes]:
-    """The server's end of a greeting: what is asked for, and the key of the answer. Raises Forged."""
+    """The server's end of a greeting: what is asked for, and the key of the answer. Raises
+    Forged."""
     ours = os.urandom(NONCE)
     connection.sendall(ours)
     with connection.makefile("rb") as stream:
@@ -33,16 +35,19 @@ def asked_for(connection: socket.socket, secret: bytes) -> tuple[str, bytes]:
         question = stream.readline(200)
     if not hmac.compare_digest(signature, sign(secret, b"ask", ours, theirs, question)):
         raise Forged("what was asked for is not signed with this run's secret")
-    return question.decode(errors="replace").strip(), sign(secret, b"answer", ours, theirs, question)
+    return question.decode(errors="replace").strip(), sign(
+        secret, b"answer", ours, theirs, question
+    )
 
 
-#: What a server that takes files says when it is ready: before, what comes would be lost in the greeting.
+#: What a server that takes files says when it is ready: before, what comes would be lost in the
+#: greeting.
 READY = b"!"
 
 
 def greet(connection: socket.socket, stream: BinaryIO, secret: bytes, question: str) -> bytes:
-    """The client's end of a greeting to a server that will `invite` it to send: the key of what both then say. Raises
-    Forged."""
+    """The client's end of a greeting to a server that will `invite` it to send: the key of what
+    both then say. Raises Forged."""
     theirs, ours, line = _exactly(stream, NONCE), os.urandom(NONCE), f"{question}\n".encode()
     connection.sendall(ours + sign(secret, b"ask", theirs, ours, line) + line)
     if _exactly(stream, 1) != READY:

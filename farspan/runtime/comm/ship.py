@@ -1,8 +1,9 @@
 """Rank 0's host sends plan and tokens to hosts that lack them: no shared disk is assumed.
 
-Rank 0's run folder is the run. A worker whose own run folder holds another plan, or none, fetches the files that a
-worker reads; one that lacks the corpus (known by its hash) fetches the token files into its cache. One worker a host
-fetches, the others wait for it. The stream is a tar over TCP, signed with the secret of the run both ways (`sealed`).
+Rank 0's run folder is the run. A worker whose own run folder holds another plan, or none, fetches
+the files that a worker reads; one that lacks the corpus (known by its hash) fetches the token files
+into its cache. One worker a host fetches, the others wait for it. The stream is a tar over TCP,
+signed with the secret of the run both ways (`sealed`).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class ShipmentOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def share(notices: Notices, rank: int, world: int, run: RunFolder) -> None:
-    """Returns when every worker has plan and tokens on its own disk, however long sending them over a slow link takes.
-    Raises Refusal (worker-lost) for a silent one."""
+    """Returns when every worker has plan and tokens on its own disk, however long sending them over
+    a slow link takes. Raises Refusal (worker-lost) for a silent one."""
     if rank == 0:
         _give(notices, world, run)
     else:
@@ -65,7 +66,9 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
     plan, corpus = load(run.plan, Plan), load(run.record, RunRecord).corpus_folder
     with _Server(run, corpus, notices.secret) as server:
         address = os.environ["MASTER_ADDR"]
-        offer = ShipmentOffer(plan=plan.hash, corpus=plan.inputs.corpus, address=address, port=server.port)
+        offer = ShipmentOffer(
+            plan=plan.hash, corpus=plan.inputs.corpus, address=address, port=server.port
+        )
         notices.say(OFFER, msgspec.json.encode(offer))
         waiting, seen, deadline = set(range(1, world)), 0, time.monotonic() + QUIET_S
         while waiting:
@@ -76,10 +79,12 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
             if waiting and time.monotonic() > deadline:
                 lost = min(waiting)
                 raise Refusal(
-                    "worker-lost", what=f"rank {lost} on {plan.devices[lost].host} was lost",
-                    where=f"rank {lost}", fact=f"it has taken nothing of plan and tokens for {QUIET_S:.0f} s",
+                    "worker-lost",
+                    what=f"rank {lost} on {plan.devices[lost].host} was lost",
+                    where=f"rank {lost}",
+                    fact=f"it has taken nothing of plan and tokens for {QUIET_S:.0f} s",
                     remedy=run.resume(),
-                )  # fmt: skip
+                )
             time.sleep(POLL_S)
     notices.say(SHARED, b"1")
 
@@ -112,7 +117,11 @@ def _is_plan(path: Path, digest: str) -> bool:
 
 def _is_corpus(folder: Path, digest: str) -> bool:
     with suppress(Refusal):
-        manifest = load(folder / "corpus.json", CorpusManifest) if (folder / "corpus.json").exists() else None
+        manifest = (
+            load(folder / "corpus.json", CorpusManifest)
+            if (folder / "corpus.json").exists()
+            else None
+        )
         if manifest is None or manifest.hash != digest:
             return False
         TokenFile.open(folder, "train", manifest)
@@ -122,8 +131,8 @@ def _is_corpus(folder: Path, digest: str) -> bool:
 
 
 def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None:
-    """Receive a part beside `folder`, then move its files there. Raises Refusal (worker-lost) where what comes is not
-    rank 0's."""
+    """Receive a part beside `folder`, then move its files there. Raises Refusal (worker-lost) where
+    what comes is not rank 0's."""
     own = f".{folder.name}.{platform.node()}"  # The folder may lie on a disk that hosts share.
     for left in folder.parent.glob(f"{own}.*.tmp"):  # By a worker that was killed while it fetched.
         if not psutil.pid_exists(int(left.name.split(".")[-2])):
@@ -144,14 +153,18 @@ def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None
                 continue
         folder.mkdir(exist_ok=True)
         # The file that says what the folder is comes last: without it the folder counts as empty.
-        for file in sorted(temporary.iterdir(), key=lambda file: file.name in ("plan.json", "corpus.json")):
+        for file in sorted(
+            temporary.iterdir(), key=lambda file: file.name in ("plan.json", "corpus.json")
+        ):
             os.replace(file, folder / file.name)
     except (sealed.Forged, tarfile.TarError) as error:
         raise Refusal(
-            "worker-lost", what="the plan and tokens from rank 0 did not come whole",
-            where=f"{offer.address}:{offer.port}", fact=str(error),
+            "worker-lost",
+            what="the plan and tokens from rank 0 did not come whole",
+            where=f"{offer.address}:{offer.port}",
+            fact=str(error),
             remedy="see what rank 0 says itself: logs/rank-0.log of the run",
-        ) from None  # fmt: skip
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -178,13 +191,16 @@ class _Server:
         while not self._closed:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # Closed at the end of the `with`; or who called has gone, or there are too many.
+            except (
+                OSError
+            ):  # Closed at the end of the `with`; or who called has gone, or there are too many.
                 time.sleep(POLL_S)
                 continue
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        # A receiver that goes away ends its own fetch with a message; others may say what they like.
+        # A receiver that goes away ends its own fetch with a message; others may say what they
+        # like.
         with suppress(OSError, sealed.Forged), connection:
             connection.settimeout(QUIET_S)
             part, key = sealed.asked_for(connection, self._secret)
@@ -200,5 +216,7 @@ class _Server:
     def __exit__(self, *error: object) -> None:
         self._closed = True
         with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
-            self._socket.shutdown(socket.SHUT_RDWR)  # Who waits in `accept` is not woken by `close`.
+            self._socket.shutdown(
+                socket.SHUT_RDWR
+            )  # Who waits in `accept` is not woken by `close`.
         self._socket.close()

@@ -1,7 +1,9 @@
-"""The TCP connections of this process: how fast they may send, when one is lost, and where others reach it.
+"""The TCP connections of this process: how fast they may send, when one is lost, and where others
+reach it.
 
-They are gloo's, which has no setting for any of it, so they are found among what the process has open (Linux; elsewhere
-nothing is set, and a line that is cut without a word is noticed by heartbeats alone).
+They are gloo's, which has no setting for any of it, so they are found among what the process has
+open (Linux; elsewhere nothing is set, and a line that is cut without a word is noticed by
+heartbeats alone).
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ SITE_S = 1e-3
 
 
 def pace(rate: int) -> None:
-    """Let every connection that this process has open now, and that leaves its site, send so many bytes a second: what
-    all workers of a site send at once must not overflow the queue of the line that they share, as every packet lost
-    there costs round trips. A rate that the option cannot hold, 2 GB/s and more, needs no pacing."""
+    """Let every connection that this process has open now, and that leaves its site, send so many
+    bytes a second: what all workers of a site send at once must not overflow the queue of the line
+    that they share, as every packet lost there costs round trips. A rate that the option cannot
+    hold, 2 GB/s and more, needs no pacing."""
     if rate >= 2**31:
         return
     for connection in _connections():
@@ -36,9 +39,9 @@ def pace(rate: int) -> None:
 
 
 def expire(seconds: float, rtts: int) -> None:
-    """Let every connection that this process has open now fail once the other side's machine has not answered for so
-    many seconds and round trips of its own, idle or not: by itself the kernel tries for a quarter of an hour, and for
-    ever where nothing is to be sent."""
+    """Let every connection that this process has open now fail once the other side's machine has
+    not answered for so many seconds and round trips of its own, idle or not: by itself the kernel
+    tries for a quarter of an hour, and for ever where nothing is to be sent."""
     for connection in _connections():
         limit_s = seconds + rtts * _rtt_s(connection)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -48,22 +51,30 @@ def expire(seconds: float, rtts: int) -> None:
 
 
 def listening(address: str) -> str:
-    """The IPv4 address that rank 0 listens on for those who know it by this one. That is not always the same: behind
-    address translation no interface has it, and a name may lead its own host to loopback. Then the interface counts
-    by which the workers meet."""
+    """The IPv4 address that rank 0 listens on for those who know it by this one. That is not always
+    the same: behind address translation no interface has it, and a name may lead its own host to
+    loopback. Then the interface counts by which the workers meet."""
     ip, name = socket.gethostbyname(address), os.environ.get("GLOO_SOCKET_IFNAME")
     by_interface = {
         interface: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for interface, entries in psutil.net_if_addrs().items()
     }
-    assigned = {own for addresses in by_interface.values() for own in addresses if not own.startswith("127.")}
-    meant = ip in assigned or (ip == address and ip.startswith("127."))  # Workers of one host meet on its loopback.
+    assigned = {
+        own
+        for addresses in by_interface.values()
+        for own in addresses
+        if not own.startswith("127.")
+    }
+    meant = ip in assigned or (
+        ip == address and ip.startswith("127.")
+    )  # Workers of one host meet on its loopback.
     return ip if name is None or meant else next(iter(by_interface.get(name, ())), ip)
 
 
 def own() -> list[str]:
-    """The addresses of this process's ends, as gloo's messages on the other side name them, `[10.0.0.5]:41235`: the
-    bytes of a port as they go over the line, which most machines read the other way round."""
+    """The addresses of this process's ends, as gloo's messages on the other side name them,
+    `[10.0.0.5]:41235`: the bytes of a port as they go over the line, which most machines read the
+    other way round."""
     ends = dict.fromkeys(sock.getsockname()[:2] for sock in _sockets())
     return [f"[{host}]:{socket.htons(port)}" for host, port in ends]
 
@@ -101,4 +112,9 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _rtt_s(connection: socket.socket) -> float:
-    return float(_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))[0]) / 1e6
+    return (
+        float(
+            _INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))[0]
+        )
+        / 1e6
+    )

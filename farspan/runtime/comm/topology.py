@@ -99,7 +99,8 @@ class Topology:
 
     @property
     def device(self) -> str:
-        """The torch device of this rank; of GPUs the current one is a worker's own (`open_device`)."""
+        """The torch device of this rank; of GPUs the current one is a worker's own
+        (`open_device`)."""
         return self.plan.devices[self.rank].backend
 
     @property
@@ -108,22 +109,29 @@ class Topology:
         return self.stage.zero if self.mesh.size("data") > 1 else 0
 
     def samples(self, step: int) -> list[NDArray[np.int64]]:
-        """The samples of a step that this rank reads, microbatch by microbatch; replicas read one after another."""
+        """The samples of a step that this rank reads, microbatch by microbatch; replicas read one
+        after another."""
         before = sum(replica.batch for replica in self.plan.replicas[: self.replica_index])
         start = step * self.plan.train.batch + before
-        spans = (self.replica.span(self.stage_index, self.batch, i) for i in range(self.replica.microbatches))
+        spans = (
+            self.replica.span(self.stage_index, self.batch, i)
+            for i in range(self.replica.microbatches)
+        )
         return [np.arange(start + first, start + last, dtype=np.int64) for first, last in spans]
 
     def replica_samples(self, step: int) -> NDArray[np.int64]:
         """All samples of a step that this rank's replica reads."""
-        start = self.plan.train.batch * step + sum(r.batch for r in self.plan.replicas[: self.replica_index])
+        start = self.plan.train.batch * step + sum(
+            r.batch for r in self.plan.replicas[: self.replica_index]
+        )
         return np.arange(start, start + self.replica.batch, dtype=np.int64)
 
 
 class ProcessGroups:
     """Process groups by their ranks and purpose, made when first asked for; None for a rank alone.
 
-    A group's ranks have the order given. Whoever shares a group must have made as many groups before it.
+    A group's ranks have the order given. Whoever shares a group must have made as many groups
+    before it.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -134,19 +142,23 @@ class ProcessGroups:
         if len(ranks) < 2:
             return None
         if (tuple(ranks), purpose) not in self._made:
-            # torch names such a group by how many there are, which must therefore be the same on all of its ranks.
+            # torch names such a group by how many there are, which must therefore be the same on
+            # all of its ranks.
             self._make(ranks, purpose, local=True)
         return self._made[tuple(ranks), purpose]
 
     def together(self, ranks: Sequence[int], purpose: str) -> None:
-        """Make a group of workers that have made unlike numbers of them: all workers of the run call this at once, its
-        members or not."""
+        """Make a group of workers that have made unlike numbers of them: all workers of the run
+        call this at once, its members or not."""
         self._make(ranks, purpose, local=False)
 
     def _make(self, ranks: Sequence[int], purpose: str, *, local: bool) -> None:
         group = dist.new_group(
-            list(ranks), timedelta(seconds=BUSY_S), self._topology.backend(ranks), use_local_synchronization=local,
+            list(ranks),
+            timedelta(seconds=BUSY_S),
+            self._topology.backend(ranks),
+            use_local_synchronization=local,
             sort_ranks=False,
-        )  # fmt: skip
+        )
         if isinstance(group, dist.ProcessGroup):
             self._made[tuple(ranks), purpose] = group

@@ -1,8 +1,8 @@
 """The decoder: GPT-2 and Llama families in one module, driven by ModelSpec.
 
-Shapes: B rows (sequences), S positions, D d_model, H heads, K kv heads, E head size, F d_ff, V vocabulary.
-Over a tensor axis B, H, K, F and V are a rank's share wherever its operator is divided over them.
-Parameter names are farspan's own; `models/` maps them to and from Hugging Face's.
+Shapes: B rows (sequences), S positions, D d_model, H heads, K kv heads, E head size, F d_ff, V
+vocabulary. Over a tensor axis B, H, K, F and V are a rank's share wherever its operator is divided
+over them. Parameter names are farspan's own; `models/` maps them to and from Hugging Face's.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from torch import Tensor, nn
 
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.dropout import Dropout
-from farspan.runtime.model.kernels import causal_attention, head_loss, head_losses, logits_loss, logits_losses
+from farspan.runtime.model.kernels import (
+    causal_attention,
+    head_loss,
+    head_losses,
+    logits_loss,
+    logits_losses,
+)
 from farspan.runtime.model.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
 from farspan.semantics.tensor_sharding import RESIDUAL
 
 
 class Linear(nn.Linear):
-    """A matrix without first values: `drawn` or a checkpoint has them. On the meta device torch's own would make it
-    import its compiler, which takes a worker two seconds."""
+    """A matrix without first values: `drawn` or a checkpoint has them. On the meta device torch's
+    own would make it import its compiler, which takes a worker two seconds."""
 
     def reset_parameters(self) -> None:
         pass
@@ -75,7 +81,8 @@ class Summand(Linear):
 
 
 def _contracting(name: str, inputs: int, spec: ModelSpec, layouts: Layouts) -> Linear:
-    """The matrix that writes the residual stream (D) from `inputs`, over which the axis may divide it."""
+    """The matrix that writes the residual stream (D) from `inputs`, over which the axis may divide
+    it."""
     ways = layouts.ways(name)
     if ways > 1:
         return Summand(inputs // ways, spec.d_model, spec.bias, layouts)
@@ -83,12 +90,17 @@ def _contracting(name: str, inputs: int, spec: ModelSpec, layouts: Layouts) -> L
 
 
 class Attention(nn.Module):
-    """Causal self-attention. `qkv` holds the rows of q (H E), k (K E) and v (K E), in this order."""
+    """Causal self-attention. `qkv` holds the rows of q (H E), k (K E) and v (K E), in this
+    order."""
 
     def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
         ways = layouts.ways("attn")
-        self.heads, self.kv_heads, self.head_dim = spec.heads // ways, spec.kv_heads // ways, spec.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            spec.heads // ways,
+            spec.kv_heads // ways,
+            spec.head_dim,
+        )
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self.qkv = Linear(spec.d_model, rows // layouts.ways("attn.qkv"), bias=spec.bias)
         self.out = _contracting("attn.out", spec.d_model, spec, layouts)
@@ -103,11 +115,14 @@ class Attention(nn.Module):
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         attend = vanilla_attention if self.vanilla else causal_attention
         y_BHSE = attend(q, k, v)
-        return self.out(self.layouts.between(y_BHSE.transpose(1, 2).reshape(B, S, -1), "attn", "attn.out"))
+        return self.out(
+            self.layouts.between(y_BHSE.transpose(1, 2).reshape(B, S, -1), "attn", "attn.out")
+        )
 
 
 def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by the textbook, its S x S scores in memory: the cost study's "vanilla" setting, and an oracle."""
+    """Attention by the textbook, its S x S scores in memory: the cost study's "vanilla" setting,
+    and an oracle."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores_BHSS = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     future_SS = torch.ones(scores_BHSS.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -116,8 +131,11 @@ def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotary_table(spec: ModelSpec, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (S, E) of rotary positions, halves repeated as in Llama (arXiv 2104.09864)."""
-    inverse_E2 = spec.rope_theta ** (-torch.arange(0, spec.head_dim, 2, device=device).float() / spec.head_dim)
+    """Cosines and sines (S, E) of rotary positions, halves repeated as in Llama (arXiv
+    2104.09864)."""
+    inverse_E2 = spec.rope_theta ** (
+        -torch.arange(0, spec.head_dim, 2, device=device).float() / spec.head_dim
+    )
     angles_SE2 = torch.outer(torch.arange(length, device=device).float(), inverse_E2)
     angles_SE = torch.cat((angles_SE2, angles_SE2), dim=-1)
     return angles_SE.cos(), angles_SE.sin()
@@ -159,9 +177,14 @@ class Block(nn.Module):
         self.between = layouts.between
 
     def forward(
-        self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None, dropout: Dropout | None = None, unit: int = 0
+        self,
+        x_BSD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        dropout: Dropout | None = None,
+        unit: int = 0,
     ) -> Tensor:
-        """The residual stream, in its own layout, before the block and after it; `unit` is the block's number."""
+        """The residual stream, in its own layout, before the block and after it; `unit` is the
+        block's number."""
         h_BSD = self.attn_norm(self.between(x_BSD, RESIDUAL, "attn_norm"))
         h_BSD = self.attn(self.between(h_BSD, "attn_norm", "attn.qkv"), rotation)
         h_BSD = self.between(h_BSD, "attn.out", RESIDUAL)
@@ -175,19 +198,26 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens (B, S) to hidden states (B, S, D) with `hidden`, to logits (B, S, V) with `forward`.
 
-    Of units [first, last) it has a pipeline stage's part, 0 being the embedding, then the blocks, then norm and head;
-    of an axis a rank's part of these. Parameters keep the names that they have in the whole model.
+    Of units [first, last) it has a pipeline stage's part, 0 being the embedding, then the blocks,
+    then norm and head; of an axis a rank's part of these. Parameters keep the names that they have
+    in the whole model.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, attention: str = "sdpa", recompute: bool = False,
-        units: tuple[int, int] | None = None, axis: TensorAxis | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        *,
+        attention: str = "sdpa",
+        recompute: bool = False,
+        units: tuple[int, int] | None = None,
+        axis: TensorAxis | None = None,
+    ) -> None:
         super().__init__()
         self.spec, self.recompute = spec, recompute
         self.units = first, last = (0, spec.layers + 2) if units is None else units
         self.layouts = layouts = Layouts(spec, self.units, axis)
-        #: The parts of parameters that are here; and the parameters whose gradients the axis must sum once a step.
+        #: The parts of parameters that are here; and the parameters whose gradients the axis must
+        #: sum once a step.
         self.slices, self.partial = layouts.slices, layouts.partial
         ends = last == spec.layers + 2
         if first == 0 or (ends and spec.tied):
@@ -201,16 +231,18 @@ class Decoder(nn.Module):
         if ends:
             self.norm = _norm(spec)
             if not spec.tied:
-                self.head = Linear(spec.d_model, spec.vocab_size // layouts.shards("head.weight"), bias=False)
+                self.head = Linear(
+                    spec.d_model, spec.vocab_size // layouts.shards("head.weight"), bias=False
+                )
 
     @property
     def head_VD(self) -> Tensor:
         return self.layouts.table(self.tok.weight if self.spec.tied else self.head.weight, "head")
 
     def streams(self, x: Tensor, dropout: Dropout | None = None) -> Iterator[Tensor]:
-        """The residual stream (B, S, D) before the first block and after each, from tokens (B, S), or from the stream
-        that the stage before this one left; `dropout` has the seeds of all B rows. Raises ValueError past the
-        context."""
+        """The residual stream (B, S, D) before the first block and after each, from tokens (B, S),
+        or from the stream that the stage before this one left; `dropout` has the seeds of all B
+        rows. Raises ValueError past the context."""
         S = x.shape[1]
         if S > self.spec.context:
             raise ValueError(f"{S} positions given, the model's context is {self.spec.context}")
@@ -218,11 +250,15 @@ class Decoder(nn.Module):
         x_BSD = self._embed(x) if self.units[0] == 0 else x
         if dropout is not None and self.units[0] == 0:
             x_BSD = dropout(x_BSD, 0)
-        rotation = None if self.spec.positions == "learned" else rotary_table(self.spec, S, x.device)
+        rotation = (
+            None if self.spec.positions == "learned" else rotary_table(self.spec, S, x.device)
+        )
         yield x_BSD
         for unit, block in enumerate(self.blocks, max(self.units[0], 1)):
             if self.recompute and self.training:
-                x_BSD = torch.utils.checkpoint.checkpoint(block, x_BSD, rotation, dropout, unit, use_reentrant=False)
+                x_BSD = torch.utils.checkpoint.checkpoint(
+                    block, x_BSD, rotation, dropout, unit, use_reentrant=False
+                )
             else:
                 x_BSD = block(x_BSD, rotation, dropout, unit)
             yield x_BSD
@@ -252,12 +288,14 @@ class Decoder(nn.Module):
         return layouts.between(x_BSD, "tok", RESIDUAL)
 
     def advance(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
-        """The residual stream (B, S, D) after this stage, in its layout over the axis; as in `streams`."""
+        """The residual stream (B, S, D) after this stage, in its layout over the axis; as in
+        `streams`."""
         (x_BSD,) = deque(self.streams(x, dropout), maxlen=1)
         return x_BSD
 
     def _normed(self, x_BSD: Tensor) -> Tensor:
-        """The residual stream (B, S, D) to states (B, S, D) after the final norm, as the head reads them."""
+        """The residual stream (B, S, D) to states (B, S, D) after the final norm, as the head reads
+        them."""
         states_BSD = self.norm(self.layouts.between(x_BSD, RESIDUAL, "norm"))
         return self.layouts.between(states_BSD, "norm", "head")
 
@@ -269,10 +307,14 @@ class Decoder(nn.Module):
         return F.linear(self.hidden(tokens_BS), self.head_VD)
 
     def finish(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """From the last block's residual stream (B, S, D) in its layout and all targets (B, S), -1 where there is none,
-        the cross-entropy in nats summed over valid targets: an fp32 scalar, the same on every rank of an axis."""
+        """From the last block's residual stream (B, S, D) in its layout and all targets (B, S), -1
+        where there is none, the cross-entropy in nats summed over valid targets: an fp32 scalar,
+        the same on every rank of an axis."""
         layouts, x_BSD = self.layouts, self._normed(x_BSD)
-        targets_N, shard = layouts.between(targets_BS, TOKENS, "loss").flatten(), layouts.shard("loss")
+        targets_N, shard = (
+            layouts.between(targets_BS, TOKENS, "loss").flatten(),
+            layouts.shard("loss"),
+        )
         if layouts.split("head") == layouts.split("loss"):
             loss = head_loss(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
         else:
@@ -316,17 +358,21 @@ def initialise(model: Decoder, seed: int) -> None:
 
 
 def drawn(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The first values of all parameters, GPT-2's: N(0, 0.02), residual projections divided by sqrt(2 layers), biases
-    zero.
+    """The first values of all parameters, GPT-2's: N(0, 0.02), residual projections divided by
+    sqrt(2 layers), biases zero.
 
-    Drawn whole on the CPU in name order, one by one, so that any device and any part of the model sees the same.
+    Drawn whole on the CPU in name order, one by one, so that any device and any part of the model
+    sees the same.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
     for name, shape in sorted(shapes.items()):
         if "norm" in name or name.endswith("bias"):
-            yield name, torch.full(shape, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            yield (
+                name,
+                torch.full(shape, 1.0 if "norm" in name and name.endswith("weight") else 0.0),
+            )
             continue
         std = 0.02
         if name.endswith(("attn.out.weight", "mlp.down.weight")):

@@ -1,5 +1,5 @@
-"""Dropout whose choice is a function of seed, sample and place alone: any plan drops the same numbers, and so does a
-run that is resumed.
+"""Dropout whose choice is a function of seed, sample and place alone: any plan drops the same
+numbers, and so does a run that is resumed.
 
 Shapes: B rows, S positions, D d_model.
 """
@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Two rounds of multiplying and shifting 32 bits, found by search for the least bias (Wellons 2018, "Prospecting for
-#: hash functions", lowbias32).
+#: Two rounds of multiplying and shifting 32 bits, found by search for the least bias (Wellons 2018,
+#: "Prospecting for hash functions", lowbias32).
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
 class Dropout(NamedTuple):
-    """A share of the residual stream's summands that is set to 0, the rest scaled up; `seeds` (B,) are int32."""
+    """A share of the residual stream's summands that is set to 0, the rest scaled up; `seeds` (B,)
+    are int32."""
 
     share: float
     seeds: Tensor
@@ -30,7 +31,9 @@ class Dropout(NamedTuple):
 
     def _random(self, shape: torch.Size, place: int) -> Tensor:
         """Evenly distributed int32 of this shape."""
-        index = torch.arange(shape[1:].numel(), dtype=torch.int32, device=self.seeds.device).view(1, *shape[1:])
+        index = torch.arange(shape[1:].numel(), dtype=torch.int32, device=self.seeds.device).view(
+            1, *shape[1:]
+        )
         # An odd constant of the golden ratio keeps places and positions of neighbours apart.
         x = mixed(self.seeds + (place * 0x61C88647 & 0x7FFFFFFF)).view(-1, 1, 1) + index
         return mixed(x)

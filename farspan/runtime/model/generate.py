@@ -13,14 +13,21 @@ from farspan.runtime.model.kv_cache import KVCache
 
 @torch.no_grad()
 def generate(
-    model: Decoder, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
     enough: Callable[[], bool] = lambda: False,
-) -> str:  # fmt: skip
-    """Up to `tokens` tokens after `prompt`, as text; stops at end of text, and when it is `enough`. Temperature 0 takes
-    the likeliest.
+) -> str:
+    """Up to `tokens` tokens after `prompt`, as text; stops at end of text, and when it is `enough`.
+    Temperature 0 takes the likeliest.
 
-    The window slides: at most `context` tokens are looked back at. Until then keys and values are kept. A window that
-    slides begins with another token each time, and is computed whole.
+    The window slides: at most `context` tokens are looked back at. Until then keys and values are
+    kept. A window that slides begins with another token each time, and is computed whole.
     """
     device, cache = model.tok.weight.device, KVCache(model)
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +50,9 @@ def generate(
     return tokenizer.decode([i for i in ids[first:] if i != tokenizer.end_of_text])
 
 
-def _pick(logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def _pick(
+    logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator
+) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
     values, indices = logits_V.topk(min(top_k, len(logits_V)) if top_k else len(logits_V))

@@ -1,4 +1,5 @@
-"""Models to and from Hugging Face folders: config.json, safetensors, tokenizer. Pickled weights are never opened."""
+"""Models to and from Hugging Face folders: config.json, safetensors, tokenizer. Pickled weights are
+never opened."""
 
 from __future__ import annotations
 
@@ -35,39 +36,56 @@ def export(
 ) -> None:
     """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-    Its tokenizer begins every text with the end of text, as training and `generate` do, so that transformers writes
-    after a prompt what farspan writes. `state` holds our parameter names (a Decoder's `state_dict()`); `tokenizer` is a
-    tokenizer.json; `end_of_text` is the token id that ends documents. Weights are written last, so that a folder with
-    weights is whole.
+    Its tokenizer begins every text with the end of text, as training and `generate` do, so that
+    transformers writes after a prompt what farspan writes. `state` holds our parameter names (a
+    Decoder's `state_dict()`); `tokenizer` is a tokenizer.json; `end_of_text` is the token id that
+    ends documents. Weights are written last, so that a folder with weights is whole.
     """
     family = models.family(spec.family)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     config = family.to_config(spec)
-    config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "torch_dtype": str(kind).split(".")[1]}
+    config |= {
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "torch_dtype": str(kind).split(".")[1],
+    }
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     words = json.loads(read_bytes(tokenizer))
     end = _token(words, end_of_text)
-    _write_json(folder / "tokenizer.json", words | {"post_processor": _begin_with(end, end_of_text)})
+    _write_json(
+        folder / "tokenizer.json", words | {"post_processor": _begin_with(end, end_of_text)}
+    )
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(end, spec.context))
     unused = range(tokenizers.load(tokenizer).vocab_size, spec.vocab_size)
     _write_json(folder / "generation_config.json", _generation_config(end_of_text, unused))
-    tensors = {name: tensor.to(kind) for entry in family.tensors(spec) for name, tensor in _theirs(entry, state)}
+    tensors = {
+        name: tensor.to(kind)
+        for entry in family.tensors(spec)
+        for name, tensor in _theirs(entry, state)
+    }
     temporary = folder / f"{WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod((folder / "config.json").stat().st_mode)  # safetensors makes files for their owner alone.
+    temporary.chmod(
+        (folder / "config.json").stat().st_mode
+    )  # safetensors makes files for their owner alone.
     temporary.replace(folder / WEIGHTS)
 
 
 def read(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The spec of a Hugging Face folder and its weights under our names, in the dtype of the file.
 
-    Refuses architectures and options that farspan does not compute, pickled weights, and tensors that are missing,
-    left over or of another shape (model-unsupported), and files that do not exist (path-missing).
+    Refuses architectures and options that farspan does not compute, pickled weights, and tensors
+    that are missing, left over or of another shape (model-unsupported), and files that do not exist
+    (path-missing).
     """
-    spec = models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
+    spec = models.from_config(
+        parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json")
+    )
     family = models.family(spec.family)
-    tensors = _full_names(family, {name: t for path in _weight_files(folder) for name, t in _load(path).items()})
+    tensors = _full_names(
+        family, {name: t for path in _weight_files(folder) for name, t in _load(path).items()}
+    )
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
     state = {}
@@ -77,7 +95,10 @@ def read(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
         parts = [tensors.pop(name) for name in entry.theirs]
         tensor = torch.cat([part.t() for part in parts] if entry.transpose else parts)
         if tensor.shape != shapes[entry.ours]:
-            fact = f"{' + '.join(entry.theirs)} gives {list(tensor.shape)}, config.json {list(shapes[entry.ours])}"
+            fact = (
+                f"{' + '.join(entry.theirs)} gives {list(tensor.shape)}, config.json "
+                f"{list(shapes[entry.ours])}"
+            )
             raise _misfit(folder, fact)
         state[entry.ours] = tensor.contiguous()
     if spec.tied and HEAD in tensors and torch.equal(tensors[HEAD], state["tok.weight"]):
@@ -88,13 +109,20 @@ def read(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
 
 
 def _theirs(entry: TensorMap, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of one of our parameters. Copies, since safetensors refuses shared memory."""
-    for name, part in zip(entry.theirs, state[entry.ours].detach().cpu().split(list(entry.rows)), strict=True):
-        yield name, (part.t() if entry.transpose else part).clone(memory_format=torch.contiguous_format)
+    """The Hugging Face tensors of one of our parameters. Copies, since safetensors refuses shared
+    memory."""
+    for name, part in zip(
+        entry.theirs, state[entry.ours].detach().cpu().split(list(entry.rows)), strict=True
+    ):
+        yield (
+            name,
+            (part.t() if entry.transpose else part).clone(memory_format=torch.contiguous_format),
+        )
 
 
 def _full_names(family: Family, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names a causal model's file uses: files of the bare model lack the prefix. Buffers are dropped."""
+    """Tensors by the names a causal model's file uses: files of the bare model lack the prefix.
+    Buffers are dropped."""
     bare = not any(name.startswith(family.PREFIX) for name in tensors)
     return {
         family.PREFIX + name if bare and name != HEAD else name: tensor
@@ -107,17 +135,22 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if (folder / INDEX).exists():
-        shards = sorted(set(parse_json(read_bytes(folder / INDEX), _Index, folder / INDEX).weight_map.values()))
+        shards = sorted(
+            set(parse_json(read_bytes(folder / INDEX), _Index, folder / INDEX).weight_map.values())
+        )
         if outside := [name for name in shards if Path(name).name != name]:
             raise _misfit(folder, f"{INDEX} names {outside[0]!r}, a file outside the folder")
         return [folder / name for name in shards]
-    if pickled := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
+    if pickled := sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
+    ):
         raise Refusal(
             "model-unsupported",
             what="the weights are pickled, and a pickle can run any code when it is opened",
             where=folder / pickled[0],
             fact=f"there is no {WEIGHTS}",
-            remedy='where you trust the file: python -c "from transformers import AutoModelForCausalLM as M; '
+            remedy='where you trust the file: python -c "from transformers import '
+            "AutoModelForCausalLM as M; "
             f"M.from_pretrained('{folder}').save_pretrained('{folder}')\"",
         )
     raise missing_path(folder / WEIGHTS)
@@ -154,7 +187,10 @@ def _token(words: dict[str, Any], end_of_text: int) -> str:
     if end_of_text not in added:
         raise Refusal(
             "tokenizer-mismatch",
-            what=f"token {end_of_text} should end documents, but the tokenizer has no such special token",
+            what=(
+                f"token {end_of_text} should end documents, but the tokenizer has no such "
+                "special token"
+            ),
             where="tokenizer.json",
             fact=f"its special tokens are {added}",
             remedy="export with the tokenizer of the run: tokenizer.json in the run directory",
@@ -163,21 +199,33 @@ def _token(words: dict[str, Any], end_of_text: int) -> str:
 
 
 def _begin_with(token: str, number: int) -> dict[str, Any]:
-    """The part of a tokenizer.json that puts a special token before every text, and nothing else anywhere."""
-    texts = [[{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": name, "type_id": 0}}] for name in "AB"]
+    """The part of a tokenizer.json that puts a special token before every text, and nothing else
+    anywhere."""
+    texts = [
+        [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": name, "type_id": 0}}]
+        for name in "AB"
+    ]
     return {
-        "type": "TemplateProcessing", "single": texts[0], "pair": texts[0] + texts[1],
+        "type": "TemplateProcessing",
+        "single": texts[0],
+        "pair": texts[0] + texts[1],
         "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
-    }  # fmt: skip
+    }
 
 
 def _tokenizer_config(end: str, context: int) -> dict[str, Any]:
-    """What `AutoTokenizer` needs beside tokenizer.json: the class, and which token begins and ends a text."""
+    """What `AutoTokenizer` needs beside tokenizer.json: the class, and which token begins and ends
+    a text."""
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "unk_token": end,
-        "add_bos_token": True, "split_special_tokens": True, "model_max_length": context,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "unk_token": end,
+        "add_bos_token": True,
+        "split_special_tokens": True,
+        "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
+    }
 
 
 def _generation_config(end_of_text: int, unused: range) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Attention and the loss, written for how a training step spends its time; exact, with hand-written backward passes.
+"""Attention and the loss, written for how a training step spends its time; exact, with hand-written
+backward passes.
 
-Shapes: B rows, S positions, H heads, K kv heads, G = B K groups, R = H / K query heads a kv head, E head size,
-N = B S tokens, D d_model, V vocabulary.
+Shapes: B rows, S positions, H heads, K kv heads, G = B K groups, R = H / K query heads a kv head, E
+head size, N = B S tokens, D d_model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ def _future_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 class MatrixAttention(torch.autograd.Function):
-    """Causal attention by batched matrix products, so many queries at a time with the keys up to the last of them: what
-    lies in the future of all of them is never computed. Keeps the probabilities for the backward pass.
+    """Causal attention by batched matrix products, so many queries at a time with the keys up to
+    the last of them: what lies in the future of all of them is never computed. Keeps the
+    probabilities for the backward pass.
 
-    q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E). Equations as in arXiv 1706.03762, section 3.2.1.
+    q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E). Equations as in arXiv 1706.03762, section
+    3.2.1.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, H, S, E = q.shape
         K = k.shape[1]
-        q_GRSE, k_GSE, v_GSE = q.reshape(B * K, H // K, S, E), k.reshape(B * K, S, E), v.reshape(B * K, S, E)
+        q_GRSE, k_GSE, v_GSE = (
+            q.reshape(B * K, H // K, S, E),
+            k.reshape(B * K, S, E),
+            v.reshape(B * K, S, E),
+        )
         y_GRSE, kept = torch.empty_like(q_GRSE), []
         for part in query_blocks(S, q.element_size()):
             stop, T = part.stop, part.stop - part.start
@@ -55,7 +62,9 @@ class MatrixAttention(torch.autograd.Function):
         dy_GRSE, dq_GRSE = gradients[0].reshape(G, R, S, E), torch.empty_like(q_GRSE)
         dk_GSE = dv_GSE = None
         blocks = query_blocks(S, q_GRSE.element_size())
-        for part, p_GTS in zip(reversed(blocks), reversed(kept), strict=True):  # The last one writes to every key.
+        for part, p_GTS in zip(
+            reversed(blocks), reversed(kept), strict=True
+        ):  # The last one writes to every key.
             stop = part.stop
             dy_GTE = dy_GRSE[:, :, part].reshape(G, -1, E)
             dp = torch.bmm(dy_GTE, v_GSE[:, :stop].transpose(1, 2))
@@ -78,7 +87,8 @@ def _added(whole: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), by the fastest exact path for the device and length."""
+    """q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), by the fastest exact path for the
+    device and length."""
     if keeps_scores(q.shape[2], q.element_size(), q.device.type):
         return MatrixAttention.apply(q, k, v)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -87,7 +97,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class VocabularyShard(NamedTuple):
-    """A rank's part of the vocabulary: V rows from `first` on; the other ranks of `group` have the rest."""
+    """A rank's part of the vocabulary: V rows from `first` on; the other ranks of `group` have the
+    rest."""
 
     group: dist.ProcessGroup | None
     first: int
@@ -101,13 +112,16 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class HeadLoss(torch.autograd.Function):
     """Summed cross-entropy of a linear head, without ever holding all logits or their fp32 copy.
 
-    x (N, D), weight (V, D), targets (N,) with -1 where no token is to be predicted -> scalar fp32, nats.
-    The gradient, softmax - onehot, is formed chunk by chunk in the forward pass, while the logits are in cache.
-    Where the vocabulary is sharded the loss is whole on every rank, and x's gradient a summand.
+    x (N, D), weight (V, D), targets (N,) with -1 where no token is to be predicted -> scalar fp32,
+    nats. The gradient, softmax - onehot, is formed chunk by chunk in the forward pass, while the
+    logits are in cache. Where the vocabulary is sharded the loss is whole on every rank, and x's
+    gradient a summand.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None
+    ) -> Tensor:
         N, V = x_ND.shape[0], weight_VD.shape[0]
         rows = max(1, min(N, LOGITS_CHUNK_BYTES // (V * x_ND.element_size())))
         loss = torch.zeros((), dtype=_wide(x_ND.dtype), device=x_ND.device)
@@ -128,7 +142,9 @@ class HeadLoss(torch.autograd.Function):
             if needs_grad:
                 torch.mm(chunk, aligned, out=dx_ND[start : start + rows])
                 part = torch.mm(chunk.t(), x)[:V]
-                dw_VD = part if rows >= N else part.to(loss.dtype) if start == 0 else dw_VD.add_(part)
+                dw_VD = (
+                    part if rows >= N else part.to(loss.dtype) if start == 0 else dw_VD.add_(part)
+                )
         if needs_grad:
             ctx.save_for_backward(dx_ND, dw_VD.to(weight_VD.dtype))
         return loss
@@ -142,16 +158,20 @@ class HeadLoss(torch.autograd.Function):
 
 
 def _width(V: int, device: torch.device) -> int:
-    """Rows of the head that are multiplied, the last ones zeros: cuBLAS has its fast products for multiples of 8 alone.
-    With GPT-2's 50,257 it took kernels of Turing's on an H200, and the head more than half of a step (docs/log.md)."""
+    """Rows of the head that are multiplied, the last ones zeros: cuBLAS has its fast products for
+    multiples of 8 alone. With GPT-2's 50,257 it took kernels of Turing's on an H200, and the head
+    more than half of a step (docs/log.md)."""
     return -(-V // 64) * 64 if device.type == "cuda" else V
 
 
 class LogitsLoss(torch.autograd.Function):
-    """Summed cross-entropy of logits (N, V) that another rank's head may have computed; targets as in HeadLoss."""
+    """Summed cross-entropy of logits (N, V) that another rank's head may have computed; targets as
+    in HeadLoss."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None) -> Tensor:
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None
+    ) -> Tensor:
         gradient_NV = logits_NV.clone()
         loss = _loss_and_gradient_(gradient_NV, targets_N, shard)
         ctx.save_for_backward(gradient_NV)
@@ -163,7 +183,9 @@ class LogitsLoss(torch.autograd.Function):
         return gradient_NV.mul_(gradients[0].to(gradient_NV.dtype)), None, None
 
 
-def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None) -> Tensor:
+def _loss_and_gradient_(
+    logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None
+) -> Tensor:
     """Summed loss of one chunk; the logits are overwritten by their gradient."""
     step = _rows_at_once(logits_NV)
     if shard is not None:
@@ -188,12 +210,18 @@ def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyS
 
 def _rows_at_once(logits_NV: Tensor) -> int:
     """A CPU works through so many rows at a time that their fp32 copy stays in cache."""
-    return max(1, 2**20 // logits_NV.shape[1]) if logits_NV.device.type == "cpu" else max(1, logits_NV.shape[0])
+    return (
+        max(1, 2**20 // logits_NV.shape[1])
+        if logits_NV.device.type == "cpu"
+        else max(1, logits_NV.shape[0])
+    )
 
 
-def _sharded_loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard, step: int) -> Tensor:
-    """As `_loss_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and target's logit only
-    (Megatron-LM, arXiv 1909.08053, section 3)."""
+def _sharded_loss_and_gradient_(
+    logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard, step: int
+) -> Tensor:
+    """As `_loss_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and target's
+    logit only (Megatron-LM, arXiv 1909.08053, section 3)."""
     wide, valid_N = _wide(logits_NV.dtype), targets_N >= 0
     index_N1, here_N1 = _indices(targets_N, shard, logits_NV.shape[1])
     log_sum_N, target_N = _sharded_sums(logits_NV, index_N1, here_N1, shard, step)
@@ -226,28 +254,42 @@ def _sharded_sums(
     return most_N + both_2N[0].log(), both_2N[1]
 
 
-def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
-    """Summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1 marks targets to skip."""
-    if not torch.is_grad_enabled():  # Which a Function is not told of: it would make gradients all the same.
+def head_loss(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
+) -> Tensor:
+    """Summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1 marks
+    targets to skip."""
+    if (
+        not torch.is_grad_enabled()
+    ):  # Which a Function is not told of: it would make gradients all the same.
         x_ND, weight_VD = x_ND.detach(), weight_VD.detach()
     return HeadLoss.apply(x_ND, weight_VD, targets_N, shard)
 
 
-def logits_loss(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
+def logits_loss(
+    logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
+) -> Tensor:
     """As `head_loss`, of logits that are there."""
     return LogitsLoss.apply(logits_NV, targets_N, shard)
 
 
 @torch.no_grad()
-def head_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
-    """Each target's cross-entropy in nats (N,), fp32, of `x @ weight.T`; 0 where it is -1. No gradient follows."""
+def head_losses(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
+) -> Tensor:
+    """Each target's cross-entropy in nats (N,), fp32, of `x @ weight.T`; 0 where it is -1. No
+    gradient follows."""
     rows = max(1, LOGITS_CHUNK_BYTES // (weight_VD.shape[0] * x_ND.element_size()))
     parts = zip(x_ND.split(rows), targets_N.split(rows), strict=True)
-    return torch.cat([logits_losses(torch.mm(x, weight_VD.t()), targets, shard) for x, targets in parts])
+    return torch.cat(
+        [logits_losses(torch.mm(x, weight_VD.t()), targets, shard) for x, targets in parts]
+    )
 
 
 @torch.no_grad()
-def logits_losses(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
+def logits_losses(
+    logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
+) -> Tensor:
     """As `head_losses`, of logits that are there."""
     step, wide = _rows_at_once(logits_NV), _wide(logits_NV.dtype)
     if shard is not None:
@@ -255,4 +297,6 @@ def logits_losses(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard |
         log_sum_N, target_N = _sharded_sums(logits_NV, index_N1, here_N1, shard, step)
         return (log_sum_N - target_N) * (targets_N >= 0)
     parts = zip(logits_NV.split(step), targets_N.split(step), strict=True)
-    return torch.cat([cross_entropy(part.to(wide), t, ignore_index=-1, reduction="none") for part, t in parts])
+    return torch.cat(
+        [cross_entropy(part.to(wide), t, ignore_index=-1, reduction="none") for part, t in parts]
+    )

@@ -1,7 +1,8 @@
-"""A decoder that goes on by a few tokens at a time: keys and values of those before are kept, not computed again.
+"""A decoder that goes on by a few tokens at a time: keys and values of those before are kept, not
+computed again.
 
-Shapes as in `decoder.py`; T new positions after P that are kept. Its states are those of the whole sequence, but for
-the rounding of sums in another order.
+Shapes as in `decoder.py`; T new positions after P that are kept. Its states are those of the whole
+sequence, but for the rounding of sums in another order.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from farspan.runtime.model.decoder import Block, Decoder, rotary_table, rotate
 
 
 class KVCache:
-    """Keys and values (B, K, P, E) of one sequence for each block of a model that is all here. Holds up to the model's
-    context: what comes then has another first token to look back at, and is another sequence."""
+    """Keys and values (B, K, P, E) of one sequence for each block of a model that is all here.
+    Holds up to the model's context: what comes then has another first token to look back at, and is
+    another sequence."""
 
     def __init__(self, model: Decoder) -> None:
         self._model, self.length = model, 0
@@ -29,8 +31,8 @@ class KVCache:
 
     @torch.no_grad()
     def append(self, tokens_T: Tensor) -> Tensor:
-        """The state (D) after the final norm of the last of these tokens, which follow those that are kept. Raises
-        ValueError past the context."""
+        """The state (D) after the final norm of the last of these tokens, which follow those that
+        are kept. Raises ValueError past the context."""
         model, first, last = self._model, self.length, self.length + len(tokens_T)
         if last > model.spec.context:
             raise ValueError(f"{last} positions given, the model's context is {model.spec.context}")
@@ -57,8 +59,11 @@ class KVCache:
         # Each new position sees all that are kept, and of the new ones those up to itself.
         seen_TS = torch.ones(last - first, last, dtype=torch.bool, device=q.device).tril(first)
         y_BHTE = F.scaled_dot_product_attention(
-            q, keys[:, :, :last], values[:, :, :last], attn_mask=None if last - first == 1 else seen_TS,
+            q,
+            keys[:, :, :last],
+            values[:, :, :last],
+            attn_mask=None if last - first == 1 else seen_TS,
             enable_gqa=attn.heads != attn.kv_heads,
-        )  # fmt: skip
+        )
         out: Tensor = attn.out(y_BHTE.transpose(1, 2).reshape(1, last - first, -1))
         return out

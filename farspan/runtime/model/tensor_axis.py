@@ -1,8 +1,9 @@
-"""Operators divided over a tensor axis, as a plan's `Stage.splits` says: what each rank holds of every parameter, and
-the collectives between two operators.
+"""Operators divided over a tensor axis, as a plan's `Stage.splits` says: what each rank holds of
+every parameter, and the collectives between two operators.
 
-Strategies and layouts are those of `estimate.sharding`: an activation is COPY, PARTIAL, or split over a dim. Each rank
-of the axis gets the same tokens. What the price counts is what is sent here, and nothing else but scalars.
+Strategies and layouts are those of `estimate.sharding`: an activation is COPY, PARTIAL, or split
+over a dim. Each rank of the axis gets the same tokens. What the price counts is what is sent here,
+and nothing else but scalars.
 
 Shapes: B rows, S positions, V vocabulary, D d_model; "..." any.
 """
@@ -21,17 +22,26 @@ from farspan import models
 from farspan.domain.graph import OpGraph, Weight
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.kernels import VocabularyShard
-from farspan.semantics.tensor_sharding import COPY, PARTIAL, RESIDUAL, returns_to_residual, sections, strategy
+from farspan.semantics.tensor_sharding import (
+    COPY,
+    PARTIAL,
+    RESIDUAL,
+    returns_to_residual,
+    sections,
+    strategy,
+)
 
-#: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and the loss of all.
+#: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and
+#: the loss of all.
 TOKENS, TOTAL = "tokens", "total"
 TABLE = "tok.weight"
 
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """A rank's place on a tensor axis: `group` holds its ranks in the order of their coordinates. `splits` names the
-    dim of each divided operator, and under RESIDUAL that of the residual stream; "b" are rows, "" or none copies."""
+    """A rank's place on a tensor axis: `group` holds its ranks in the order of their coordinates.
+    `splits` names the dim of each divided operator, and under RESIDUAL that of the residual stream;
+    "b" are rows, "" or none copies."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -40,18 +50,22 @@ class TensorAxis:
 
 
 class TensorSlice(NamedTuple):
-    """The part of a whole tensor that a rank holds: these ranges [start, stop) of one dim, one after another."""
+    """The part of a whole tensor that a rank holds: these ranges [start, stop) of one dim, one
+    after another."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
     def of(self, whole: Tensor) -> Tensor:
         """A copy of this part of a tensor (...), which does not keep the rest of it in memory."""
-        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
+        return torch.cat(
+            [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
+        )
 
 
 class DimSplit(NamedTuple):
-    """How a dim is divided: each of its sections, given by their shares of its length, evenly over the coordinates."""
+    """How a dim is divided: each of its sections, given by their shares of its length, evenly over
+    the coordinates."""
 
     dim: int
     sections: tuple[int, ...] = (1,)
@@ -78,14 +92,18 @@ class DimSplit(NamedTuple):
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole of every coordinate's part."""
         cut = [part.split(self.lengths(part.shape[self.dim]), self.dim) for part in parts]
-        return torch.cat([piece for section in zip(*cut, strict=True) for piece in section], self.dim)
+        return torch.cat(
+            [piece for section in zip(*cut, strict=True) for piece in section], self.dim
+        )
 
 
-# -- activations -------------------------------------------------------------------------------------------------------
+# -- activations
+#   ------------------------------------------------------------------------------------------------
 
 
 class OperatorEdge(NamedTuple):
-    """What lies between two operators: the layouts on both sides, and that of the reader's gradient."""
+    """What lies between two operators: the layouts on both sides, and that of the reader's
+    gradient."""
 
     writes: str
     reads: str
@@ -94,7 +112,8 @@ class OperatorEdge(NamedTuple):
 
     @property
     def returned(self) -> str:
-        """The layout of the gradient that the writer wants: of a summand each rank needs the whole."""
+        """The layout of the gradient that the writer wants: of a summand each rank needs the
+        whole."""
         return COPY if self.writes == PARTIAL else self.writes
 
     @property
@@ -107,7 +126,8 @@ class OperatorEdge(NamedTuple):
 
 
 class Convert(torch.autograd.Function):
-    """x (...) from the layout that one operator writes to the one that the next reads; its gradient the other way."""
+    """x (...) from the layout that one operator writes to the one that the next reads; its gradient
+    the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, edge: OperatorEdge, axis: TensorAxis) -> Tensor:
@@ -121,8 +141,8 @@ class Convert(torch.autograd.Function):
 
 
 class Uncounted(torch.autograd.Function):
-    """A copy whose gradient another rank counts. It gets none, but not before that one does: gradients must be complete
-    in the same order on all ranks."""
+    """A copy whose gradient another rank counts. It gets none, but not before that one does:
+    gradients must be complete in the same order on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -159,9 +179,11 @@ def _moved(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: Tensor
     return edge.cut(source).join(received)
 
 
-def edges(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> dict[tuple[str, str], OperatorEdge]:
-    """What must be converted between operators, by the names of writer and reader. The first operator of a unit reads
-    the residual stream, which those that `returns_to_residual` write."""
+def edges(
+    graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]
+) -> dict[tuple[str, str], OperatorEdge]:
+    """What must be converted between operators, by the names of writer and reader. The first
+    operator of a unit reads the residual stream, which those that `returns_to_residual` write."""
     residual = splits.get(RESIDUAL, COPY)
     pairs = {}
     for unit, _ in graph.kinds(*units):
@@ -171,7 +193,9 @@ def edges(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> 
             if op.inputs[0] == "bs":
                 pairs[TOKENS, op.name] = OperatorEdge(COPY, plan.reads, plan.reads)
             else:
-                pairs[before, op.name] = OperatorEdge(writes, plan.reads, plan.gradient, sections(graph, op.inputs[0]))
+                pairs[before, op.name] = OperatorEdge(
+                    writes, plan.reads, plan.gradient, sections(graph, op.inputs[0])
+                )
             before, writes = op.name, plan.writes
             if returns_to_residual(op):
                 pairs[op.name, RESIDUAL] = OperatorEdge(writes, residual, residual)
@@ -179,16 +203,21 @@ def edges(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> 
             if op.kind == "loss":
                 rows = "b" if plan.split == "b" else COPY
                 pairs[TOKENS, op.name] = OperatorEdge(COPY, rows, rows)
-                # Each rank's rows are a summand of the loss; a part of the vocabulary has been summed by the kernel.
+                # Each rank's rows are a summand of the loss; a part of the vocabulary has been
+                # summed by the kernel.
                 pairs[op.name, TOTAL] = OperatorEdge(PARTIAL if rows else COPY, COPY, COPY)
     return {pair: edge for pair, edge in pairs.items() if not edge.idle}
 
 
-# -- parameters --------------------------------------------------------------------------------------------------------
+# -- parameters
+#   ------------------------------------------------------------------------------------------------
 
 
-def _uses(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> Iterator[tuple[str, Weight, str]]:
-    """Every parameter that operators of these units use, by its global name, and how its operator is split."""
+def _uses(
+    graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]
+) -> Iterator[tuple[str, Weight, str]]:
+    """Every parameter that operators of these units use, by its global name, and how its operator
+    is split."""
     for number in range(*units):
         prefix = f"blocks.{number - 1}." if 1 <= number <= graph.layers else ""
         for op in graph.unit(number):
@@ -197,15 +226,17 @@ def _uses(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> 
 
 
 def _mixed(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> bool:
-    """Whether a tied table is in one stage with embedding and head that are split unlike each other."""
+    """Whether a tied table is in one stage with embedding and head that are split unlike each
+    other."""
     return len({split for name, _, split in _uses(graph, units, splits) if name == TABLE}) > 1
 
 
 def held(
     spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int, coordinate: int
 ) -> dict[str, TensorSlice]:
-    """The slices of parameters that a coordinate of the axis holds of units [first, last), by global name; all other
-    parameters are whole, and so is a table that embedding and head use unlike each other."""
+    """The slices of parameters that a coordinate of the axis holds of units [first, last), by
+    global name; all other parameters are whole, and so is a table that embedding and head use
+    unlike each other."""
     graph = models.graph(spec)
     whole = {TABLE} if _mixed(graph, units, splits) else set[str]()
     slices = {}
@@ -217,9 +248,11 @@ def held(
     return slices
 
 
-def summands(spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int) -> frozenset[str]:
-    """Parameters of which each rank gets a summand of the gradient: those of operators that divide the rows, and a
-    table that embedding and head use unlike each other."""
+def summands(
+    spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int
+) -> frozenset[str]:
+    """Parameters of which each rank gets a summand of the gradient: those of operators that divide
+    the rows, and a table that embedding and head use unlike each other."""
     graph = models.graph(spec)
     if ways == 1:
         return frozenset()
@@ -231,10 +264,13 @@ def _demand_even(graph: OpGraph, splits: Mapping[str, str], ways: int) -> None:
     """Raise ValueError where a dim, such as the groups of heads, does not divide over the axis."""
     for name, dim in splits.items():
         if dim in graph.sizes and graph.sizes[dim] % ways:
-            raise ValueError(f"{name}: {graph.sizes[dim]} cannot be divided evenly over a tensor axis of {ways}")
+            raise ValueError(
+                f"{name}: {graph.sizes[dim]} cannot be divided evenly over a tensor axis of {ways}"
+            )
 
 
-# -- a stage -----------------------------------------------------------------------------------------------------------
+# -- a stage
+#   ------------------------------------------------------------------------------------------------
 
 
 class Layouts:
@@ -271,19 +307,21 @@ class Layouts:
         return x if edge is None else Convert.apply(x, edge, self.axis)
 
     def once(self, x: Tensor) -> Tensor:
-        """x (...) on the first rank and zeros on the others, to be added to summands: of their sum each rank gets the
-        whole gradient, and so does x."""
+        """x (...) on the first rank and zeros on the others, to be added to summands: of their sum
+        each rank gets the whole gradient, and so does x."""
         return x if self.axis.coordinate == 0 else x - x.detach()
 
     def shard(self, op: str) -> VocabularyShard | None:
         """The part of the vocabulary of an operator that is split over it."""
         if self.split(op) != "v":
             return None
-        return VocabularyShard(self.axis.group, self.vocabulary // self.axis.size * self.axis.coordinate)
+        return VocabularyShard(
+            self.axis.group, self.vocabulary // self.axis.size * self.axis.coordinate
+        )
 
     def table(self, weight_VD: Tensor, op: str) -> Tensor:
-        """The part of a table that an operator uses. Of one that both ends use unlike each other, each rank gets a
-        summand of the gradient: a copy's counts once."""
+        """The part of a table that an operator uses. Of one that both ends use unlike each other,
+        each rank gets a summand of the gradient: a copy's counts once."""
         if not self._mixed or self.split(op) == "b":
             return weight_VD
         if (shard := self.shard(op)) is not None:

@@ -1,4 +1,5 @@
-"""One worker's part of a plan, put together: its stage of the model, its state, and its exchanges with the others.
+"""One worker's part of a plan, put together: its stage of the model, its state, and its exchanges
+with the others.
 
 It reads what the plan says, never which technique made it.
 """
@@ -40,8 +41,8 @@ from farspan.semantics.kernel_choice import matrix_precision
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all workers of a replica know after the passes of a step: the summed loss, the norm of the gradient sum
-    before any division, and the loss and the squared norm by rank."""
+    """What all workers of a replica know after the passes of a step: the summed loss, the norm of
+    the gradient sum before any division, and the loss and the squared norm by rank."""
 
     loss: float
     norm: float
@@ -49,14 +50,17 @@ class Outcome:
 
     @property
     def faulty(self) -> list[int]:
-        """Ranks whose own loss is not finite; where every loss is, those whose gradient is not, maybe by another's
-        part of it."""
+        """Ranks whose own loss is not finite; where every loss is, those whose gradient is not,
+        maybe by another's part of it."""
         losses = [rank for rank, (loss, _) in self.by_rank.items() if not math.isfinite(loss)]
-        return losses or [rank for rank, (_, square) in self.by_rank.items() if not math.isfinite(square)]
+        return losses or [
+            rank for rank, (_, square) in self.by_rank.items() if not math.isfinite(square)
+        ]
 
 
 class Executor:
-    """Runs the steps of a worker. Every method is called by all workers of its replica, `meet` by all of the run."""
+    """Runs the steps of a worker. Every method is called by all workers of its replica, `meet` by
+    all of the run."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         plan, stage = topology.plan, topology.stage
@@ -67,27 +71,52 @@ class Executor:
         tensor = groups.of(topology.group("tensor"), "tensor")
         with torch.device("meta"):
             self.model = Decoder(
-                plan.model, attention=plan.train.attention, recompute=stage.recompute, units=stage.units,
+                plan.model,
+                attention=plan.train.attention,
+                recompute=stage.recompute,
+                units=stage.units,
                 axis=TensorAxis(tensor, stage.mesh.size("tensor"), topology.tensor, stage.splits),
-            )  # fmt: skip
-        data, shared = topology.group("data"), plan.model.tied and not (topology.first and topology.last)
+            )
+        data, shared = (
+            topology.group("data"),
+            plan.model.tied and not (topology.first and topology.last),
+        )
         updates = self._matrix_updates(tensor) if plan.train.optimizer.muon else None
-        self.state = TrainState(self.model, plan.train.precision, device, Division(
-            zero=topology.zero, ways=len(data), index=data.index(topology.rank),
-            bucket_bytes=stage.grad_sync.bucket_bytes, partial=self.model.partial,
-            sliced=frozenset(self.model.slices), tied=TABLE if shared else None,
-            matrices=updates.names if updates else frozenset(),
-        ), updates, averaged=bool(plan.train.optimizer.average))  # fmt: skip
+        self.state = TrainState(
+            self.model,
+            plan.train.precision,
+            device,
+            Division(
+                zero=topology.zero,
+                ways=len(data),
+                index=data.index(topology.rank),
+                bucket_bytes=stage.grad_sync.bucket_bytes,
+                partial=self.model.partial,
+                sliced=frozenset(self.model.slices),
+                tied=TABLE if shared else None,
+                matrices=updates.names if updates else frozenset(),
+            ),
+            updates,
+            averaged=bool(plan.train.optimizer.average),
+        )
         blocks = {f"blocks.{name}": block for name, block in self.model.blocks.named_children()}
         self.param_gather = ParamGather(topology, self.state, blocks, groups)
         self.grad_reducer = GradReducer(topology, self.state, groups, self.messenger)
         self.pipeline = Pipeline(
-            topology, self.model, groups, self.messenger, self.grad_reducer, self.param_gather, self.spans
+            topology,
+            self.model,
+            groups,
+            self.messenger,
+            self.grad_reducer,
+            self.param_gather,
+            self.spans,
         )
         self.totals = ScalarExchange(topology, self.messenger, Channel.TOTALS, 2)
         self.decisions = ScalarExchange(topology, self.messenger, Channel.DECISIONS, 4)
         with torch.device("meta"):
-            shapes = {name: parameter.shape for name, parameter in Decoder(plan.model).named_parameters()}
+            shapes = {
+                name: parameter.shape for name, parameter in Decoder(plan.model).named_parameters()
+            }
         self.whole = FullState(topology, self.state, self.model.slices, shapes, self.messenger)
         self.tied = self._tied() if shared and (topology.first or topology.last) else None
         self.outer = OuterStep(topology, self.state, self.whole) if plan.sync else None
@@ -96,8 +125,12 @@ class Executor:
     def _matrix_updates(self, group: dist.ProcessGroup | None) -> MatrixUpdates:
         plan, topology = self.topology.plan, self.topology
         alike = topology.group("site") if topology.zero else topology.peers
-        precision = matrix_precision(plan.train.precision, (plan.devices[rank].kind for rank in alike))
-        return MatrixUpdates(models.graph(plan.model), self.model.slices, group, WORKING_DTYPES[precision])
+        precision = matrix_precision(
+            plan.train.precision, (plan.devices[rank].kind for rank in alike)
+        )
+        return MatrixUpdates(
+            models.graph(plan.model), self.model.slices, group, WORKING_DTYPES[precision]
+        )
 
     def _tied(self) -> TiedEmbedding:
         """The exchange of the table's gradient, and who of both ends holds which of its rows."""
@@ -115,11 +148,14 @@ class Executor:
         if self.tied is not None and self.state.buckets[bucket].tied:
             self.tied.complete()
 
-    # -- a step --------------------------------------------------------------------------------------------------------
+    # -- a step
+    #   --------------------------------------------------------------------------------------------
 
-    def gradients(self, tokens: NDArray[np.int64], read: Callable[[int], Batch], scale: float) -> Outcome:
-        """The passes of a step and the sums of its gradients, of `scale` times the summed loss; the state then holds
-        them. `tokens` are all that the replica reads in the step."""
+    def gradients(
+        self, tokens: NDArray[np.int64], read: Callable[[int], Batch], scale: float
+    ) -> Outcome:
+        """The passes of a step and the sums of its gradients, of `scale` times the summed loss; the
+        state then holds them. `tokens` are all that the replica reads in the step."""
         if self.tied is not None:
             self.tied.expect(tokens)
         early = len(self.totals.others) > 0 and not self._contributes_apart
@@ -129,7 +165,8 @@ class Executor:
             if self.tied is not None:
                 self.tied.release()
             self.grad_reducer.finish()
-            # Only the first stage counts the table in the norm: the others say theirs before they wait for it.
+            # Only the first stage counts the table in the norm: the others say theirs before they
+            # wait for it.
             if self.topology.first:
                 self._add_tied()
         squares = self.state.square_sum(None if early else self._counts)
@@ -141,7 +178,9 @@ class Executor:
         with self.spans("receive"):
             parts = self.totals.hear()
         total = squares if early else sum(values[1] for values in parts.values())
-        by_rank = {rank: (values[0], squares if early else values[1]) for rank, values in parts.items()}
+        by_rank = {
+            rank: (values[0], squares if early else values[1]) for rank, values in parts.items()
+        }
         return Outcome(sum(values[0] for values in parts.values()), math.sqrt(total), by_rank)
 
     def _add_tied(self) -> None:
@@ -174,12 +213,16 @@ class Executor:
 
     def _follow_meeting(self, step: int) -> None:
         plan = self.topology.plan
-        if (average := plan.train.optimizer.average) and self.outer is not None and plan.sync is not None:
+        if (
+            (average := plan.train.optimizer.average)
+            and self.outer is not None
+            and plan.sync is not None
+        ):
             self.state.follow(self.outer.anchor, left(average, step) ** plan.sync.every)
 
     def skip(self) -> None:
-        """Drop the gradients of this step, which overflowed, and what rounding left of them: the next have another
-        scale."""
+        """Drop the gradients of this step, which overflowed, and what rounding left of them: the
+        next have another scale."""
         self.state.clear()
         self.grad_reducer.forget()
         self.messenger.settle()
@@ -192,7 +235,11 @@ class Executor:
     def _contributes_apart(self) -> bool:
         """Whether workers hold unlike parts of the gradient, so that its norm needs them all."""
         topology = self.topology
-        return len(topology.replica.stages) > 1 or topology.mesh.size("tensor") > 1 or topology.zero > 0
+        return (
+            len(topology.replica.stages) > 1
+            or topology.mesh.size("tensor") > 1
+            or topology.zero > 0
+        )
 
     def _counts(self, bucket: Bucket) -> bool:
         """Whether no other worker of the replica counts what this one owns of a bucket."""
@@ -204,7 +251,8 @@ class Executor:
             and (topology.first or not bucket.tied)
         )
 
-    # -- beside training -----------------------------------------------------------------------------------------------
+    # -- beside training
+    #   --------------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterable[Batch]) -> list[float]:
         """The summed loss of each row of microbatches; nothing where another worker counts them."""
@@ -216,8 +264,8 @@ class Executor:
 
     @contextmanager
     def met(self) -> Iterator[None]:
-        """Meanwhile the model is the run's: the average of its weights, or what a checkpoint has, which is the model of
-        all replicas' last meeting."""
+        """Meanwhile the model is the run's: the average of its weights, or what a checkpoint has,
+        which is the model of all replicas' last meeting."""
         outer = self.outer if self.outer is not None and self.outer.under_way else None
         if self.state.average:
             self.state.swap_average()
@@ -238,7 +286,9 @@ class Executor:
         """Take the whole values of all parameters of the model: of each, what is held here."""
         held = set(self.state.names)
         slices = self.model.slices
-        self.state.load((n, slices[n].of(whole) if n in slices else whole) for n, whole in values if n in held)
+        self.state.load(
+            (n, slices[n].of(whole) if n in slices else whole) for n, whole in values if n in held
+        )
         self.begin()
 
     def begin(self) -> None:
@@ -255,6 +305,6 @@ class Executor:
 
 
 def left(share: float, step: int) -> float:
-    """What a step leaves of an average: less in the first ones, which soon would be forgotten (as TensorFlow's
-    ExponentialMovingAverage has it)."""
+    """What a step leaves of an average: less in the first ones, which soon would be forgotten (as
+    TensorFlow's ExponentialMovingAverage has it)."""
     return min(share, (1 + step) / (10 + step))

@@ -1,8 +1,10 @@
-"""Summing gradients over the batch axes, bucket by bucket, while the backward pass is still running.
+"""Summing gradients over the batch axes, bucket by bucket, while the backward pass is still
+running.
 
-Each bucket goes through the same phases: over the tensor axis (where its gradients are summands there), inside the site
-or over all, between sites, and back inside the site. A phase of a bucket begins after the same phase of the bucket
-before it, so that every worker starts its collectives in one order. Phases advance whenever a gradient arrives.
+Each bucket goes through the same phases: over the tensor axis (where its gradients are summands
+there), inside the site or over all, between sites, and back inside the site. A phase of a bucket
+begins after the same phase of the bucket before it, so that every worker starts its collectives in
+one order. Phases advance whenever a gradient arrives.
 """
 
 from __future__ import annotations
@@ -25,22 +27,27 @@ from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.state.zero_buckets import Bucket
 
-#: Between two looks at what has arrived: longer while nothing comes, as looking takes from what others compute with.
+#: Between two looks at what has arrived: longer while nothing comes, as looking takes from what
+#: others compute with.
 SHORTEST_S, LONGEST_S = 5e-5, 1e-3
-#: Bytes of whole gradients under way where each worker keeps only its part of them, beside the newest: beyond that
-#: backward passes wait.
+#: Bytes of whole gradients under way where each worker keeps only its part of them, beside the
+#: newest: beyond that backward passes wait.
 UNDER_WAY = 64 * 2**20
 Waits = Sequence["dist.Work | Future[Tensor] | Future[None]"]
 Phases = Generator[Waits]
 
 
 class GradReducer:
-    """The sums of one worker's gradients. `arm(last)` before every backward pass; `finish()` at the end of the step.
+    """The sums of one worker's gradients. `arm(last)` before every backward pass; `finish()` at the
+    end of the step.
 
-    `passed` is called with a bucket's number when a backward pass has written all of it, `done` when it is summed.
+    `passed` is called with a bucket's number when a backward pass has written all of it, `done`
+    when it is summed.
     """
 
-    def __init__(self, topology: Topology, state: TrainState, groups: ProcessGroups, messenger: Messenger) -> None:
+    def __init__(
+        self, topology: Topology, state: TrainState, groups: ProcessGroups, messenger: Messenger
+    ) -> None:
         self._topology, self._state, self._messenger = topology, state, messenger
         self._sync = topology.stage.grad_sync
         self._data, self._batch = topology.group("data"), topology.peers
@@ -49,10 +56,14 @@ class GradReducer:
         self._by_site = self._sync.topology == "hierarchical" and len(self._sites) > 1
         self._connect(groups)
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
-        #: Whether the coming step sends in 32 bits, with all that rounding has left of the steps before.
+        #: Whether the coming step sends in 32 bits, with all that rounding has left of the steps
+        #: before.
         self.settles = False
-        # Gloo does not say whether a message has come but to who waits for it; those of a phase come in order.
-        self._waiters = {channel: ThreadPoolExecutor(1) for channel in (Channel.SCATTER, Channel.ACROSS)}
+        # Gloo does not say whether a message has come but to who waits for it; those of a phase
+        # come in order.
+        self._waiters = {
+            channel: ThreadPoolExecutor(1) for channel in (Channel.SCATTER, Channel.ACROSS)
+        }
         self._missing: list[int] = []
         self._last, self._rounds = True, itertools.count()
         self._round = 0
@@ -71,8 +82,11 @@ class GradReducer:
         def group(needed: bool, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
             return groups.of(ranks, purpose) if needed else None
 
-        self._tensor = group(any(bucket.partial for bucket in buckets), topology.group("tensor"), "partial")
-        # Made on all ranks of the stage or on none, as all who share a group must have made as many before it.
+        self._tensor = group(
+            any(bucket.partial for bucket in buckets), topology.group("tensor"), "partial"
+        )
+        # Made on all ranks of the stage or on none, as all who share a group must have made as many
+        # before it.
         nccl = any(topology.backend(ranks) == NCCL for ranks in topology.mesh.groups("data"))
         scatter = group(topology.zero > 0 and nccl, self._data, "scatter")
         self._scatter = scatter if topology.backend(self._data) == NCCL else None
@@ -99,25 +113,34 @@ class GradReducer:
         self._last, self._round = last, next(self._rounds)
         if last:
             self._post()
-        self._missing = [len(bucket.members) if last or bucket.ways > 1 else -1 for bucket in self._state.buckets]
+        self._missing = [
+            len(bucket.members) if last or bucket.ways > 1 else -1 for bucket in self._state.buckets
+        ]
 
     def _post(self) -> None:
-        """Post all receives of the round's sums over sites: what the others send then travels at once."""
+        """Post all receives of the round's sums over sites: what the others send then travels at
+        once."""
         for b, bucket in enumerate(self._state.buckets):
             size = self._codec.encoded_size(bucket.own.stop - bucket.own.start)
             self._coming[b] = {
-                rank: self._messenger.post(size, torch.uint8, rank, self._number(b)) for rank in self._others(bucket, b)
+                rank: self._messenger.post(size, torch.uint8, rank, self._number(b))
+                for rank in self._others(bucket, b)
             }
 
     def _others(self, bucket: Bucket, b: int) -> list[int]:
-        """Who sums a bucket over sites with this worker, straight: nobody where another worker of its site does."""
+        """Who sums a bucket over sites with this worker, straight: nobody where another worker of
+        its site does."""
         if bucket.ways > 1:
             ranks: Sequence[int] = self._topology.group("site")
         elif self._by_site:
             ranks = [ranks[b % len(ranks)] for ranks in self._sites]
         else:
             ranks = self._batch if self._sync.bits < 32 else ()
-        return [rank for rank in ranks if rank != self._topology.rank] if self._topology.rank in ranks else []
+        return (
+            [rank for rank in ranks if rank != self._topology.rank]
+            if self._topology.rank in ranks
+            else []
+        )
 
     def _number(self, b: int) -> int:
         return tag(Channel.ACROSS, self._round * len(self._state.buckets) + b)
@@ -131,14 +154,21 @@ class GradReducer:
                 self._active.append(_Running(bucket, self._phases(bucket, self._last, self._round)))
         self.progress()
         if self._state.division.zero >= 2:
-            self._wait(lambda: 4 * sum(self._state.buckets[sync.bucket].size for sync in self._active[:-1]) > UNDER_WAY)
+            self._wait(
+                lambda: (
+                    4 * sum(self._state.buckets[sync.bucket].size for sync in self._active[:-1])
+                    > UNDER_WAY
+                )
+            )
 
     def progress(self) -> bool:
         """Let every bucket go as far as what it waits for has come; whether any went on."""
         before: _Running | None = None
         went = False
         for running in self._active:
-            while not running.ended and (before is None or before.ended or running.phase < before.phase):
+            while not running.ended and (
+                before is None or before.ended or running.phase < before.phase
+            ):
                 if not running.ready():
                     break
                 running.advance()
@@ -167,7 +197,8 @@ class GradReducer:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_S)
 
-    # -- the phases of one bucket: each yields what the next one waits for ---------------------------------------------
+    # -- the phases of one bucket: each yields what the next one waits for
+    #   ---------------------------------------------
 
     def _phases(self, b: int, last: bool, count: int) -> Phases:
         state, bucket = self._state, self._state.buckets[b]
@@ -192,12 +223,16 @@ class GradReducer:
             yield []
 
     def _divided(self, b: int, whole: list[Tensor], last: bool, count: int) -> Phases:
-        """This worker's part of the sum over the data axis, added to earlier microbatches'; then over sites. `whole` is
-        left empty: its memory goes when it is no longer needed."""
+        """This worker's part of the sum over the data axis, added to earlier microbatches'; then
+        over sites. `whole` is left empty: its memory goes when it is no longer needed."""
         state, own = self._state, self._state.buckets[b].own
         if self._scatter is not None:
             part = torch.empty(own.stop - own.start, device=state.device)
-            yield [_work(dist.reduce_scatter_tensor(part, whole[0], group=self._scatter, async_op=True))]
+            yield [
+                _work(
+                    dist.reduce_scatter_tensor(part, whole[0], group=self._scatter, async_op=True)
+                )
+            ]
             whole.clear()
         else:
             part = yield from self._scattered(b, whole.pop(), count)
@@ -209,8 +244,12 @@ class GradReducer:
         yield []
 
     def _scattered(self, b: int, full: Tensor, count: int) -> Generator[Waits, None, Tensor]:
-        """A sum of parts sent straight to their owner, in the order of ranks: gloo's own scatters the sum of all."""
-        size, number = full.numel() // len(self._data), tag(Channel.SCATTER, count * len(self._state.buckets) + b)
+        """A sum of parts sent straight to their owner, in the order of ranks: gloo's own scatters
+        the sum of all."""
+        size, number = (
+            full.numel() // len(self._data),
+            tag(Channel.SCATTER, count * len(self._state.buckets) + b),
+        )
         posted: dict[int, Posted] = {}
         leaving: list[Sent] = []
         for k, rank in enumerate(self._data):
@@ -218,24 +257,39 @@ class GradReducer:
                 posted[k] = self._messenger.post(size, full.dtype, rank, number)
                 leaving += self._messenger.send(full[k * size : (k + 1) * size], rank, number)
         # Neither may it change nor does it stay in memory: it is waited for until it has left, too.
-        yield [self._waiters[Channel.SCATTER].submit(message.wait) for message in (*posted.values(), *leaving)]
+        yield [
+            self._waiters[Channel.SCATTER].submit(message.wait)
+            for message in (*posted.values(), *leaving)
+        ]
         mine = self._data.index(self._topology.rank)
-        parts = [full[k * size : (k + 1) * size] if k == mine else posted[k].buffer for k in range(len(self._data))]
+        parts = [
+            full[k * size : (k + 1) * size] if k == mine else posted[k].buffer
+            for k in range(len(self._data))
+        ]
         total = parts[0].to(full.device, copy=True)
         for part in parts[1:]:
             total += part.to(full.device)
         return total
 
     def _hierarchical(self, b: int, full: Tensor) -> Phases:
-        """Summed by one worker of each site, another one for each bucket; between these; and spread inside the site."""
+        """Summed by one worker of each site, another one for each bucket; between these; and spread
+        inside the site."""
         leader = self._home[b % len(self._home)]
-        yield [_work(dist.reduce(full, leader, group=self._inside, async_op=True))] if self._inside else []
+        yield (
+            [_work(dist.reduce(full, leader, group=self._inside, async_op=True))]
+            if self._inside
+            else []
+        )
         yield from self._across(b, full)
-        yield [_work(dist.broadcast(full, leader, group=self._back, async_op=True))] if self._back else []
+        yield (
+            [_work(dist.broadcast(full, leader, group=self._back, async_op=True))]
+            if self._back
+            else []
+        )
 
     def _across(self, b: int, full: Tensor) -> Phases:
-        """Sum `full` with the same of the others, straight, each byte over the line once a pair. Everyone adds the same
-        numbers in the order of ranks, so all end with the same bits."""
+        """Sum `full` with the same of the others, straight, each byte over the line once a pair.
+        Everyone adds the same numbers in the order of ranks, so all end with the same bits."""
         posted, mine, own = self._coming.pop(b), full.reshape(-1), self._topology.rank
         if not posted:
             yield []
@@ -269,7 +323,9 @@ class _Running:
         self._waits: Waits = next(phases)
 
     def ready(self) -> bool:
-        return all(work.done() if isinstance(work, Future) else work.is_completed() for work in self._waits)
+        return all(
+            work.done() if isinstance(work, Future) else work.is_completed() for work in self._waits
+        )
 
     def advance(self) -> None:
         for work in self._waits:

@@ -1,9 +1,9 @@
 """Replicas that keep optimizer state of their own and meet now and then (DiLoCo, arXiv 2311.08105).
 
-Every H steps the mean of what all replicas changed, each weighted by the sequences that it reads (federated averaging,
-arXiv 1602.05629), becomes the gradient of an outer Nesterov step on the parameters of the last meeting. With `overlap`
-the exchange goes on during the next H steps; what a replica learns meanwhile is added to its result (arXiv 2501.18512,
-section 2.3).
+Every H steps the mean of what all replicas changed, each weighted by the sequences that it reads
+(federated averaging, arXiv 1602.05629), becomes the gradient of an outer Nesterov step on the
+parameters of the last meeting. With `overlap` the exchange goes on during the next H steps; what a
+replica learns meanwhile is added to its result (arXiv 2501.18512, section 2.3).
 """
 
 from __future__ import annotations
@@ -26,36 +26,47 @@ from farspan.runtime.state.full_state import BucketManifest, FullState, Piece
 from farspan.runtime.state.train_state import TrainState
 from farspan.semantics.layout import HeldRange, Send, transfer
 
-#: Bytes of a message between replicas at most; and what the workers of a site have under way to those of another one,
-#: all together: a little more than 1 Gbit/s carries in a round trip of 100 ms. With more at once the queues of a long
-#: line overflow while TCP still looks for its rate, and what is lost costs round trips.
+#: Bytes of a message between replicas at most; and what the workers of a site have under way to
+#: those of another one, all together: a little more than 1 Gbit/s carries in a round trip of 100
+#: ms. With more at once the queues of a long line overflow while TCP still looks for its rate, and
+#: what is lost costs round trips.
 PART, ON_THE_LINE = 2**20, 16 * 2**20
 
 
 class OuterStep:
-    """One worker's part of the meetings: `meet` every H steps, `finish` where none comes any more, `resume` after the
-    state was restored at a meeting."""
+    """One worker's part of the meetings: `meet` every H steps, `finish` where none comes any more,
+    `resume` after the state was restored at a meeting."""
 
     def __init__(self, topology: Topology, state: TrainState, whole: FullState) -> None:
         assert topology.plan.sync is not None
         self._state, self._sync = state, topology.plan.sync
-        # Its own: an exchange may take H steps, and the end of each step waits for what the steps before have sent.
+        # Its own: an exchange may take H steps, and the end of each step waits for what the steps
+        # before have sent.
         self._messenger = Messenger()
         self._replica = topology.replica_index
-        self._shares = [replica.batch / topology.plan.train.batch for replica in topology.plan.replicas]
-        #: By bucket: parameters of the last meeting, the outer momentum, and what the exchange under way left from.
+        self._shares = [
+            replica.batch / topology.plan.train.batch for replica in topology.plan.replicas
+        ]
+        #: By bucket: parameters of the last meeting, the outer momentum, and what the exchange
+        #: under way left from.
         self.anchor = [master.clone() for master in state.master]
         self.momentum = [torch.zeros_like(master) for master in state.master]
         self._left: list[Tensor] | None = None
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
         self._space = _Space(whole.manifests, topology.rank)
-        self._routes = {r: _Route(self._space, topology, r) for r in range(len(self._shares)) if r != self._replica}
+        self._routes = {
+            r: _Route(self._space, topology, r)
+            for r in range(len(self._shares))
+            if r != self._replica
+        }
         if self._sync.bits < 32 and not self._alike():
             raise Refusal(
-                "cannot-plan", what=f"replicas of unlike shape cannot meet in {self._sync.bits} bits",
+                "cannot-plan",
+                what=f"replicas of unlike shape cannot meet in {self._sync.bits} bits",
                 where="plan.json",
-                fact="every replica must round the same numbers together", remedy="set the plan's sync.bits to 32",
-            )  # fmt: skip
+                fact="every replica must round the same numbers together",
+                remedy="set the plan's sync.bits to 32",
+            )
         self._count = 0
         self._coming: dict[int, _Exchange] = {}
         self._own: Tensor | None = None
@@ -63,11 +74,14 @@ class OuterStep:
     def _alike(self) -> bool:
         """Whether what this worker owns goes to every other replica in the same parts."""
         parts = {route.chunks for route in self._routes.values()}
-        whole = all(sum(stop - start for start, stop in chunks) == self._space.owned for chunks in parts)
+        whole = all(
+            sum(stop - start for start, stop in chunks) == self._space.owned for chunks in parts
+        )
         return whole and len(parts) <= 1
 
     def meet(self, last: bool) -> None:
-        """The replicas have made H steps. Without overlap, and at the end of the run, all go on from one model."""
+        """The replicas have made H steps. Without overlap, and at the end of the run, all go on
+        from one model."""
         if self._left is not None:
             self._take()
         if self._sync.overlap and not last:
@@ -83,8 +97,8 @@ class OuterStep:
         return self._left is not None
 
     def show_met(self) -> None:
-        """The masters become those of the last meeting, the same in all replicas, until `show_own`; directly after a
-        meeting that an exchange goes on from."""
+        """The masters become those of the last meeting, the same in all replicas, until `show_own`;
+        directly after a meeting that an exchange goes on from."""
         self._become(self.anchor)
 
     def show_own(self) -> None:
@@ -101,7 +115,8 @@ class OuterStep:
         self._take()
 
     def close(self) -> None:
-        """Wait for all that this worker has sent: who parts from the others before would cut it off."""
+        """Wait for all that this worker has sent: who parts from the others before would cut it
+        off."""
         self._messenger.close()
 
     def start(self) -> None:
@@ -112,11 +127,13 @@ class OuterStep:
     @property
     def apart(self) -> bool:
         """Whether this worker has left the model of the last meeting."""
-        return any(not torch.equal(*pair) for pair in zip(self.anchor, self._state.master, strict=True))
+        return any(
+            not torch.equal(*pair) for pair in zip(self.anchor, self._state.master, strict=True)
+        )
 
     def resume(self, apart: bool) -> None:
-        """The masters, the anchor and the momentum are those of a meeting; where any worker was `apart`, an exchange
-        was under way: it is sent again."""
+        """The masters, the anchor and the momentum are those of a meeting; where any worker was
+        `apart`, an exchange was under way: it is sent again."""
         self._left = None
         if self._sync.overlap and apart:
             self._left = [master.clone() for master in self._state.master]
@@ -128,21 +145,31 @@ class OuterStep:
         for r, route in self._routes.items():
             self._coming[r] = _Exchange(
                 [self._post(send, r, number) for send in route.receives],
-                [self._messenger.post(
-                    send.stop - send.start, torch.float32, send.source, tag(Channel.OUTER + r, number, inside=True)
-                ) for send in route.handed],
-            )  # fmt: skip
+                [
+                    self._messenger.post(
+                        send.stop - send.start,
+                        torch.float32,
+                        send.source,
+                        tag(Channel.OUTER + r, number, inside=True),
+                    )
+                    for send in route.handed
+                ],
+            )
         pairs = zip(self.anchor, self._state.master, strict=True)
         self._own = own = torch.cat([anchor - master for anchor, master in pairs]).cpu()
         encoded: dict[tuple[int, int], Tensor] = {}
-        for start, stop in {chunk: None for route in self._routes.values() for chunk in route.chunks}:
+        for start, stop in {
+            chunk: None for route in self._routes.values() for chunk in route.chunks
+        }:
             content = self._space.read(own, start, stop)
             encoded[start, stop] = self._feedback.encode_((start, stop), content)
             # Everyone adds what went over the line, this replica too.
             self._space.put(own, start, content)
         for r, route in self._routes.items():
             self._coming[r].leaving = deque(
-                (part, send.target) for send in route.sends for part in encoded[send.start, send.stop].split(PART)
+                (part, send.target)
+                for send in route.sends
+                for part in encoded[send.start, send.stop].split(PART)
             )
             # While steps go on nobody looks after the exchange: then all leaves at once.
             least = PART + self._feedback.codec.encoded_size(route.ahead)
@@ -152,7 +179,10 @@ class OuterStep:
         """Receives for the parts of one range of replica `r`."""
         size = self._feedback.codec.encoded_size(send.stop - send.start)
         sizes = (min(PART, size - at) for at in range(0, size, PART))
-        return [self._messenger.post(part, torch.uint8, send.source, tag(Channel.OUTER + r, number)) for part in sizes]
+        return [
+            self._messenger.post(part, torch.uint8, send.source, tag(Channel.OUTER + r, number))
+            for part in sizes
+        ]
 
     def _leave(self, r: int, limit: int | None) -> None:
         """Send the next parts to replica `r`, of so many bytes or all."""
@@ -165,7 +195,9 @@ class OuterStep:
     def _take(self) -> None:
         """The outer step on what all replicas changed, and this replica's parameters after it."""
         assert self._own is not None
-        changes = {self._replica: self._own} | {r: self._received(r, route) for r, route in self._routes.items()}
+        changes = {self._replica: self._own} | {
+            r: self._received(r, route) for r, route in self._routes.items()
+        }
         total = torch.zeros(self._space.size)
         for r in sorted(changes):
             total.add_(changes[r], alpha=self._shares[r])
@@ -183,7 +215,8 @@ class OuterStep:
         self._state.publish()
 
     def _received(self, r: int, route: _Route) -> Tensor:
-        """What replica `r` changed, of what this worker owns; handed on to those of its site that own it too."""
+        """What replica `r` changed, of what this worker owns; handed on to those of its site that
+        own it too."""
         change = torch.zeros(self._space.size)  # What fills up a bucket comes from nobody.
         for send, parts in zip(route.receives, self._coming[r].receives, strict=True):
             came = []
@@ -191,18 +224,25 @@ class OuterStep:
                 came.append(posted.wait())
                 # The other side has room again for as much as came: both do the same.
                 self._leave(r, PART)
-            self._space.put(change, send.start, self._feedback.codec.decode(torch.cat(came), send.stop - send.start))
+            self._space.put(
+                change,
+                send.start,
+                self._feedback.codec.decode(torch.cat(came), send.stop - send.start),
+            )
         self._leave(r, None)
         for send in route.hands:
             content = self._space.read(change, send.start, send.stop)
-            self._messenger.send(content, send.target, tag(Channel.OUTER + r, self._count - 1, inside=True))
+            self._messenger.send(
+                content, send.target, tag(Channel.OUTER + r, self._count - 1, inside=True)
+            )
         for send, handed in zip(route.handed, self._coming.pop(r).handed, strict=True):
             self._space.put(change, send.start, handed.wait())
         return change
 
 
 class _Exchange:
-    """What comes from another replica, range by range and in parts, and the parts that are still to leave."""
+    """What comes from another replica, range by range and in parts, and the parts that are still to
+    leave."""
 
     def __init__(self, receives: list[list[Posted]], handed: list[Posted]) -> None:
         self.receives, self.handed = receives, handed
@@ -210,8 +250,9 @@ class _Exchange:
 
 
 class _Range(NamedTuple):
-    """Elements [start, stop) of all parameters together that a worker owns. They are of a part that begins at `first`
-    and consists of lines of `width`; these lie `stride` apart among the worker's own, the first of them at `at`."""
+    """Elements [start, stop) of all parameters together that a worker owns. They are of a part that
+    begins at `first` and consists of lines of `width`; these lie `stride` apart among the worker's
+    own, the first of them at `at`."""
 
     start: int
     stop: int
@@ -231,8 +272,9 @@ class _Range(NamedTuple):
 class _Space:
     """All parameters one after another, as one range of elements, and what each worker owns of it.
 
-    Tensor axes may divide a parameter unlike each other in two replicas: it is cut wherever one of them is, and each
-    of these parts is a range of its own, so that a worker's elements of it follow one another.
+    Tensor axes may divide a parameter unlike each other in two replicas: it is cut wherever one of
+    them is, and each of these parts is a range of its own, so that a worker's elements of it follow
+    one another.
     """
 
     def __init__(self, manifests: Sequence[BucketManifest], rank: int) -> None:
@@ -250,17 +292,26 @@ class _Space:
                 self._first[name, low] = end
                 end += math.prod(shape) // shape[self._dims.get(name, 0)] * (high - low)
         self.parts = [
-            [HeldRange(r, part.start, part.stop) for part in self._ranges(m)] for r, m in enumerate(manifests)
+            [HeldRange(r, part.start, part.stop) for part in self._ranges(m)]
+            for r, m in enumerate(manifests)
         ]
         self.replicas = [m.replica for m in manifests]
         self._mine, self._lengths = self._ranges(manifests[rank]), manifests[rank].sizes
-        #: Elements of this worker's buckets, and those of parameters: a bucket is filled up so that all owners have as
-        #: many.
-        self.size, self.owned = sum(self._lengths), sum(part.stop - part.start for part in self._mine)
+        #: Elements of this worker's buckets, and those of parameters: a bucket is filled up so that
+        #: all owners have as many.
+        self.size, self.owned = (
+            sum(self._lengths),
+            sum(part.stop - part.start for part in self._mine),
+        )
 
     def _held(self, piece: Piece) -> tuple[tuple[int, int], ...]:
-        """The ranges of the dim that a parameter is divided along, of which a worker has the slice."""
-        return piece.slice.ranges if piece.slice else ((0, piece.shape[self._dims.get(piece.name, 0)]),)
+        """The ranges of the dim that a parameter is divided along, of which a worker has the
+        slice."""
+        return (
+            piece.slice.ranges
+            if piece.slice
+            else ((0, piece.shape[self._dims.get(piece.name, 0)]),)
+        )
 
     def _ranges(self, manifest: BucketManifest) -> list[_Range]:
         ranges, before = list[_Range](), 0
@@ -271,24 +322,48 @@ class _Space:
         return sorted(ranges)
 
     def _of(self, piece: Piece, at: int) -> Iterator[_Range]:
-        """The ranges of one piece, of which the slice would begin at `at` among the worker's own."""
+        """The ranges of one piece, of which the slice would begin at `at` among the worker's
+        own."""
         dim = self._dims.get(piece.name, 0)
         inner, lines = math.prod(piece.shape[dim + 1 :]), math.prod(piece.shape[:dim])
         stride, begin = piece.shape[dim] * inner, 0
         for low, high in self._held(piece):
-            for a, b in pairwise(bound for bound in self._bounds[piece.name] if low <= bound <= high):
-                first, width, offset = self._first[piece.name, a], (b - a) * inner, begin + (a - low) * inner
-                start, stop = (_counted(edge - offset, width, stride) for edge in (piece.start, piece.stop))
+            for a, b in pairwise(
+                bound for bound in self._bounds[piece.name] if low <= bound <= high
+            ):
+                first, width, offset = (
+                    self._first[piece.name, a],
+                    (b - a) * inner,
+                    begin + (a - low) * inner,
+                )
+                start, stop = (
+                    _counted(edge - offset, width, stride) for edge in (piece.start, piece.stop)
+                )
                 if start < stop:
-                    yield _Range(first + start, first + stop, first, width, stride if lines > 1 else width, at + offset)
+                    yield _Range(
+                        first + start,
+                        first + stop,
+                        first,
+                        width,
+                        stride if lines > 1 else width,
+                        at + offset,
+                    )
             begin += (high - low) * inner
 
     def of(self, replica: int) -> list[HeldRange]:
         """What the workers of a replica own."""
-        return [part for r, parts in zip(self.replicas, self.parts, strict=True) if r == replica for part in parts]
+        return [
+            part
+            for r, parts in zip(self.replicas, self.parts, strict=True)
+            if r == replica
+            for part in parts
+        ]
 
     def owns(self, start: int, stop: int) -> bool:
-        return sum(max(0, min(part.stop, stop) - max(part.start, start)) for part in self._mine) == stop - start
+        return (
+            sum(max(0, min(part.stop, stop) - max(part.start, start)) for part in self._mine)
+            == stop - start
+        )
 
     def read(self, own: Tensor, start: int, stop: int) -> Tensor:
         """Elements [start, stop) from this worker's own."""
@@ -300,7 +375,9 @@ class _Space:
             own[places] = content[part]
 
     def by_bucket(self, own: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        return [part.to(flat.device) for part, flat in zip(own.split(self._lengths), like, strict=True)]
+        return [
+            part.to(flat.device) for part, flat in zip(own.split(self._lengths), like, strict=True)
+        ]
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[slice, slice | Tensor]]:
         """Every part of a range that this worker owns, and its places among the worker's own."""
@@ -324,21 +401,30 @@ class _Route:
         out, _ = transfer(mine, theirs, topology.site)
         into, spread = transfer(theirs, mine, topology.site)
         # In the order of elements: what `_ahead` says holds for that alone.
-        self.sends = sorted((send for send in out if send.source == topology.rank), key=lambda send: send.start)
+        self.sends = sorted(
+            (send for send in out if send.source == topology.rank), key=lambda send: send.start
+        )
         #: Workers of this replica that send to the other one.
         self.senders = max(1, len({send.source for send in out}))
-        self.receives = sorted((send for send in into if send.target == topology.rank), key=lambda send: send.start)
+        self.receives = sorted(
+            (send for send in into if send.target == topology.rank), key=lambda send: send.start
+        )
         self.ahead = _ahead(self.sends, self.receives)
         self.handed = [send for send in spread if send.target == topology.rank]
         self.hands = [send for send in spread if send.source == topology.rank]
         #: The ranges that are rounded together, of those that this worker owns.
-        self.chunks = tuple(dict.fromkeys((send.start, send.stop) for send in out if space.owns(send.start, send.stop)))
+        self.chunks = tuple(
+            dict.fromkeys(
+                (send.start, send.stop) for send in out if space.owns(send.start, send.stop)
+            )
+        )
 
 
 def _ahead(sends: Sequence[Send], receives: Sequence[Send]) -> int:
-    """The most elements, over all places in their order, that a worker sends before a place and has not received
-    before it. A worker that may have more than these under way can always send the first element that someone still
-    waits for: whoever waits for it has all before it, so this worker has what comes to it from before, too."""
+    """The most elements, over all places in their order, that a worker sends before a place and has
+    not received before it. A worker that may have more than these under way can always send the
+    first element that someone still waits for: whoever waits for it has all before it, so this
+    worker has what comes to it from before, too."""
     changes: dict[int, int] = {}
     for sign, ranges in ((1, sends), (-1, receives)):
         for send in ranges:

@@ -1,7 +1,9 @@
-"""Parameters that are divided over the data axis, gathered block by block for the passes that need them.
+"""Parameters that are divided over the data axis, gathered block by block for the passes that need
+them.
 
-As FSDP (arXiv 2304.11277): a block's weights are gathered before its forward and again before its backward pass, the
-next block's while one computes, and given back after it. The embedding, the last norm and the head stay for the step.
+As FSDP (arXiv 2304.11277): a block's weights are gathered before its forward and again before its
+backward pass, the next block's while one computes, and given back after it. The embedding, the last
+norm and the head stay for the step.
 """
 
 from __future__ import annotations
@@ -15,15 +17,21 @@ from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.device import give_back
 from farspan.runtime.state.train_state import TrainState
 
-#: Bytes from which what comes and goes, a block's weights and gradients, leaves the heap when it is free.
+#: Bytes from which what comes and goes, a block's weights and gradients, leaves the heap when it is
+#: free.
 LARGE = 2**22
 
 
 class ParamGather:
-    """Makes working buckets whole: all after an update (`publish`), or, where parameters are divided, one by one."""
+    """Makes working buckets whole: all after an update (`publish`), or, where parameters are
+    divided, one by one."""
 
     def __init__(
-        self, topology: Topology, state: TrainState, blocks: dict[str, nn.Module], groups: ProcessGroups
+        self,
+        topology: Topology,
+        state: TrainState,
+        blocks: dict[str, nn.Module],
+        groups: ProcessGroups,
     ) -> None:
         self._state = state
         self._group = groups.of(topology.group("data"), "gather") if topology.zero else None
@@ -36,14 +44,21 @@ class ParamGather:
             if state.device.type == "cpu":
                 give_back(LARGE)
             for name, block in blocks.items():
-                held = (state.home[i][0] for i, parameter in enumerate(state.names) if parameter.startswith(f"{name}."))
+                held = (
+                    state.home[i][0]
+                    for i, parameter in enumerate(state.names)
+                    if parameter.startswith(f"{name}.")
+                )
                 self._hook(block, len(self._blocks))
-                self._blocks.append(tuple(b for b in dict.fromkeys(held) if state.buckets[b].ways > 1))
+                self._blocks.append(
+                    tuple(b for b in dict.fromkeys(held) if state.buckets[b].ways > 1)
+                )
             for bucket in range(len(state.buckets)):
                 self.release(bucket)
 
     def publish(self) -> None:
-        """After an update: every worker gets the whole of what others own, unless it is gathered when it is needed."""
+        """After an update: every worker gets the whole of what others own, unless it is gathered
+        when it is needed."""
         if self._divided or self._group is None:
             return
         works = [self._start(b) for b, bucket in enumerate(self._state.buckets) if bucket.ways > 1]
@@ -81,11 +96,16 @@ class ParamGather:
 
     def _stays(self) -> list[int]:
         come_and_go = {b for buckets in self._blocks for b in buckets}
-        return [b for b, bucket in enumerate(self._state.buckets) if bucket.ways > 1 and b not in come_and_go]
+        return [
+            b
+            for b, bucket in enumerate(self._state.buckets)
+            if bucket.ways > 1 and b not in come_and_go
+        ]
 
     def _start(self, b: int) -> dist.Work:
         state = self._state
-        # `data` counts no versions: what the backward pass saved of these weights is what comes back.
+        # `data` counts no versions: what the backward pass saved of these weights is what comes
+        # back.
         whole = state.working[b].data
         work = dist.all_gather_into_tensor(whole, state.shards[b], group=self._group, async_op=True)
         assert work is not None
@@ -127,7 +147,8 @@ class ParamGather:
         self._arrive(place, -1)
 
     def _arrive(self, place: int, way: int) -> None:
-        """Wait for a block's buckets, and gather those of the neighbour that comes next while it computes."""
+        """Wait for a block's buckets, and gather those of the neighbour that comes next while it
+        computes."""
         for b in self._blocks[place]:
             self._gather(b)
         for b in self._blocks[place]:

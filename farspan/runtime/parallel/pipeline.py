@@ -1,8 +1,10 @@
-"""A step of one worker's stage: the passes of its schedule, and the messages to the stages beside it.
+"""A step of one worker's stage: the passes of its schedule, and the messages to the stages beside
+it.
 
-The order of passes is the one that the estimator simulates (`semantics.pass_order`). Every message has a receive
-that was posted as many messages before as the sender can be ahead, over the end of the step too, so that it travels at
-once; nobody waits for a send. A whole model is a pipeline of one stage.
+The order of passes is the one that the estimator simulates (`semantics.pass_order`). Every message
+has a receive that was posted as many messages before as the sender can be ahead, over the end of
+the step too, so that it travels at once; nobody waits for a send. A whole model is a pipeline of
+one stage.
 """
 
 from __future__ import annotations
@@ -40,18 +42,35 @@ class Pipeline:
     """The passes of one stage. `train` makes those of one step, `evaluate` forward passes alone."""
 
     def __init__(
-        self, topology: Topology, model: Decoder, groups: ProcessGroups, messenger: Messenger,
-        grad_reducer: GradReducer, param_gather: ParamGather, spans: Spans,
-    ) -> None:  # fmt: skip
-        self._topology, self._model, self._grad_reducer, self._spans = topology, model, grad_reducer, spans
+        self,
+        topology: Topology,
+        model: Decoder,
+        groups: ProcessGroups,
+        messenger: Messenger,
+        grad_reducer: GradReducer,
+        param_gather: ParamGather,
+        spans: Spans,
+    ) -> None:
+        self._topology, self._model, self._grad_reducer, self._spans = (
+            topology,
+            model,
+            grad_reducer,
+            spans,
+        )
         self._param_gather, self._messenger = param_gather, messenger
         self._depths = depths_in_flight(topology.replica)
         self._device = torch.device(topology.device)
         self._edges = StageSends(topology, groups, messenger, self._depths)
 
-    def train(self, read: Callable[[int], Batch], scale: float, said: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Forward and backward passes of all microbatches; gradients of `scale` times the summed loss are collected and
-        their sums begun. Returns this worker's summed loss, and tells it to `said` before the last backward pass."""
+    def train(
+        self,
+        read: Callable[[int], Batch],
+        scale: float,
+        said: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Forward and backward passes of all microbatches; gradients of `scale` times the summed
+        loss are collected and their sums begun. Returns this worker's summed loss, and tells it to
+        `said` before the last backward pass."""
         topology, edges, spans = self._topology, self._edges, self._spans
         microbatches = topology.replica.microbatches
         total = torch.zeros((), device=self._device)
@@ -60,7 +79,11 @@ class Pipeline:
         for kind, i in pass_order(microbatches, self._depths[topology.stage_index]):
             if kind == "forward":
                 batch = read(i)
-                x = batch.inputs if topology.first else self._take(edges.from_before, i).requires_grad_()
+                x = (
+                    batch.inputs
+                    if topology.first
+                    else self._take(edges.from_before, i).requires_grad_()
+                )
                 with spans("forward", i):
                     y = self._model.advance(x, batch.dropout)
                     if topology.last:
@@ -76,7 +99,8 @@ class Pipeline:
             gradient = None if topology.last else self._take(edges.from_next, i)
             self._grad_reducer.arm(i == microbatches - 1)
             with spans("backward", i):
-                # Given a gradient, torch imports its symbolic shapes first, half a second: a loss needs none.
+                # Given a gradient, torch imports its symbolic shapes first, half a second: a loss
+                # needs none.
                 (y * scale).backward() if gradient is None else y.backward(gradient)
             if not topology.first:
                 assert x.grad is not None
@@ -90,8 +114,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """The summed loss of each row of as many microbatches as there are, each of this worker's rows of a microbatch;
-        of a stage that is not the last, nothing."""
+        """The summed loss of each row of as many microbatches as there are, each of this worker's
+        rows of a microbatch; of a stage that is not the last, nothing."""
         topology, losses = self._topology, [torch.zeros(0, device=self._device)]
         self._param_gather.begin()
         for i, batch in enumerate(batches):
@@ -101,7 +125,9 @@ class Pipeline:
                 losses.append(self._model.row_losses(y, batch.targets))
             else:
                 self._edges.evaluated_next.send(y)
-            if (i + 1) % EVALUATED == 0:  # Else all that a whole validation sends would stay in memory.
+            if (
+                i + 1
+            ) % EVALUATED == 0:  # Else all that a whole validation sends would stay in memory.
                 self._messenger.settle()
         self._param_gather.end()
         return torch.cat(losses)

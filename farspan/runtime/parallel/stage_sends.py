@@ -1,7 +1,8 @@
 """The messages between two neighbouring stages, which may lie on unlike meshes.
 
-Every worker of a stage has rows of a microbatch; `semantics.layout.transfer` says who sends which to whom, each byte
-over a long line once. Of the messages that the sender may have under way, all have a receive that waits for them.
+Every worker of a stage has rows of a microbatch; `semantics.layout.transfer` says who sends which
+to whom, each byte over a long line once. Of the messages that the sender may have under way, all
+have a receive that waits for them.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ EVALUATED_AHEAD = 4
 class StageSends:
     """All messages of one stage's training steps; validations make theirs when they begin."""
 
-    def __init__(self, topology: Topology, groups: ProcessGroups, messenger: Messenger, depths: list[int]) -> None:
+    def __init__(
+        self, topology: Topology, groups: ProcessGroups, messenger: Messenger, depths: list[int]
+    ) -> None:
         self._topology, self._groups, self._messenger = topology, groups, messenger
         for replica in topology.plan.replicas:
             for edge, boundary in enumerate(replica.edges):
                 for k in range(boundary.streams if boundary.streams > 1 else 0):
                     groups.together(*_stream(replica, edge, k))
         s = topology.stage_index
-        # A stage is ahead of the next by what it has in flight, and maybe the first message of its next step.
+        # A stage is ahead of the next by what it has in flight, and maybe the first message of its
+        # next step.
         if not topology.first:
             self.from_before = self._messages(s - 1, Channel.ACTIVATIONS, depths[s - 1] + 1)
             self.to_before = self._messages(s - 1, Channel.GRADIENTS, depths[s - 1] + 1)
@@ -53,7 +57,13 @@ class StageMessages:
     """One direction of an edge at one worker: what it sends, or what it receives and hands on."""
 
     def __init__(
-        self, topology: Topology, edge: int, channel: int, ahead: int, groups: ProcessGroups, messenger: Messenger
+        self,
+        topology: Topology,
+        edge: int,
+        channel: int,
+        ahead: int,
+        groups: ProcessGroups,
+        messenger: Messenger,
     ) -> None:
         replica, plan = topology.replica, topology.plan
         self._messenger, self._channel, self._ahead = messenger, channel, ahead
@@ -67,8 +77,14 @@ class StageMessages:
         (mine,) = (part for part in (*held, *wanted) if part.rank == topology.rank)
         self._start, self._rows = mine.start, mine.stop - mine.start
         self._row = (plan.train.seq_len, plan.model.d_model)
-        self._dtype, self._device = WORKING_DTYPES[plan.train.precision], torch.device(topology.device)
-        self._codec, self._groups = _codec(replica.edges[edge].bits, self._dtype), streams(topology, edge, groups)
+        self._dtype, self._device = (
+            WORKING_DTYPES[plan.train.precision],
+            torch.device(topology.device),
+        )
+        self._codec, self._groups = (
+            _codec(replica.edges[edge].bits, self._dtype),
+            streams(topology, edge, groups),
+        )
         self._sent = self._taken = 0
         self._waiting: deque[list[tuple[Send, Posted]]] = deque()
 
@@ -81,17 +97,22 @@ class StageMessages:
         self._sent += 1
 
     def take(self) -> Tensor:
-        """This worker's rows (rows, S, D) of the next message; hands on what others of its site want of them."""
+        """This worker's rows (rows, S, D) of the next message; hands on what others of its site
+        want of them."""
         self.post()
         x = torch.empty((self._rows, *self._row), dtype=self._dtype, device=self._device)
         arrived = self._waiting.popleft()
         for send, posted in arrived[: len(self._receives)]:
             into = self._part(x, send)
             content = posted.wait().to(self._device)
-            into.copy_(content if self._codec is None else self._codec.decode(content, into.numel()))
+            into.copy_(
+                content if self._codec is None else self._codec.decode(content, into.numel())
+            )
         # Before waiting for what others hand on: they may wait for this.
         for send in self._hands:
-            self._messenger.send(self._part(x, send), send.target, tag(self._channel, self._taken, inside=True))
+            self._messenger.send(
+                self._part(x, send), send.target, tag(self._channel, self._taken, inside=True)
+            )
         for send, posted in arrived[len(self._receives) :]:
             self._part(x, send).copy_(posted.wait())
         self._taken += 1
@@ -114,7 +135,9 @@ class StageMessages:
         size, dtype = self._elements(send), self._dtype
         if self._codec is not None:
             size, dtype = self._codec.encoded_size(size), torch.uint8
-        return self._messenger.post(size, dtype, send.source, tag(self._channel, number), self._groups)
+        return self._messenger.post(
+            size, dtype, send.source, tag(self._channel, number), self._groups
+        )
 
     def _part(self, x: Tensor, send: Send) -> Tensor:
         """The rows of one message, flattened."""
@@ -127,7 +150,11 @@ class StageMessages:
 def streams(topology: Topology, edge: int, groups: ProcessGroups) -> list[dist.ProcessGroup | None]:
     """The connections of an edge: the one that all messages share, or several of its own."""
     count = topology.replica.edges[edge].streams
-    return [groups.of(*_stream(topology.replica, edge, k)) for k in range(count)] if count > 1 else [None]
+    return (
+        [groups.of(*_stream(topology.replica, edge, k)) for k in range(count)]
+        if count > 1
+        else [None]
+    )
 
 
 def _stream(replica: Replica, edge: int, k: int) -> tuple[list[int], str]:

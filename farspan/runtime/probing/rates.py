@@ -1,4 +1,5 @@
-"""What one device and one group of devices can do: matrix products, memory, collectives. No training step."""
+"""What one device and one group of devices can do: matrix products, memory, collectives. No
+training step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from farspan.runtime.comm.collective import Group, meet
 from farspan.runtime.device import free_memory, open_device, release, settle, usable_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Seconds that each figure is taken over: several periods of a CPU quota, whose pauses are part of the rate.
+#: Seconds that each figure is taken over: several periods of a CPU quota, whose pauses are part of
+#: the rate.
 TIMED_S = 0.5
 #: All-reduces of one size that are timed at most.
 MOST = 50
@@ -28,7 +30,10 @@ LONGEST_S = 20.0
 
 
 def device_rates(
-    planned: PlannedDevice, shapes: tuple[tuple[int, int, int], ...], dtypes: tuple[DType, ...], allowed: int
+    planned: PlannedDevice,
+    shapes: tuple[tuple[int, int, int], ...],
+    dtypes: tuple[DType, ...],
+    allowed: int,
 ) -> DeviceRates:
     """Rates of one device, in so many bytes. `shapes` are (m, k, n) of `[m, k] @ [k, n]`."""
     device = open_device(planned)
@@ -36,7 +41,11 @@ def device_rates(
     rates, left_out = list[MatmulRate](), list[LeftOut]()
     for m, k, n in shapes:
         if (needed := product_bytes(m, k, n)) > (free := free_memory(device, allowed)):
-            left_out.append(LeftOut(what=f"the product [{m}, {k}] @ [{k}, {n}]", needed=needed, free=max(0, free)))
+            left_out.append(
+                LeftOut(
+                    what=f"the product [{m}, {k}] @ [{k}, {n}]", needed=needed, free=max(0, free)
+                )
+            )
             continue
         flops: dict[DType, float] = {}
         for dtype in dtypes:
@@ -51,12 +60,15 @@ def device_rates(
     target = torch.empty_like(source)
     # Every byte is read once and written once.
     bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-    return DeviceRates(rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out))
+    return DeviceRates(
+        rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out)
+    )
 
 
 def product_bytes(m: int, k: int, n: int) -> int:
-    """What a product takes at most: its three matrices in fp32, and the second one again as libraries lay it out; where
-    the device lacks a narrower dtype, its numbers beside those in fp32."""
+    """What a product takes at most: its three matrices in fp32, and the second one again as
+    libraries lay it out; where the device lacks a narrower dtype, its numbers beside those in
+    fp32."""
     return 6 * (m * k + m * n + 2 * k * n)
 
 
@@ -77,7 +89,8 @@ def allreduce_seconds(
 ) -> dict[int, float]:
     """Seconds of an all-reduce over all devices, by bytes: the slowest rank's median.
 
-    MASTER_ADDR and MASTER_PORT say where the ranks meet, and the secret is by what they know each other.
+    MASTER_ADDR and MASTER_PORT say where the ranks meet, and the secret is by what they know each
+    other.
     """
     group = Group(rank, world, open_device(device), meet(rank, world, secret))
     times: dict[int, float] = {}

@@ -1,4 +1,5 @@
-"""Times the units of a model on one device, as a worker runs them: embedding, block, and head with the loss."""
+"""Times the units of a model on one device, as a worker runs them: embedding, block, and head with
+the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from farspan.runtime.device import free_memory, memory_is_full, release, settle
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.state.train_state import TrainState
 
-#: Seconds that all units' passes are taken over, how many at least, and those before, while memory is first touched.
+#: Seconds that all units' passes are taken over, how many at least, and those before, while memory
+#: is first touched.
 TIMED_S, LEAST, WARMUP = 1.5, 8, 3
 #: Slow devices make no more than one pass after so many seconds.
 MOST_S = 5.0
@@ -28,18 +30,27 @@ MOST_S = 5.0
 LONG_S = 1.0
 #: Blocks that are timed together, so that no cache holds the one that comes next.
 BLOCKS = 4
-#: Bytes a parameter of a unit with its state (`TrainState`): weights as made and as used, masters, gradients, two
-#: moments.
+#: Bytes a parameter of a unit with its state (`TrainState`): weights as made and as used, masters,
+#: gradients, two moments.
 STATE_BYTES: dict[DType, int] = {"fp32": 20, "tf32": 20, "bf16": 22, "fp16": 22}
 
 
 def unit_times(
-    device: torch.device, spec: ModelSpec, seq_len: int, rows: Sequence[int], dtypes: Sequence[DType], allowed: int
+    device: torch.device,
+    spec: ModelSpec,
+    seq_len: int,
+    rows: Sequence[int],
+    dtypes: Sequence[DType],
+    allowed: int,
 ) -> UnitTimes:
-    """Forward and backward seconds of every unit over so many sequences, by dtype, in so many bytes; what would need
-    more is left out."""
+    """Forward and backward seconds of every unit over so many sequences, by dtype, in so many
+    bytes; what would need more is left out."""
     blocks = min(BLOCKS, spec.layers)
-    ends = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (spec.layers + 1, spec.layers + 2)}
+    ends = {
+        "embedding": (0, 1),
+        "block": (1, 1 + blocks),
+        "head": (spec.layers + 1, spec.layers + 2),
+    }
     hash_, measured, left_out = models.graph(spec).units_hash, list[UnitTime](), list[LeftOut]()
     for dtype in dtypes:
         units = dict[str, _Unit]()
@@ -49,20 +60,31 @@ def unit_times(
             try:
                 if needed > free:
                     raise torch.OutOfMemoryError
-                units = units or {name: _Unit(device, spec, which, dtype) for name, which in ends.items()}
+                units = units or {
+                    name: _Unit(device, spec, which, dtype) for name, which in ends.items()
+                }
                 times = _timed(units, (count, seq_len), spec.vocab_size, device)
             except (MemoryError, RuntimeError) as error:
                 if not memory_is_full(error):
                     raise
                 left = tuple(sorted(rows)[place:])
-                left_out.append(LeftOut(what=f"units in {dtype}", rows=left, needed=needed, free=max(0, free)))
+                left_out.append(
+                    LeftOut(what=f"units in {dtype}", rows=left, needed=needed, free=max(0, free))
+                )
                 break
             for name, (forward, backward) in times.items():
                 share = blocks if name == "block" else 1
-                measured.append(UnitTime(
-                    model=hash_, unit=name, dtype=dtype, rows=count, seq_len=seq_len,  # type: ignore[arg-type]
-                    forward_s=forward / share, backward_s=backward / share,
-                ))  # fmt: skip
+                measured.append(
+                    UnitTime(
+                        model=hash_,
+                        unit=name,
+                        dtype=dtype,
+                        rows=count,
+                        seq_len=seq_len,  # type: ignore[arg-type]
+                        forward_s=forward / share,
+                        backward_s=backward / share,
+                    )
+                )
             release(device)
             if sum(map(sum, times.values())) > LONG_S:
                 break
@@ -72,26 +94,37 @@ def unit_times(
     return UnitTimes(times=tuple(measured), left_out=tuple(left_out))
 
 
-def bytes_needed(spec: ModelSpec, seq_len: int, rows: int, dtype: DType, backend: str) -> tuple[int, int]:
+def bytes_needed(
+    spec: ModelSpec, seq_len: int, rows: int, dtype: DType, backend: str
+) -> tuple[int, int]:
     """Bytes that the timed units take: of their state, and of passes over so many sequences."""
     graph, blocks, own = models.graph(spec), min(BLOCKS, spec.layers), engine("farspan")
     train = TrainSpec(steps=1, batch=rows, seq_len=seq_len, precision=dtype)
     kinds = ((graph.embedding, 1), (graph.block, blocks), (graph.head, 1))
-    weights = sum(count * graph.size(weight.dims) for unit, count in kinds for op in unit for weight in op.weights)
+    weights = sum(
+        count * graph.size(weight.dims)
+        for unit, count in kinds
+        for op in unit
+        for weight in op.weights
+    )
     kept = sum(count * kept_per_row(graph, unit, train, {}, 1, backend) for unit, count in kinds)
     # Of what a block keeps its backward pass makes gradients, one block at a time.
     kept += kept_per_row(graph, graph.block, train, {}, 1, backend)
     passing = rows * kept + logits_bytes(graph, train, rows, own)
     # What a backward pass gives stands beside the sum that it is added to.
     return round(weights * STATE_BYTES[dtype]), round(
-        passing + 4 * max(graph.size(weight.dims) for unit, _ in kinds for op in unit for weight in op.weights)
+        passing
+        + 4
+        * max(graph.size(weight.dims) for unit, _ in kinds for op in unit for weight in op.weights)
     )
 
 
 class _Unit:
     """A stage of one unit, or of some blocks, with small random weights."""
 
-    def __init__(self, device: torch.device, spec: ModelSpec, units: tuple[int, int], dtype: DType) -> None:
+    def __init__(
+        self, device: torch.device, spec: ModelSpec, units: tuple[int, int], dtype: DType
+    ) -> None:
         self._device = device
         self._first, self._last = units[0] == 0, units[1] == spec.layers + 2
         self._model = Decoder(spec, units=units)
@@ -124,8 +157,9 @@ class _Unit:
 def _timed(
     units: dict[str, _Unit], shape: tuple[int, int], vocabulary: int, device: torch.device
 ) -> dict[str, tuple[float, float]]:
-    """Mean seconds of each unit's forward and backward pass, one unit after another as in a step, each finding caches
-    as the others left them. Means, since where workers share a core a short pass takes one turn or two."""
+    """Mean seconds of each unit's forward and backward pass, one unit after another as in a step,
+    each finding caches as the others left them. Means, since where workers share a core a short
+    pass takes one turn or two."""
     tokens = torch.randint(vocabulary, shape, device=device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in units}
     began, passes = time.perf_counter(), 0
@@ -139,7 +173,10 @@ def _timed(
         unit.clear()
     kept = min(WARMUP, passes - 1)
     return {
-        name: (statistics.fmean(f for f, _ in pairs[kept:]), statistics.fmean(b for _, b in pairs[kept:]))
+        name: (
+            statistics.fmean(f for f, _ in pairs[kept:]),
+            statistics.fmean(b for _, b in pairs[kept:]),
+        )
         for name, pairs in times.items()
     }
 

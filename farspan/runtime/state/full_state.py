@@ -1,4 +1,5 @@
-"""Whole parameters on rank 0, and the pieces of them that each worker owns: what checkpoints are written from.
+"""Whole parameters on rank 0, and the pieces of them that each worker owns: what checkpoints are
+written from.
 
 Each worker announces its buckets once; afterwards both sides know what every message holds.
 """
@@ -22,7 +23,8 @@ from farspan.runtime.state.zero_buckets import length
 
 
 class Piece(NamedTuple):
-    """What a worker owns of one parameter: elements [start, stop) of its slice, flattened, at `at` of its bucket's."""
+    """What a worker owns of one parameter: elements [start, stop) of its slice, flattened, at `at`
+    of its bucket's."""
 
     name: str
     slice: TensorSlice | None
@@ -33,8 +35,8 @@ class Piece(NamedTuple):
 
 
 class BucketManifest(NamedTuple):
-    """One worker's buckets, by replica: bytes' worth of pieces each, whether another stage has the same, and whether
-    they are of matrices, of which the optimizer keeps one moment."""
+    """One worker's buckets, by replica: bytes' worth of pieces each, whether another stage has the
+    same, and whether they are of matrices, of which the optimizer keeps one moment."""
 
     replica: int
     sizes: list[int]
@@ -47,21 +49,33 @@ class FullState:
     """One worker's end. `collect` and `hand_out` are called by all workers of the run at once."""
 
     def __init__(
-        self, topology: Topology, state: TrainState, slices: Mapping[str, TensorSlice],
-        shapes: Mapping[str, Sequence[int]], messenger: Messenger,
-    ) -> None:  # fmt: skip
-        """`slices` of the parameters that are not whole here, `shapes` of all parameters of the model."""
-        self._rank, self._state, self._messenger, self.shapes = topology.rank, state, messenger, shapes
+        self,
+        topology: Topology,
+        state: TrainState,
+        slices: Mapping[str, TensorSlice],
+        shapes: Mapping[str, Sequence[int]],
+        messenger: Messenger,
+    ) -> None:
+        """`slices` of the parameters that are not whole here, `shapes` of all parameters of the
+        model."""
+        self._rank, self._state, self._messenger, self.shapes = (
+            topology.rank,
+            state,
+            messenger,
+            shapes,
+        )
         mine = _manifest(topology, state, slices)
         self.manifests = [mine]
         if (world := len(topology.plan.devices)) > 1:
             said = gather_bytes(msgspec.msgpack.encode(mine), topology.rank, world)
-            self.manifests = [msgspec.msgpack.decode(content, type=BucketManifest) for content in said]
+            self.manifests = [
+                msgspec.msgpack.decode(content, type=BucketManifest) for content in said
+            ]
         self._count = self._handed = 0
 
     def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
-        """The parameters of one replica, whole and on rank 0, from what each worker keeps by bucket: masters, moments,
-        or gradients. Empty on other ranks."""
+        """The parameters of one replica, whole and on rank 0, from what each worker keeps by
+        bucket: masters, moments, or gradients. Empty on other ranks."""
         number, self._count = tag(Channel.FULL_STATE, self._count), self._count + 1
         sources = self._sources(replica)
         if self._rank != 0:
@@ -74,7 +88,11 @@ class FullState:
             (
                 rank,
                 b,
-                None if rank == 0 else self._messenger.post(self.manifests[rank].sizes[b], torch.float32, rank, number),
+                None
+                if rank == 0
+                else self._messenger.post(
+                    self.manifests[rank].sizes[b], torch.float32, rank, number
+                ),
             )
             for rank, b in sources
         ]
@@ -83,7 +101,9 @@ class FullState:
         for rank, b, receive in posted:
             content = flats[b].reshape(-1) if receive is None else receive.wait()
             for piece in self.manifests[rank].pieces[b]:
-                self._place(tensors, parts, piece, content[piece.at : piece.at + piece.stop - piece.start])
+                self._place(
+                    tensors, parts, piece, content[piece.at : piece.at + piece.stop - piece.start]
+                )
         for (name, cut), local in parts.items():
             if cut is not None:
                 into(tensors.setdefault(name, torch.empty(tuple(self.shapes[name]))), cut, local)
@@ -108,11 +128,19 @@ class FullState:
                 tensors[piece.name] = parts[key]
         parts[key].view(-1)[piece.start : piece.stop] = content.cpu()
 
-    def hand_out(self, flats: Sequence[Tensor], whole: Mapping[str, Tensor] | None, replica: int | None = None) -> None:
-        """Fill every worker's buckets (of one replica, or of all) from whole parameters, which rank 0 gives."""
+    def hand_out(
+        self,
+        flats: Sequence[Tensor],
+        whole: Mapping[str, Tensor] | None,
+        replica: int | None = None,
+    ) -> None:
+        """Fill every worker's buckets (of one replica, or of all) from whole parameters, which rank
+        0 gives."""
         number, self._count = tag(Channel.FULL_STATE, self._count), self._count + 1
         wanted = [
-            rank for rank, manifest in enumerate(self.manifests) if replica is None or manifest.replica == replica
+            rank
+            for rank, manifest in enumerate(self.manifests)
+            if replica is None or manifest.replica == replica
         ]
         if self._rank != 0:
             if self._rank in wanted:
@@ -122,10 +150,15 @@ class FullState:
         if 0 in wanted:
             for b, flat in enumerate(flats):
                 flat.copy_(self._content(0, b, whole))
-        self._send([rank for rank in wanted if rank != 0], lambda rank, b: self._content(rank, b, whole), number)
+        self._send(
+            [rank for rank in wanted if rank != 0],
+            lambda rank, b: self._content(rank, b, whole),
+            number,
+        )
 
     def send_out(self, ranks: Sequence[int], content: Callable[[int, int], Tensor]) -> None:
-        """On rank 0: fill the buckets of these workers, each of which calls `receive`, with `content(rank, bucket)`."""
+        """On rank 0: fill the buckets of these workers, each of which calls `receive`, with
+        `content(rank, bucket)`."""
         number, self._handed = tag(Channel.HANDED_OUT, self._handed), self._handed + 1
         self._send(ranks, content, number)
 
@@ -134,9 +167,13 @@ class FullState:
         number, self._handed = tag(Channel.HANDED_OUT, self._handed), self._handed + 1
         self._receive(flats, number)
 
-    def _send(self, ranks: Sequence[int], content: Callable[[int, int], Tensor], number: int) -> None:
+    def _send(
+        self, ranks: Sequence[int], content: Callable[[int, int], Tensor], number: int
+    ) -> None:
         for b in range(max((len(self.manifests[rank].pieces) for rank in ranks), default=0)):
-            for rank in (receiver for receiver in ranks if b < len(self.manifests[receiver].pieces)):
+            for rank in (
+                receiver for receiver in ranks if b < len(self.manifests[receiver].pieces)
+            ):
                 if len(values := content(rank, b)):  # Of Muon's matrices there is no second moment.
                     self._messenger.send(values, rank, number)
             # Few are held at once. Whoever receives has posted all of them before it waits for any.
@@ -154,7 +191,9 @@ class FullState:
         content = torch.zeros(self.manifests[rank].sizes[b])
         for piece in self.manifests[rank].pieces[b]:
             local = whole[piece.name] if piece.slice is None else piece.slice.of(whole[piece.name])
-            content[piece.at : piece.at + piece.stop - piece.start] = local.reshape(-1)[piece.start : piece.stop]
+            content[piece.at : piece.at + piece.stop - piece.start] = local.reshape(-1)[
+                piece.start : piece.stop
+            ]
         return content
 
     def _sources(self, replica: int) -> list[tuple[int, int]]:
@@ -169,7 +208,9 @@ class FullState:
         return sources
 
 
-def _manifest(topology: Topology, state: TrainState, slices: Mapping[str, TensorSlice]) -> BucketManifest:
+def _manifest(
+    topology: Topology, state: TrainState, slices: Mapping[str, TensorSlice]
+) -> BucketManifest:
     pieces: list[list[Piece]] = [[] for _ in state.buckets]
     for i, name in enumerate(state.names):
         start, stop, where = state.owned(i)
@@ -177,8 +218,13 @@ def _manifest(topology: Topology, state: TrainState, slices: Mapping[str, Tensor
             piece = Piece(name, slices.get(name), tuple(state.shapes[i]), start, stop, where.start)
             pieces[state.home[i][0]].append(piece)
     copies = [bucket.tied and not topology.first for bucket in state.buckets]
-    return BucketManifest(topology.replica_index, [length(bucket) for bucket in state.buckets], pieces, copies,
-                          [bucket.matrices for bucket in state.buckets])  # fmt: skip
+    return BucketManifest(
+        topology.replica_index,
+        [length(bucket) for bucket in state.buckets],
+        pieces,
+        copies,
+        [bucket.matrices for bucket in state.buckets],
+    )
 
 
 def into(whole: Tensor, cut: TensorSlice, local: Tensor) -> None:

@@ -1,9 +1,11 @@
-"""A table that the first and the last stage of a pipeline both hold: the embedding, and the head's matrix.
+"""A table that the first and the last stage of a pipeline both hold: the embedding, and the head's
+matrix.
 
-Each end adds the other's gradient to its own and makes the same update, so the two copies stay equal. The head's
-gradient is complete before the last blocks' backward pass and travels while the first stage makes its own, behind the
-activations' gradient that it waits for; the embedding's is zero but for the rows of the step's tokens, and only these
-travel back (all where its sums are rounded).
+Each end adds the other's gradient to its own and makes the same update, so the two copies stay
+equal. The head's gradient is complete before the last blocks' backward pass and travels while the
+first stage makes its own, behind the activations' gradient that it waits for; the embedding's is
+zero but for the rows of the step's tokens, and only these travel back (all where its sums are
+rounded).
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ TABLE = "tok.weight"
 
 
 class TiedEmbedding:
-    """One worker's part of the exchange, once a step: `expect`; `complete` when its own sum is, and `release` when its
-    passes have ended, in either order; `add` last."""
+    """One worker's part of the exchange, once a step: `expect`; `complete` when its own sum is, and
+    `release` when its passes have ended, in either order; `add` last."""
 
     def __init__(
-        self, topology: Topology, state: TrainState, messenger: Messenger, rows: dict[int, tuple[int, int]]
+        self,
+        topology: Topology,
+        state: TrainState,
+        messenger: Messenger,
+        rows: dict[int, tuple[int, int]],
     ) -> None:
         """`rows`: the rows [start, stop) of the table that each worker of both stages holds."""
         self._topology, self._state, self._messenger, self._held = topology, state, messenger, rows
@@ -56,11 +62,17 @@ class TiedEmbedding:
         rank, embedding = self._topology.rank, not self._topology.first
         self._received = [
             [
-                (send, self._messenger.post(self._size(send), torch.float32, send.source, self._tag(embedding, hop)))
-                for send in sends if send.target == rank
+                (
+                    send,
+                    self._messenger.post(
+                        self._size(send), torch.float32, send.source, self._tag(embedding, hop)
+                    ),
+                )
+                for send in sends
+                if send.target == rank
             ]
             for hop, sends in enumerate((first, second))
-        ]  # fmt: skip
+        ]
         low, high = np.searchsorted(received, self._held[self._topology.rank])
         self._expected = int(low), int(high)
         self._hands = [send for send in second if send.source == self._topology.rank]
@@ -93,7 +105,9 @@ class TiedEmbedding:
         gradient = torch.empty(high - low, table.shape[1])
         for hop, received in enumerate(self._received):
             for send, posted in received:
-                gradient[send.start - low : send.stop - low] = posted.wait().view(-1, table.shape[1])
+                gradient[send.start - low : send.stop - low] = posted.wait().view(
+                    -1, table.shape[1]
+                )
             for send in self._hands if hop == 0 else ():
                 part = gradient[send.start - low : send.stop - low].reshape(-1)
                 self._messenger.send(part, send.target, self._tag(not self._topology.first, 1))
@@ -106,7 +120,10 @@ class TiedEmbedding:
 
         def parts(ranks: Sequence[int]) -> list[HeldRange]:
             bounds = (np.searchsorted(rows, self._held[rank]) for rank in ranks)
-            return [HeldRange(rank, int(low), int(high)) for rank, (low, high) in zip(ranks, bounds, strict=True)]
+            return [
+                HeldRange(rank, int(low), int(high))
+                for rank, (low, high) in zip(ranks, bounds, strict=True)
+            ]
 
         return transfer(parts(source), parts(target), self._topology.site)
 

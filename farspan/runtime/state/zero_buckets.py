@@ -1,7 +1,8 @@
-"""Who owns what of parameters and optimizer state: flat buckets, each divided over the data axis by ZeRO's level.
+"""Who owns what of parameters and optimizer state: flat buckets, each divided over the data axis by
+ZeRO's level.
 
-Of n workers the k-th owns the k-th part of every bucket (ZeRO, arXiv 1910.02054). Matrices that are updated whole lie
-in buckets of their own, where no boundary of a part cuts one.
+Of n workers the k-th owns the k-th part of every bucket (ZeRO, arXiv 1910.02054). Matrices that are
+updated whole lie in buckets of their own, where no boundary of a part cuts one.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from farspan.semantics.matrices import in_buckets, owners
 
 #: Without a size of buckets: all that small models have in one.
 ONE_BUCKET = 2**62
-#: Elements that a parameter, and what a worker owns of a bucket, begins at a multiple of: 128 bytes in bf16, of which
-#: kernels load 16 at a time only from where they are aligned to that.
+#: Elements that a parameter, and what a worker owns of a bucket, begins at a multiple of: 128 bytes
+#: in bf16, of which kernels load 16 at a time only from where they are aligned to that.
 ALIGNED = 64
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a worker's state is divided: over `ways` workers, of which it is number `index`, by ZeRO's level."""
+    """How a worker's state is divided: over `ways` workers, of which it is number `index`, by
+    ZeRO's level."""
 
     zero: int = 0
     ways: int = 1
     index: int = 0
     bucket_bytes: int | None = ONE_BUCKET
-    #: Parameters whose gradients are summands over the tensor axis, those of which it has a slice each, and the table
-    #: that two stages share.
+    #: Parameters whose gradients are summands over the tensor axis, those of which it has a slice
+    #: each, and the table that two stages share.
     partial: frozenset[str] = frozenset()
     sliced: frozenset[str] = frozenset()
     tied: str | None = None
@@ -40,8 +42,9 @@ class Division:
 
 
 class Bucket(NamedTuple):
-    """A flat range of parameters: `size` elements, filled up to a multiple of ALIGNED for each of `ways` owners, of
-    which the first `decayed` shrink by weight decay. `own` is this worker's part, `gaps` are what is no parameter's."""
+    """A flat range of parameters: `size` elements, filled up to a multiple of ALIGNED for each of
+    `ways` owners, of which the first `decayed` shrink by weight decay. `own` is this worker's part,
+    `gaps` are what is no parameter's."""
 
     members: tuple[int, ...]
     starts: tuple[int, ...]
@@ -57,13 +60,15 @@ class Bucket(NamedTuple):
 
 
 def divide(names: Sequence[str], shapes: Sequence[torch.Size], division: Division) -> list[Bucket]:
-    """Buckets of about `bucket_bytes` of fp32 gradient in the parameters' order; of a unit of the model each where the
-    parameters themselves are divided. What is summed or updated differently lies apart, in buckets that fill side by
-    side."""
+    """Buckets of about `bucket_bytes` of fp32 gradient in the parameters' order; of a unit of the
+    model each where the parameters themselves are divided. What is summed or updated differently
+    lies apart, in buckets that fill side by side."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for i, name in enumerate(names):
         alike.setdefault(_key(name, division), []).append(i)
-    limit = division.bucket_bytes if division.zero != 3 or division.bucket_bytes is None else ONE_BUCKET
+    limit = (
+        division.bucket_bytes if division.zero != 3 or division.bucket_bytes is None else ONE_BUCKET
+    )
     groups = list[list[int]]()
     for members in alike.values():
         least = division.ways if division.zero and names[members[0]] in division.matrices else 1
@@ -84,7 +89,9 @@ def _key(name: str, division: Division) -> tuple[object, ...]:
     )
 
 
-def _bucket(group: list[int], names: Sequence[str], shapes: Sequence[torch.Size], division: Division) -> Bucket:
+def _bucket(
+    group: list[int], names: Sequence[str], shapes: Sequence[torch.Size], division: Division
+) -> Bucket:
     name = names[group[0]]
     ways = division.ways if division.zero and name != division.tied else 1
     if name in division.matrices:
@@ -94,19 +101,35 @@ def _bucket(group: list[int], names: Sequence[str], shapes: Sequence[torch.Size]
         order = sorted(group, key=lambda i: len(shapes[i]) < 2)
         starts, end, decayed = _row(order, shapes)
         size = _aligned(end, ways * ALIGNED)
-    own = slice(division.index * size // ways, (division.index + 1) * size // ways) if ways > 1 else slice(0, size)
+    own = (
+        slice(division.index * size // ways, (division.index + 1) * size // ways)
+        if ways > 1
+        else slice(0, size)
+    )
     ends = [0, *(start + shapes[i].numel() for i, start in zip(order, starts, strict=True))]
-    gaps = [slice(end, start) for end, start in zip(ends, [*starts, size], strict=True) if start > end]
+    gaps = [
+        slice(end, start) for end, start in zip(ends, [*starts, size], strict=True) if start > end
+    ]
     return Bucket(
-        members=tuple(order), starts=tuple(starts), gaps=tuple(gaps), size=size, ways=ways, own=own, decayed=decayed,
-        partial=name in division.partial, sliced=name in division.sliced, tied=name == division.tied,
+        members=tuple(order),
+        starts=tuple(starts),
+        gaps=tuple(gaps),
+        size=size,
+        ways=ways,
+        own=own,
+        decayed=decayed,
+        partial=name in division.partial,
+        sliced=name in division.sliced,
+        tied=name == division.tied,
         matrices=name in division.matrices,
-    )  # fmt: skip
+    )
 
 
-def _row(order: Sequence[int], shapes: Sequence[torch.Size], first: int = 0) -> tuple[list[int], int, int]:
-    """Where parameters begin that lie one after another from `first` on, where the last and where the last matrix
-    ends."""
+def _row(
+    order: Sequence[int], shapes: Sequence[torch.Size], first: int = 0
+) -> tuple[list[int], int, int]:
+    """Where parameters begin that lie one after another from `first` on, where the last and where
+    the last matrix ends."""
     starts, end, decayed = list[int](), first, first
     for i in order:
         starts.append(_aligned(end))
@@ -115,9 +138,11 @@ def _row(order: Sequence[int], shapes: Sequence[torch.Size], first: int = 0) -> 
     return starts, end, decayed
 
 
-def _whole(group: list[int], shapes: Sequence[torch.Size], ways: int) -> tuple[list[int], list[int], int]:
-    """The order of matrices of which each lies in the part of one owner, where they begin, and the size of all parts:
-    each is as large as the largest."""
+def _whole(
+    group: list[int], shapes: Sequence[torch.Size], ways: int
+) -> tuple[list[int], list[int], int]:
+    """The order of matrices of which each lies in the part of one owner, where they begin, and the
+    size of all parts: each is as large as the largest."""
     owner = owners([shapes[i].numel() for i in group], ways)
     parts = [[i for i, k in zip(group, owner, strict=True) if k == part] for part in range(ways)]
     each = max(_aligned(_row(part, shapes)[1]) for part in parts)

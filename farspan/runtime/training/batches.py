@@ -1,4 +1,5 @@
-"""What one worker reads of each step: its samples' tokens on its device, as the training has them."""
+"""What one worker reads of each step: its samples' tokens on its device, as the training has
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Batches:
         """Inputs, some of them masked where the training does that, and targets."""
         inputs, targets = self._worker.train.read(self.order.window(samples))
         if share := self._train.regular.mask:
-            inputs = mask(inputs, samples, share, self._worker.manifest.vocab_size, self._train.seed)
+            inputs = mask(
+                inputs, samples, share, self._worker.manifest.vocab_size, self._train.seed
+            )
         return inputs, targets
 
     def of(self, samples: NDArray[np.int64]) -> Batch:
@@ -40,14 +43,19 @@ class Batches:
             return batch
         seeds = np.zeros(len(batch.inputs), np.int32)  # Also of rows that count for nothing.
         seeds[: len(samples)] = dropout_seeds(samples, self._train.seed)
-        return batch._replace(dropout=Dropout(share, torch.from_numpy(seeds).to(self._worker.group.device)))
+        return batch._replace(
+            dropout=Dropout(share, torch.from_numpy(seeds).to(self._worker.group.device))
+        )
 
     def on_device(self, arrays: Arrays) -> Batch:
-        """Tokens and targets on the device; a worker without any reads the fewest rows, which count for nothing."""
+        """Tokens and targets on the device; a worker without any reads the fewest rows, which count
+        for nothing."""
         inputs, targets = arrays
         if len(inputs) == 0:
             topology = self._worker.executor.topology
             shape = row_quantum(topology.mesh, topology.stage.splits), inputs.shape[1]
             inputs, targets = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         device = self._worker.group.device
-        return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in (inputs, targets)))
+        return Batch(
+            *(torch.from_numpy(array).to(device, non_blocking=True) for array in (inputs, targets))
+        )

@@ -1,10 +1,12 @@
-"""Which tokens each sample holds: a pure function of (seed, sample index), so that any plan reads the same run.
+"""Which tokens each sample holds: a pure function of (seed, sample index), so that any plan reads
+the same run.
 
-A split of N tokens is cut into windows of S inputs; window w predicts tokens w S + 1 ... w S + S, so every token but
-the very first is a target exactly once an epoch. Samples 0, 1, 2, ... walk through all windows in a seeded order,
-epoch after epoch; step t of a run reads samples [t batch, (t + 1) batch), and a plan only says which rank reads which.
-Where documents are reshuffled, the tokens of each later epoch are those of the split with its documents in another
-order; its windows are then numbered on from those of the epochs before.
+A split of N tokens is cut into windows of S inputs; window w predicts tokens w S + 1 ... w S + S,
+so every token but the very first is a target exactly once an epoch. Samples 0, 1, 2, ... walk
+through all windows in a seeded order, epoch after epoch; step t of a run reads samples [t batch, (t
++ 1) batch), and a plan only says which rank reads which. Where documents are reshuffled, the tokens
+of each later epoch are those of the split with its documents in another order; its windows are then
+numbered on from those of the epochs before.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ def _mix(x: Indices, key: int) -> Indices:
 def permute(index: Indices, size: int, seed: int, epoch: int) -> Indices:
     """A seeded permutation of range(size), evaluated only where asked, in no memory.
 
-    A Feistel network of six rounds over the next even power of two, walked until it lands inside range(size)
-    (Black and Rogaway 2002, method "cycle walking").
+    A Feistel network of six rounds over the next even power of two, walked until it lands inside
+    range(size) (Black and Rogaway 2002, method "cycle walking").
     """
     half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     low = (np.uint64(1) << half_bits) - np.uint64(1)
-    keys = [int(_mix(np.array([seed], np.uint64), epoch * 6 + i + 0x9E3779B97F4A7C15)[0]) for i in range(6)]
+    keys = [
+        int(_mix(np.array([seed], np.uint64), epoch * 6 + i + 0x9E3779B97F4A7C15)[0])
+        for i in range(6)
+    ]
     out = index.astype(np.uint64, copy=True)
     pending = np.ones(out.shape, dtype=bool)
     while pending.any():
@@ -65,7 +70,9 @@ class Windows:
         """Inputs and targets (rows, seq_len); targets that do not exist are -1, their inputs 0."""
         inputs = np.zeros((len(window), self.seq_len), dtype=np.int64)
         targets = np.full((len(window), self.seq_len), -1, dtype=np.int64)
-        for row, (place, valid) in enumerate(zip(window.tolist(), self.valid(window).tolist(), strict=True)):
+        for row, (place, valid) in enumerate(
+            zip(window.tolist(), self.valid(window).tolist(), strict=True)
+        ):
             if valid:
                 span = self._span(place, valid + 1)
                 inputs[row, :valid], targets[row, :valid] = span[:-1], span[1:]
@@ -78,13 +85,15 @@ class Windows:
 
 @dataclass(frozen=True)
 class ReshuffledWindows(Windows):
-    """The windows of epoch after epoch, numbered on: of each later one the documents, which begin and end at `offsets`,
-    follow one another in a seeded order."""
+    """The windows of epoch after epoch, numbered on: of each later one the documents, which begin
+    and end at `offsets`, follow one another in a seeded order."""
 
     offsets: npt.NDArray[np.int64]
     seed: int
     #: By epoch its documents in their order and where each begins; only those read last are kept.
-    _orders: dict[int, tuple[Indices, npt.NDArray[np.int64]]] = field(default_factory=dict, compare=False)
+    _orders: dict[int, tuple[Indices, npt.NDArray[np.int64]]] = field(
+        default_factory=dict, compare=False
+    )
 
     def valid(self, window: Indices) -> npt.NDArray[np.int64]:
         return super().valid(window % np.uint64(self.count))
@@ -98,7 +107,9 @@ class ReshuffledWindows(Windows):
         at = int(np.searchsorted(starts, start, side="right")) - 1
         while count:
             first = int(self.offsets[documents[at]]) + start - int(starts[at])
-            part = self.tokens[first : min(first + count, int(self.offsets[documents[at] + np.uint64(1)]))]
+            part = self.tokens[
+                first : min(first + count, int(self.offsets[documents[at] + np.uint64(1)]))
+            ]
             parts.append(part)
             start, count, at = start + len(part), count - len(part), at + 1
         return np.concatenate(parts)
@@ -117,7 +128,8 @@ class ReshuffledWindows(Windows):
 
 @dataclass(frozen=True)
 class Order:
-    """Sample index -> window, for every epoch; numbered on from epoch to epoch where documents are reshuffled."""
+    """Sample index -> window, for every epoch; numbered on from epoch to epoch where documents are
+    reshuffled."""
 
     windows: int
     seed: int
@@ -128,7 +140,9 @@ class Order:
         epochs = sample // self.windows
         for epoch in np.unique(epochs):
             mask = epochs == epoch
-            out[mask] = permute((sample[mask] % self.windows).astype(np.uint64), self.windows, self.seed, int(epoch))
+            out[mask] = permute(
+                (sample[mask] % self.windows).astype(np.uint64), self.windows, self.seed, int(epoch)
+            )
             if self.reshuffled:
                 out[mask] += np.uint64(epoch * self.windows)
         return out
@@ -139,9 +153,14 @@ MASKED, REPLACED, DROPPED = 1 << 32, 2 << 32, 3 << 32
 
 
 def mask(
-    inputs: npt.NDArray[np.int64], sample: npt.NDArray[np.int64], share: float, vocabulary: int, seed: int
+    inputs: npt.NDArray[np.int64],
+    sample: npt.NDArray[np.int64],
+    share: float,
+    vocabulary: int,
+    seed: int,
 ) -> npt.NDArray[np.int64]:
-    """Inputs (rows, seq_len) of these samples with a share of their tokens replaced by others of the vocabulary."""
+    """Inputs (rows, seq_len) of these samples with a share of their tokens replaced by others of
+    the vocabulary."""
     places = sample[:, None].astype(np.uint64) * np.uint64(inputs.shape[1]) + np.arange(
         inputs.shape[1], dtype=np.uint64
     )

@@ -1,6 +1,7 @@
 """Writing events: one JSON line each, whole lines only, on disk before anything depends on them.
 
-Where the disk is full they are kept until there is space again: whether a run goes on without is decided by its saves.
+Where the disk is full they are kept until there is space again: whether a run goes on without is
+decided by its saves.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ WAITING = 2**26
 
 
 class EventLog:
-    """Appends to `events.jsonl`. A line that a killed predecessor left unfinished is cut off first. `may` is asked
-    before each event, and raises where this worker was replaced."""
+    """Appends to `events.jsonl`. A line that a killed predecessor left unfinished is cut off first.
+    `may` is asked before each event, and raises where this worker was replaced."""
 
     def __init__(self, path: Path, may: Callable[[], None] = lambda: None) -> None:
         self._may = may
@@ -49,8 +50,14 @@ class EventLog:
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Raises OSError where events are still not written, unless something else has gone wrong."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Raises OSError where events are still not written, unless something else has gone
+        wrong."""
         try:
             self._flush()
             os.fsync(self._file.fileno())

@@ -1,8 +1,9 @@
 """Whether the loss of one worker strays from the others'.
 
-All workers of a replica hold one model and read sequences drawn at random, so their losses differ by chance alone. One
-that stays far above the others has a model, a corpus or a processor that is not theirs, and its gradient spoils the
-common one. One such step may be strange text; a few on end are not.
+All workers of a replica hold one model and read sequences drawn at random, so their losses differ
+by chance alone. One that stays far above the others has a model, a corpus or a processor that is
+not theirs, and its gradient spoils the common one. One such step may be strange text; a few on end
+are not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 from farspan.domain.plan import Replica
 
-#: How many times the spread that was seen so far, and at least how many nats a token, a strayed loss is above others'.
+#: How many times the spread that was seen so far, and at least how many nats a token, a strayed
+#: loss is above others'.
 SPREADS, LEAST_NATS = 8.0, 0.5
 #: Steps that are looked at before anything is judged, and over which the spread is a mean.
 FIRST, MEMORY = 20, 200
@@ -22,7 +24,8 @@ PATIENCE = 3
 
 @dataclass(frozen=True)
 class LossOutlier:
-    """A worker whose loss is far above the others': nats a token of both, and for how many steps on end."""
+    """A worker whose loss is far above the others': nats a token of both, and for how many steps on
+    end."""
 
     rank: int
     loss: float
@@ -31,19 +34,23 @@ class LossOutlier:
 
 
 class LossOutliers:
-    """Looks at the losses of the workers of a replica, step by step; each worker of it sees the same."""
+    """Looks at the losses of the workers of a replica, step by step; each worker of it sees the
+    same."""
 
     def __init__(self, replica: Replica, seq_len: int) -> None:
         last = replica.stages[-1]
         #: Tokens of each worker that counts a loss.
         self._tokens = {
-            group[0]: rows * seq_len for group, rows in zip(last.mesh.batch, last.rows, strict=True) if rows
+            group[0]: rows * seq_len
+            for group, rows in zip(last.mesh.batch, last.rows, strict=True)
+            if rows
         }
         self._seen, self._variance, self._steps = 0, 0.0, 0
         self._last: int | None = None
 
     def look(self, by_rank: dict[int, float]) -> LossOutlier | None:
-        """The worker that strays, given the summed loss of each; none before enough steps were seen."""
+        """The worker that strays, given the summed loss of each; none before enough steps were
+        seen."""
         if len(self._tokens) < 2 or not all(math.isfinite(by_rank[rank]) for rank in self._tokens):
             return None
         scores = {rank: self._against_others(by_rank, rank) for rank in self._tokens}
@@ -61,8 +68,9 @@ class LossOutliers:
         return LossOutlier(rank, loss, others, self._steps)
 
     def _against_others(self, by_rank: dict[int, float], rank: int) -> tuple[float, float, float]:
-        """Nats a token of a worker and of all others together, and how far apart they are for so many tokens: by chance
-        a difference of means over n and m tokens has the variance of a token's loss times 1/n + 1/m."""
+        """Nats a token of a worker and of all others together, and how far apart they are for so
+        many tokens: by chance a difference of means over n and m tokens has the variance of a
+        token's loss times 1/n + 1/m."""
         mine, all_of_them = self._tokens[rank], sum(self._tokens.values())
         rest = all_of_them - mine
         loss = by_rank[rank] / mine

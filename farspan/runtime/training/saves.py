@@ -1,4 +1,5 @@
-"""When checkpoints are written and waited for in a training, what is said of them, and when a run ends without one."""
+"""When checkpoints are written and waited for in a training, what is said of them, and when a run
+ends without one."""
 
 from __future__ import annotations
 
@@ -14,29 +15,46 @@ from farspan.runtime.training.shared_clock import SharedClock
 
 
 class Saves:
-    """All workers of a run call these together, but for `tell`. Without `background` a checkpoint is written before
-    training goes on."""
+    """All workers of a run call these together, but for `tell`. Without `background` a checkpoint
+    is written before training goes on."""
 
     def __init__(
-        self, checkpointer: Checkpointer, group: Group, pacing: SharedClock, emit: Callable[[Event], None],
-        warn: Callable[[str], None], clock: Callable[[], float], *, background: bool,
-    ) -> None:  # fmt: skip
+        self,
+        checkpointer: Checkpointer,
+        group: Group,
+        pacing: SharedClock,
+        emit: Callable[[Event], None],
+        warn: Callable[[str], None],
+        clock: Callable[[], float],
+        *,
+        background: bool,
+    ) -> None:
         self._checkpointer, self._group, self._pacing = checkpointer, group, pacing
         self._emit, self._warn, self._clock, self._background = emit, warn, clock, background
-        #: The step whose state was written last or is being written, -1 where it is to be written again.
+        #: The step whose state was written last or is being written, -1 where it is to be written
+        #: again.
         self.step = -1
 
     def save(
-        self, progress: TrainingProgress, steps: int, *, due: bool = False, last: bool = False, wait: bool = False
+        self,
+        progress: TrainingProgress,
+        steps: int,
+        *,
+        due: bool = False,
+        last: bool = False,
+        wait: bool = False,
     ) -> bool:
-        """Begin to write a checkpoint, unless it was the last one; wait for it where training does not go on. Returns
-        whether it is there, or on its way. Raises Refusal (disk-full) where the run cannot go on without."""
+        """Begin to write a checkpoint, unless it was the last one; wait for it where training does
+        not go on. Returns whether it is there, or on its way. Raises Refusal (disk-full) where the
+        run cannot go on without."""
         if progress.step != self.step:
             self._settle(steps)
             try:
                 self._checkpointer.begin(progress, self._group, due=due)
             except Unsaved as error:
-                self._warn(self._checkpointer.excuse(str(error), progress.step, steps, due=due, last=last))
+                self._warn(
+                    self._checkpointer.excuse(str(error), progress.step, steps, due=due, last=last)
+                )
                 return False
             self.step = progress.step
         return True if self._background and not (last or wait) else self._settle(steps, last=last)
@@ -66,7 +84,12 @@ class Saves:
         if written is None:
             return
         self._pacing.saved(written.seconds)
-        self._emit(Saved(
-            at=self._clock(), step=written.step, path=str(written.path), size_bytes=written.size,
-            seconds=written.seconds,
-        ))  # fmt: skip
+        self._emit(
+            Saved(
+                at=self._clock(),
+                step=written.step,
+                path=str(written.path),
+                size_bytes=written.size,
+                seconds=written.seconds,
+            )
+        )

@@ -1,6 +1,7 @@
 """A run's time as all its workers follow it: rank 0 looks at its clock and says, all hear the same.
 
-Without a time budget nothing here changes anything: the plan's steps are made, and the learning rate follows them.
+Without a time budget nothing here changes anything: the plan's steps are made, and the learning
+rate follows them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ class SharedClock:
         self.go_on_from(0, 0.0, None, told=False)
 
     def go_on_from(self, step: int, share: float, paces: RunPaces | None, *, told: bool) -> None:
-        """Take what a checkpoint of `step` knows; `told`: a person knows that the steps are not the plan's."""
+        """Take what a checkpoint of `step` knows; `told`: a person knows that the steps are not the
+        plan's."""
         deadline_s = self._plan.train.deadline_s
         if deadline_s is not None:
             self.budget = TimeBudget(deadline_s, self._plan.train.steps, self._work, paces)
         #: Share of the time for steps that was used, and at which step.
         self.share, self._share_at, self.told = share, step, told
-        #: Steps in all as rank 0 said last, which it may hear a step later; and what it has to tell of them.
+        #: Steps in all as rank 0 said last, which it may hear a step later; and what it has to tell
+        #: of them.
         self._said: int | None = None
         self._tells: str | None = None
 
@@ -41,10 +44,12 @@ class SharedClock:
         """Whether the time budget is used up."""
         return self.budget is not None and self._elapsed() >= self.budget.deadline_s
 
-    # -- what takes how long -------------------------------------------------------------------------------------------
+    # -- what takes how long
+    #   -------------------------------------------------------------------------------------------
 
     def stepped(self, step: int) -> bool:
-        """A step has ended. Whether it is not known yet how long a validation takes: the same on all workers."""
+        """A step has ended. Whether it is not known yet how long a validation takes: the same on
+        all workers."""
         if self.budget is None:
             return False
         self.budget.stepped(step, self._elapsed())
@@ -63,10 +68,12 @@ class SharedClock:
         if self.budget is not None:
             self.budget.saved(seconds)
 
-    # -- what rank 0 says, and all hear --------------------------------------------------------------------------------
+    # -- what rank 0 says, and all hear
+    #   --------------------------------------------------------------------------------
 
     def say(self, step: int, steps: int, save: bool) -> tuple[int, float, bool]:
-        """On rank 0: steps in all, `steps` so far; the share of the time for them that is used; and whether to save."""
+        """On rank 0: steps in all, `steps` so far; the share of the time for them that is used; and
+        whether to save."""
         said, elapsed_s = steps if self._said is None else self._said, self._elapsed()
         if self.budget is None:
             return said, 0.0, save
@@ -74,21 +81,26 @@ class SharedClock:
         save = save and self.budget.spares_a_save(elapsed_s)
         if step < self._said and not self.told and self.budget.tells(elapsed_s, self._said):
             self._tells = (
-                f"at the pace so far the time budget is enough for {counted(self._said, 'step')}, not "
+                f"at the pace so far the time budget is enough for {counted(self._said, 'step')}, "
+                "not "
                 f"{self._plan.train.steps}; the learning rate follows the time"
             )
-            self.told = save = True  # How long that takes is then known, and no resumption tells it again.
+            self.told = save = (
+                True  # How long that takes is then known, and no resumption tells it again.
+            )
         return self._said, self.budget.share(elapsed_s), save
 
     def hear(self, step: int, share: float, save: bool) -> str | None:
-        """Take what rank 0 has said. What a person is told of it, on rank 0 and once a run, when all save."""
+        """Take what rank 0 has said. What a person is told of it, on rank 0 and once a run, when
+        all save."""
         # Never less: the learning rate would rise.
         self.share, self._share_at = max(self.share, share), step
         tells, self._tells = (self._tells, None) if save else (None, self._tells)
         return tells
 
     def followed(self, step: int, steps: int) -> float:
-        """How far a run of `steps` is at an update by its time: from what rank 0 said last, evenly to 1 at the last."""
+        """How far a run of `steps` is at an update by its time: from what rank 0 said last, evenly
+        to 1 at the last."""
         if self.share == 0.0:  # Nothing was said yet, or there is no time budget.
             return 0.0
         left, gone = steps - 1 - self._share_at, step - self._share_at
@@ -99,4 +111,8 @@ class SharedClock:
 
     def more_windows(self, window_tokens: int, least: int, left: int) -> int:
         """On rank 0, how many more windows the last validation reads next; 0 ends it."""
-        return left if self.budget is None else self.budget.more_windows(window_tokens, least, left, self._elapsed())
+        return (
+            left
+            if self.budget is None
+            else self.budget.more_windows(window_tokens, least, left, self._elapsed())
+        )

@@ -1,4 +1,5 @@
-"""The training loop of one worker: batches in plan order, one update a step, and what is decided between steps."""
+"""The training loop of one worker: batches in plan order, one update a step, and what is decided
+between steps."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from farspan.runtime.training.validation import Validation
 from farspan.semantics.identity import training_key, unlike_training
 from farspan.semantics.lr_schedule import learning_rate
 
-#: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
+#: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double
+#: after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16
 QUIET_STEPS = 2000
 #: What mends a loss that is not finite.
@@ -44,24 +46,39 @@ class Trainer:
     """Runs the steps of a plan from where its newest whole checkpoint left off."""
 
     def __init__(
-        self, worker: Worker, monotonic: Callable[[], float] = time.monotonic, began: float | None = None, *,
+        self,
+        worker: Worker,
+        monotonic: Callable[[], float] = time.monotonic,
+        began: float | None = None,
+        *,
         background: bool = True,
-    ) -> None:  # fmt: skip
-        """A time budget counts from `began`, a time of the same clock; None is now. Without `background` a checkpoint
-        is written before training goes on."""
+    ) -> None:
+        """A time budget counts from `began`, a time of the same clock; None is now. Without
+        `background` a checkpoint is written before training goes on."""
         self.worker, self.monotonic = worker, monotonic
         self.batches = Batches(worker)
-        self.checkpointer = Checkpointer(worker.executor, worker.run.checkpoints, worker.plan.train.keep, monotonic)
+        self.checkpointer = Checkpointer(
+            worker.executor, worker.run.checkpoints, worker.plan.train.keep, monotonic
+        )
         self.strays = LossOutliers(worker.executor.topology.replica, worker.plan.train.seq_len)
         self.training = training_key(worker.plan)
-        self.progress = TrainingProgress(step=0, plan=worker.plan.hash, training=self.training, elapsed_s=0.0)
-        self.validation = Validation(worker.plan, worker.group, worker.executor, worker.val, self.batches.on_device)
+        self.progress = TrainingProgress(
+            step=0, plan=worker.plan.hash, training=self.training, elapsed_s=0.0
+        )
+        self.validation = Validation(
+            worker.plan, worker.group, worker.executor, worker.val, self.batches.on_device
+        )
         self.pacing = SharedClock(worker.plan, self._work(), lambda: self.elapsed_s)
         self.validations = Validations(worker, self.validation, self.pacing, monotonic)
         self.saves = Saves(
-            self.checkpointer, worker.group, self.pacing, lambda event: worker.emit(event), self._warn, worker.clock,
+            self.checkpointer,
+            worker.group,
+            self.pacing,
+            lambda event: worker.emit(event),
+            self._warn,
+            worker.clock,
             background=background,
-        )  # fmt: skip
+        )
         #: Updates made so far, by this start and those before it, and updates in all.
         self.step, self.steps = 0, worker.plan.train.steps
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
@@ -72,9 +89,11 @@ class Trainer:
         self._started = self._saved_at if began is None else began
         self._first_step = 0
         replicas = worker.plan.replicas
-        #: Whether sums of gradients are rounded in a synchronous run; whether the coming step sends what that has left,
-        #: and why the run stops after it, if it does.
-        self._rounds = len(replicas) == 1 and any(stage.grad_sync.bits < 32 for stage in replicas[0].stages)
+        #: Whether sums of gradients are rounded in a synchronous run; whether the coming step sends
+        #: what that has left, and why the run stops after it, if it does.
+        self._rounds = len(replicas) == 1 and any(
+            stage.grad_sync.bits < 32 for stage in replicas[0].stages
+        )
         self._settling, self._stopping = False, ""
 
     @property
@@ -84,19 +103,27 @@ class Trainer:
     def _work(self) -> RunWork:
         train, read = self.worker.plan.train, self.validation
         return RunWork(
-            step_tokens=train.tokens_per_step, validate_every=train.validate_every,
-            validation_tokens=read.tokens(read.first), last_tokens=read.tokens(read.most),
-            checkpoint_bytes=checkpoint.bytes_needed(self.worker.plan), checkpoint_every_s=train.checkpoint_every_s,
-        )  # fmt: skip
+            step_tokens=train.tokens_per_step,
+            validate_every=train.validate_every,
+            validation_tokens=read.tokens(read.first),
+            last_tokens=read.tokens(read.most),
+            checkpoint_bytes=checkpoint.bytes_needed(self.worker.plan),
+            checkpoint_every_s=train.checkpoint_every_s,
+        )
 
-    # -- the loop --------------------------------------------------------------------------------------------------
+    # -- the loop
+    #   --------------------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """Train to the end, the deadline, an early stop or a signal; returns which. The last state is saved."""
+        """Train to the end, the deadline, an early stop or a signal; returns which. The last state
+        is saved."""
         train, reason, self._first_step = self.worker.plan.train, self._ended(), self.step
         while not reason:
             began, spans = time.perf_counter(), self.worker.executor.spans
-            spans.on = self.step - self._first_step in TRACED_FIRST or self.step % TRACED_EVERY == TRACED_EVERY - 1
+            spans.on = (
+                self.step - self._first_step in TRACED_FIRST
+                or self.step % TRACED_EVERY == TRACED_EVERY - 1
+            )
             if self.step in self.left_out:
                 self._leave_out()
             else:
@@ -104,14 +131,27 @@ class Trainer:
                 with self.worker.group.step():
                     loss, norm, tokens, lr = self._step(self.step)
                 self.step += 1
-                self.worker.emit(Step(
-                    at=self.worker.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
-                    step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.worker.group.device),
-                    steps=None if train.deadline_s is None else self.steps,
-                ))  # fmt: skip
+                self.worker.emit(
+                    Step(
+                        at=self.worker.clock(),
+                        step=self.step,
+                        loss=loss,
+                        lr=lr,
+                        grad_norm=norm,
+                        tokens=tokens,
+                        step_s=time.perf_counter() - began,
+                        memory_bytes=peak_memory(self.worker.group.device),
+                        steps=None if train.deadline_s is None else self.steps,
+                    )
+                )
             if spans.on:
                 self.worker.emit(
-                    Traced(at=self.worker.clock(), step=self.step, rank=self.worker.group.rank, spans=spans.take())
+                    Traced(
+                        at=self.worker.clock(),
+                        step=self.step,
+                        rank=self.worker.group.rank,
+                        spans=spans.take(),
+                    )
                 )
             self.saves.tell()
             together, first = self._together(), self.step == self._first_step + 1
@@ -133,8 +173,8 @@ class Trainer:
         return reason
 
     def _settled(self, reason: str, save: bool) -> tuple[str, bool]:
-        """Why to stop and whether to save, where gradients travel in fewer bits than 32: one step later, which sends
-        what rounding has left of those before. So no checkpoint lacks it."""
+        """Why to stop and whether to save, where gradients travel in fewer bits than 32: one step
+        later, which sends what rounding has left of those before. So no checkpoint lacks it."""
         if self._settling:
             self._settling, stopping = False, self._stopping
             return stopping or reason, True
@@ -144,18 +184,24 @@ class Trainer:
         return "", False
 
     def _leave_out(self) -> None:
-        """Go past a batch whose gradient was not finite before the run went back to its checkpoint."""
+        """Go past a batch whose gradient was not finite before the run went back to its
+        checkpoint."""
         self.step += 1
         self.skipped += 1
-        self._warn(f"step {self.step}: its batch is left out, as its loss or gradient was not finite before")
+        self._warn(
+            f"step {self.step}: its batch is left out, as its loss or gradient was not finite "
+            "before"
+        )
 
     def _finish(self, reason: str) -> None:
-        """Save the last state: unless the run will go on from there, one model of all replicas, which is then validated
-        for as long as there is time."""
+        """Save the last state: unless the run will go on from there, one model of all replicas,
+        which is then validated for as long as there is time."""
         outer = self.worker.executor.outer
         if outer is not None and outer.under_way and reason != "interrupted":
             self.worker.executor.finish(self.step)
-            self.saves.step = self.validations.step = -1  # This is not the model that had been saved or validated.
+            self.saves.step = (
+                self.validations.step
+            ) = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
         if reason != "interrupted":
             self._validate(last=True)
@@ -164,7 +210,8 @@ class Trainer:
         self.checkpointer.close()
 
     def _together(self) -> bool:
-        """Whether all replicas are at one place: always where there is one, else after they have met."""
+        """Whether all replicas are at one place: always where there is one, else after they have
+        met."""
         outer, sync = self.worker.executor.outer, self.worker.plan.sync
         if outer is None or sync is None:
             return True
@@ -185,9 +232,9 @@ class Trainer:
         return "deadline" if self.step >= self.steps else ""
 
     def _decide(self) -> tuple[str, bool]:
-        """Why to stop, if at all, and whether to save: agreed by all workers. A signal anywhere stops all; rank 0's
-        clock decides the rest; validations gave all the same. Workers of one replica hear of it a step later, without
-        waiting for each other."""
+        """Why to stop, if at all, and whether to save: agreed by all workers. A signal anywhere
+        stops all; rank 0's clock decides the rest; validations gave all the same. Workers of one
+        replica hear of it a step later, without waiting for each other."""
         group, train, steps, save = self.worker.group, self.worker.plan.train, 0, False
         share = 0.0
         if group.rank == 0:
@@ -195,24 +242,31 @@ class Trainer:
             steps, share, save = self.pacing.say(self.step, self.steps, save)
             if save:
                 self._saved_at = self.monotonic()  # Said once: it is heard and done a step later.
-        mine, exchange = (float(self.worker.stop()), float(steps), float(save), share), self.worker.executor.decisions
+        mine, exchange = (
+            (float(self.worker.stop()), float(steps), float(save), share),
+            self.worker.executor.decisions,
+        )
         if len(self.worker.plan.replicas) > 1:
             stop, new, due, used = group.sum(*mine)
         else:
             exchange.say(mine)
             if exchange.others and exchange.unheard < 2 and self.step < self.steps:
                 return "", False
-            stop, new, due, used = (sum(values) for values in zip(*exchange.hear().values(), strict=True))
+            stop, new, due, used = (
+                sum(values) for values in zip(*exchange.hear().values(), strict=True)
+            )
         # Decided a step ago, it may say to end where this step has already gone.
         self.steps = max(int(new), self.step)
         if (tells := self.pacing.hear(self.step, used, bool(due))) is not None:
             self.worker.emit(Warned(at=self.worker.clock(), message=tells))
         stale = 0 < train.patience <= self.validations.stale
-        return "interrupted" if stop else self._ended() or ("early-stop" if stale else ""), bool(due)
+        return "interrupted" if stop else self._ended() or ("early-stop" if stale else ""), bool(
+            due
+        )
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
-        """One update. Returns the mean loss and the gradient norm before clipping of this worker's replica, the valid
-        tokens of all, and the learning rate."""
+        """One update. Returns the mean loss and the gradient norm before clipping of this worker's
+        replica, the valid tokens of all, and the learning rate."""
         train, executor = self.worker.plan.train, self.worker.executor
         valid_tokens, outcome = self.gradients(step)
         norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
@@ -229,18 +283,25 @@ class Trainer:
         return loss, norm, valid_tokens, lr
 
     def gradients(self, step: int) -> tuple[int, Outcome]:
-        """The gradients of one step, in the state: of the mean loss times the loss scale. Returns the valid tokens."""
-        topology, executor, tokens = self.worker.executor.topology, self.worker.executor, np.empty(0, dtype=np.int64)
+        """The gradients of one step, in the state: of the mean loss times the loss scale. Returns
+        the valid tokens."""
+        topology, executor, tokens = (
+            self.worker.executor.topology,
+            self.worker.executor,
+            np.empty(0, dtype=np.int64),
+        )
         valid_tokens = self.batches.valid(topology.replica_samples(step))
         if executor.tied is not None:
             tokens = self.batches.read(topology.replica_samples(step))[0]
         mine, scale = topology.samples(step), self.loss_scale / valid_tokens
         return valid_tokens, executor.gradients(tokens, lambda i: self.batches.of(mine[i]), scale)
 
-    # -- what can go wrong -----------------------------------------------------------------------------------------
+    # -- what can go wrong
+    #   -----------------------------------------------------------------------------------------
 
     def _finite(self, step: int, loss: float, norm: float, outcome: Outcome) -> bool:
-        """True to update. An fp16 overflow skips the update and halves the scale; anything else refuses to go on."""
+        """True to update. An fp16 overflow skips the update and halves the scale; anything else
+        refuses to go on."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.quiet += 1
             if self.worker.plan.train.precision == "fp16" and self.quiet % QUIET_STEPS == 0:
@@ -255,9 +316,13 @@ class Trainer:
         samples = self.worker.executor.topology.replica_samples(step)
         raise Refusal(
             "non-finite",
-            what=f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite at step {step + 1}; the update "
+            what=f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite at step "
+            f"{step + 1}; the update "
             "was not made",
-            where=f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples {samples[0]} to {samples[-1]}",
+            where=(
+                f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples "
+                f"{samples[0]} to {samples[-1]}"
+            ),
             fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to "
             f"{self.worker.plan.train.optimizer.lr:g}; {self.checkpointer.kept}",
             remedy=LOWER,
@@ -265,25 +330,38 @@ class Trainer:
         )
 
     def _refuse_stray(self, step: int, outcome: Outcome) -> None:
-        """Warn of a worker whose loss is far above the others', and do not go on with one whose loss stays there."""
+        """Warn of a worker whose loss is far above the others', and do not go on with one whose
+        loss stays there."""
         outlier = self.strays.look({rank: loss for rank, (loss, _) in outcome.by_rank.items()})
         if outlier is None:
             return
-        device, samples = self.worker.plan.devices[outlier.rank], self.worker.executor.topology.replica_samples(step)
+        device, samples = (
+            self.worker.plan.devices[outlier.rank],
+            self.worker.executor.topology.replica_samples(step),
+        )
         fact = f"{outlier.loss:.2f} nats a token where the others have {outlier.others:.2f}"
         where = f"rank {outlier.rank} ({device.backend} {device.index} of {device.host})"
         if outlier.steps == 1 and self.worker.group.rank == 0:
-            message = f"step {step + 1}: the loss of {where} is {fact}, among samples {samples[0]} to {samples[-1]}"
+            message = (
+                f"step {step + 1}: the loss of {where} is {fact}, among samples {samples[0]} to "
+                f"{samples[-1]}"
+            )
             self.worker.emit(Warned(at=self.worker.clock(), message=message))
         if outlier.steps < PATIENCE:
             return
         raise Refusal(
-            "loss-spike", what=f"the loss of one worker is far above the others' for {PATIENCE} steps on end",
-            where=where, remedy=self.worker.run.resume(),
-            fact=f"{fact}, at step {step + 1}: its memory, processor or copy of the corpus is damaged",
-        )  # fmt: skip
+            "loss-spike",
+            what=f"the loss of one worker is far above the others' for {PATIENCE} steps on end",
+            where=where,
+            remedy=self.worker.run.resume(),
+            fact=(
+                f"{fact}, at step {step + 1}: its memory, processor or copy of the corpus is "
+                "damaged"
+            ),
+        )
 
-    # -- validation and checkpoints --------------------------------------------------------------------------------
+    # -- validation and checkpoints
+    #   --------------------------------------------------------------------------------
 
     def _validate(self, last: bool = False) -> None:
         """Measure the loss, and keep the weights if it is the best so far."""
@@ -294,11 +372,13 @@ class Trainer:
         if not math.isfinite(measured.sums.mean):
             saved = self.save(wait=True)
             raise Refusal(
-                "non-finite", what=f"the validation loss is not finite after step {self.step}",
-                where="the validation split", remedy=LOWER,
+                "non-finite",
+                what=f"the validation loss is not finite after step {self.step}",
+                where="the validation split",
+                remedy=LOWER,
                 fact=f"loss {measured.sums.mean}, though losses in training were finite; "
                 f"{'these weights are kept' if saved else self.checkpointer.kept}",
-            )  # fmt: skip
+            )
         before = self.validations.best_loss
         best = self.validations.judge(self.step, measured)
         self.worker.emit(self.validations.told(self.step, measured, best))
@@ -309,15 +389,27 @@ class Trainer:
                 # Those that are there are still the best: the next loss below theirs is written.
                 self.validations.best_loss = before
                 kept = "there are none" if before is None else "those before stay"
-                self._warn(f"step {self.step}: the best weights could not be written: {error}; {kept}")
+                self._warn(
+                    f"step {self.step}: the best weights could not be written: {error}; {kept}"
+                )
 
     def _current(self) -> TrainingProgress:
         return replace(
-            self.progress, step=self.step, steps=self.steps, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale,
-            quiet=self.quiet, skipped=self.skipped, share=self.pacing.share, paces=self.pacing.paces,
-            told=self.pacing.told, epoch=self.worker.epoch.number, left_out=self.left_out,
-            best_loss=self.validations.best_loss, stale=self.validations.stale,
-        )  # fmt: skip
+            self.progress,
+            step=self.step,
+            steps=self.steps,
+            elapsed_s=self.elapsed_s,
+            loss_scale=self.loss_scale,
+            quiet=self.quiet,
+            skipped=self.skipped,
+            share=self.pacing.share,
+            paces=self.pacing.paces,
+            told=self.pacing.told,
+            epoch=self.worker.epoch.number,
+            left_out=self.left_out,
+            best_loss=self.validations.best_loss,
+            stale=self.validations.stale,
+        )
 
     def save(self, *, due: bool = False, last: bool = False, wait: bool = False) -> bool:
         """Save the state as it is (`Saves.save`)."""
@@ -340,7 +432,8 @@ class Trainer:
             outer.resume(any(self.worker.group.sum(outer.apart)))
 
     def _training_of(self, progress: TrainingProgress) -> str | None:
-        """The training that a checkpoint is of. An earlier version's names its plan only, which may be a former one."""
+        """The training that a checkpoint is of. An earlier version's names its plan only, which may
+        be a former one."""
         if progress.training is not None:
             return progress.training
         if progress.plan == self.worker.plan.hash:
@@ -357,14 +450,30 @@ class Trainer:
         plan, run = self.worker.plan, self.worker.run
         if self._training_of(progress) != self.training:
             former = self._former(progress)
-            unlike = "model, text or training" if former is None else joined(unlike_training(former, plan))
+            unlike = (
+                "model, text or training"
+                if former is None
+                else joined(unlike_training(former, plan))
+            )
             raise Refusal(
-                "plan-mismatch", what="the checkpoint belongs to another training", where=run.checkpoints,
-                fact=f"plan {progress.plan}, which made it, has another {unlike} than plan {plan.hash}",
-                remedy="restore this run's plan.json, or start a new run: farspan train run.yaml --run NEW_FOLDER",
-            )  # fmt: skip
+                "plan-mismatch",
+                what="the checkpoint belongs to another training",
+                where=run.checkpoints,
+                fact=(
+                    f"plan {progress.plan}, which made it, has another {unlike} than plan "
+                    f"{plan.hash}"
+                ),
+                remedy=(
+                    "restore this run's plan.json, or start a new run: farspan train run.yaml "
+                    "--run NEW_FOLDER"
+                ),
+            )
         self.progress = replace(progress, plan=plan.hash, training=self.training)
-        self.loss_scale, self.quiet, self.skipped = progress.loss_scale, progress.quiet, progress.skipped
+        self.loss_scale, self.quiet, self.skipped = (
+            progress.loss_scale,
+            progress.quiet,
+            progress.skipped,
+        )
         self.validations.best_loss, self.validations.stale = progress.best_loss, progress.stale
         self.left_out = tuple(sorted({*progress.left_out, *self.worker.epoch.skip}))
         self.step = self.saves.step = progress.step

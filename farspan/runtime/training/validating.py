@@ -1,4 +1,5 @@
-"""A run's validations: what each reads, whether its loss is the best so far, and what is reported."""
+"""A run's validations: what each reads, whether its loss is the best so far, and what is
+reported."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.shared_clock import SharedClock
 from farspan.runtime.training.validation import LossSums, Validation
 
-#: A validation is clearly worse than the best where its loss is higher by so many standard errors of the mean. Both
-#: read the same windows, so what separates them varies about a tenth as much as the mean itself: twice that.
+#: A validation is clearly worse than the best where its loss is higher by so many standard errors
+#: of the mean. Both read the same windows, so what separates them varies about a tenth as much as
+#: the mean itself: twice that.
 CLEARLY = 0.2
 
 
 class Measured(NamedTuple):
-    """A validation's losses: of all windows that it read, and of the sample by which all are judged; None of those in
-    between, which read no more. `known` where that sample was read before."""
+    """A validation's losses: of all windows that it read, and of the sample by which all are
+    judged; None of those in between, which read no more. `known` where that sample was read
+    before."""
 
     sums: LossSums
     sample: LossSums
@@ -31,9 +34,18 @@ class Validations:
     """All workers of a run call `measure` and `read` together."""
 
     def __init__(
-        self, worker: Worker, validation: Validation, pacing: SharedClock, monotonic: Callable[[], float]
+        self,
+        worker: Worker,
+        validation: Validation,
+        pacing: SharedClock,
+        monotonic: Callable[[], float],
     ) -> None:
-        self._worker, self._validation, self._pacing, self._monotonic = worker, validation, pacing, monotonic
+        self._worker, self._validation, self._pacing, self._monotonic = (
+            worker,
+            validation,
+            pacing,
+            monotonic,
+        )
         #: The best loss so far, and validations since of which each is clearly worse.
         self.best_loss: float | None = None
         self.stale = 0
@@ -42,8 +54,8 @@ class Validations:
         self._sample = LossSums()
 
     def measure(self, step: int, *, last: bool) -> Measured | None:
-        """The loss on the same windows each time, from where the last validation reads on; None where nothing of it is
-        new."""
+        """The loss on the same windows each time, from where the last validation reads on; None
+        where nothing of it is new."""
         began, known = self._monotonic(), step == self.step
         sample = sums = self._sample if known else self.read(0, self._validation.first)
         if last:
@@ -53,8 +65,8 @@ class Validations:
         return Measured(sums, sample, last, known, self._monotonic() - began)
 
     def judge(self, step: int, measured: Measured) -> bool:
-        """Whether no validation's sample had so small a loss; counted where it is clearly worse, with those since the
-        best before it."""
+        """Whether no validation's sample had so small a loss; counted where it is clearly worse,
+        with those since the best before it."""
         self.step, self._sample = step, measured.sample
         if measured.known:
             return False
@@ -67,18 +79,32 @@ class Validations:
         return False
 
     def told(self, step: int, measured: Measured, best: bool) -> Validated:
-        """What is reported of a validation; of the last one also its loss on the sample that others read."""
+        """What is reported of a validation; of the last one also its loss on the sample that others
+        read."""
         worker, read, nats = self._worker, self._validation, (None, None)
-        val, sums, sample = worker.manifest.val, measured.sums, measured.sample if measured.last else None
+        val, sums, sample = (
+            worker.manifest.val,
+            measured.sums,
+            measured.sample if measured.last else None,
+        )
         if worker.group.rank == 0:
             nats = read.entropies(sums.windows, worker.manifest, worker.train)
         return Validated(
-            at=worker.clock(), step=step, loss=sums.mean, tokens=sums.tokens, seconds=measured.seconds, best=best,
-            bits_per_byte=sums.mean / math.log(2) * val.tokens / val.text_bytes, of=read.of,
-            standard_error=sums.standard_error(worker.val.count), read=read.name(sums.windows, worker.manifest.hash),
-            unigram_nats=nats[0], bigram_nats=nats[1], sample_loss=None if sample is None else sample.mean,
+            at=worker.clock(),
+            step=step,
+            loss=sums.mean,
+            tokens=sums.tokens,
+            seconds=measured.seconds,
+            best=best,
+            bits_per_byte=sums.mean / math.log(2) * val.tokens / val.text_bytes,
+            of=read.of,
+            standard_error=sums.standard_error(worker.val.count),
+            read=read.name(sums.windows, worker.manifest.hash),
+            unigram_nats=nats[0],
+            bigram_nats=nats[1],
+            sample_loss=None if sample is None else sample.mean,
             sample_tokens=None if sample is None else sample.tokens,
-        )  # fmt: skip
+        )
 
     def read(self, first: int, stop: int) -> LossSums:
         """The losses of the validation's windows `first` to `stop`."""
@@ -88,8 +114,8 @@ class Validations:
         return sums
 
     def _read_on(self, sums: LossSums) -> LossSums:
-        """The losses of all windows that the last validation has time for, those of `sums` among them: rank 0 says how
-        many more are read at a time."""
+        """The losses of all windows that the last validation has time for, those of `sums` among
+        them: rank 0 says how many more are read at a time."""
         left = self._validation.most - sums.windows
         while left > 0:
             mine, least = 0, min(left, self._validation.round)

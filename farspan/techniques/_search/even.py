@@ -1,4 +1,5 @@
-"""The usual grid (arXiv 2104.04473): data x tensor x pipeline, equal stages on consecutive devices, equal rows."""
+"""The usual grid (arXiv 2104.04473): data x tensor x pipeline, equal stages on consecutive devices,
+equal rows."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from farspan.techniques._task import Task
 
 
 def even_splits(task: Task, counts: Sequence[int]) -> Iterator[Replica]:
-    """Every even split in every number of microbatches of `counts`, ZeRO 0 and 1. Operators are split as Megatron-LM
-    splits them (arXiv 1909.08053): heads, d_ff and the vocabulary."""
+    """Every even split in every number of microbatches of `counts`, ZeRO 0 and 1. Operators are
+    split as Megatron-LM splits them (arXiv 1909.08053): heads, d_ff and the vocabulary."""
     n, graph, hosts = len(task.ranks), task.graph, task.costs.network.hosts
     in_host = min(hosts.count(host) for host in hosts)
     megatron = {
-        op.name: op.divisible for unit in (graph.embedding, graph.block, graph.head) for op in unit if op.divisible
+        op.name: op.divisible
+        for unit in (graph.embedding, graph.block, graph.head)
+        for op in unit
+        if op.divisible
     }
     for tensor, depth in itertools.product(range(1, in_host + 1), range(1, n + 1)):
         if n % (tensor * depth) or graph.layers % depth or in_host % tensor:
@@ -24,7 +28,10 @@ def even_splits(task: Task, counts: Sequence[int]) -> Iterator[Replica]:
         if any(graph.sizes[dim] % tensor for dims in megatron.values() for dim in dims):
             continue
         # Whoever shares operators shares memory and pace: that of the first is asked for all.
-        if any(len({(hosts[r], task.costs.alike[r]) for r in range(k, k + tensor)}) > 1 for k in range(0, n, tensor)):
+        if any(
+            len({(hosts[r], task.costs.alike[r]) for r in range(k, k + tensor)}) > 1
+            for k in range(0, n, tensor)
+        ):
             continue
         data = n // (tensor * depth)
         for parts in (count for count in counts if task.train.batch % (count * data) == 0):
@@ -32,11 +39,16 @@ def even_splits(task: Task, counts: Sequence[int]) -> Iterator[Replica]:
                 sync = GradSync(bucket_bytes=BUCKET_BYTES)
                 stages = [
                     Stage(
-                        units=_units(graph.layers, depth, s), mesh=_mesh(s, data, tensor), zero=zero, grad_sync=sync,
-                        rows=(task.train.batch // data,) * data, splits=megatron if tensor > 1 else {},
+                        units=_units(graph.layers, depth, s),
+                        mesh=_mesh(s, data, tensor),
+                        zero=zero,
+                        grad_sync=sync,
+                        rows=(task.train.batch // data,) * data,
+                        splits=megatron if tensor > 1 else {},
                         recompute=task.train.recompute,
-                    ) for s in range(depth)
-                ]  # fmt: skip
+                    )
+                    for s in range(depth)
+                ]
                 yield task.replica(stages, parts, [min(parts, depth - s) for s in range(depth)])
 
 

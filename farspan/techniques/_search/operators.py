@@ -1,4 +1,5 @@
-"""The operators of a stage over a tensor axis: a strategy for each, by integer linear programming."""
+"""The operators of a stage over a tensor axis: a strategy for each, by integer linear
+programming."""
 
 from __future__ import annotations
 
@@ -8,22 +9,39 @@ from collections.abc import Sequence
 from farspan.domain.graph import Operator
 from farspan.domain.plan import Zero
 from farspan.estimate.memory import kept_per_row, state_bytes
-from farspan.semantics.tensor_sharding import COPY, RESIDUAL, Strategy, returns_to_residual, strategies, weight_share
+from farspan.semantics.tensor_sharding import (
+    COPY,
+    RESIDUAL,
+    Strategy,
+    returns_to_residual,
+    strategies,
+    weight_share,
+)
 from farspan.techniques._search.ilp import Choice, Infeasible, solve
 from farspan.techniques._task import Task
 
 
 class Assignment:
-    """The program of one stage on one kind of tensor group: nodes are the residual stream and every operator.
+    """The program of one stage on one kind of tensor group: nodes are the residual stream and every
+    operator.
 
-    Embedding, one block and head each enter once; the block's costs count as often as the stage has blocks, whose
-    choices are thereby linked.
+    Embedding, one block and head each enter once; the block's costs count as often as the stage has
+    blocks, whose choices are thereby linked.
     """
 
     def __init__(
-        self, task: Task, units: tuple[int, int], group: Sequence[int], rows: int, *, zero: Zero = 0, data: int = 1,
-        microbatches: int = 1, in_flight: int = 1, concurrent: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        task: Task,
+        units: tuple[int, int],
+        group: Sequence[int],
+        rows: int,
+        *,
+        zero: Zero = 0,
+        data: int = 1,
+        microbatches: int = 1,
+        in_flight: int = 1,
+        concurrent: int = 1,
+    ) -> None:
         self.task, self.units, self.group, self.rows = task, units, group, rows
         self.zero, self.data, self.parts, self.in_flight, self.concurrent = (
             zero,
@@ -60,13 +78,18 @@ class Assignment:
             times = [task.costs.op_s(rank, op, self.rows, option.split, ways) for rank in unlike]
             seconds = count * self.parts * max(f + b for f, b in times)
             own = count * sum(
-                task.graph.size(w.dims) * weight_share(op, w.dims, option.split, ways) for w in op.weights
+                task.graph.size(w.dims) * weight_share(op, w.dims, option.split, ways)
+                for w in op.weights
             )
             if option.split == "b" and own:
                 width = task.engine.gradient_bytes[task.train.precision]
-                seconds += task.costs.network.all_reduce_s(self.group, own * width, concurrent=self.concurrent)
+                seconds += task.costs.network.all_reduce_s(
+                    self.group, own * width, concurrent=self.concurrent
+                )
             costs.append(seconds)
-            kept = kept_per_row(task.graph, (op,), task.train, {op.name: option.split}, ways, device.backend)
+            kept = kept_per_row(
+                task.graph, (op,), task.train, {op.name: option.split}, ways, device.backend
+            )
             state = sum(state_bytes(own, task.train, task.engine, self.zero, self.data))
             memory.append(state + count * self.in_flight * self.rows * kept)
         self.names.append(op.name)
@@ -77,10 +100,17 @@ class Assignment:
 
     def _join(self, before: int, node: int, op: Operator, count: int) -> None:
         """The collectives between what `before` writes and `node` reads."""
-        self._edge(before, node, [
-            [self._edge_s(a.writes, b.reads, b.gradient, op.inputs[0], count) for b in self.choices[node]]
-            for a in self.choices[before]
-        ])  # fmt: skip
+        self._edge(
+            before,
+            node,
+            [
+                [
+                    self._edge_s(a.writes, b.reads, b.gradient, op.inputs[0], count)
+                    for b in self.choices[node]
+                ]
+                for a in self.choices[before]
+            ],
+        )
 
     def _return(self, node: int, count: int) -> None:
         """The collectives between what `node` writes and the residual stream."""
@@ -91,20 +121,34 @@ class Assignment:
         self._edge(0, node, rows)
 
     def _edge_s(self, writes: str, reads: str, gradient: str, dims: str, count: int) -> float:
-        return count * self.parts * sum(
-            self.task.costs.edge_s(self.group, writes, reads, gradient, dims, self.rows, self.concurrent)
-        )  # fmt: skip
+        return (
+            count
+            * self.parts
+            * sum(
+                self.task.costs.edge_s(
+                    self.group, writes, reads, gradient, dims, self.rows, self.concurrent
+                )
+            )
+        )
 
     def _edge(self, a: int, b: int, rows: list[list[float]]) -> None:
         if (a, b) in self.edges:
-            rows = [[x + y for x, y in zip(*pair, strict=True)] for pair in zip(self.edges[a, b], rows, strict=True)]
+            rows = [
+                [x + y for x, y in zip(*pair, strict=True)]
+                for pair in zip(self.edges[a, b], rows, strict=True)
+            ]
         self.edges[a, b] = rows
 
-    def solve(self, cap: float = math.inf, deadline_s: float = 10.0) -> tuple[dict[str, str], Choice] | Infeasible:
-        """The strategies by operator name, as `Stage.splits` holds them, and what they cost; or what memory lacks."""
+    def solve(
+        self, cap: float = math.inf, deadline_s: float = 10.0
+    ) -> tuple[dict[str, str], Choice] | Infeasible:
+        """The strategies by operator name, as `Stage.splits` holds them, and what they cost; or
+        what memory lacks."""
         choice = solve(self.costs, self.edges, self.memory, cap, deadline_s)
         if isinstance(choice, Infeasible):
             return choice
-        splits = {name: options[pick].split for name, options, pick in
-                  zip(self.names, self.choices, choice.picks, strict=True)}  # fmt: skip
+        splits = {
+            name: options[pick].split
+            for name, options, pick in zip(self.names, self.choices, choice.picks, strict=True)
+        }
         return {name: split for name, split in splits.items() if split}, choice

@@ -1,9 +1,11 @@
-"""What a run of neighbouring devices can be as a pipeline stage: its meshes, and tables of what they take.
+"""What a run of neighbouring devices can be as a pipeline stage: its meshes, and tables of what
+they take.
 
-A table holds, for every number of blocks, what a microbatch takes, what the rest of a step takes, and how many
-microbatches memory lets be in flight. Blocks are alike, so it does not matter which they are, and a few priced stages
-give the whole table: almost everything is affine in their number. Whether a stage has the embedding or the head follows
-from where its devices stand in the order: at its start and at its end.
+A table holds, for every number of blocks, what a microbatch takes, what the rest of a step takes,
+and how many microbatches memory lets be in flight. Blocks are alike, so it does not matter which
+they are, and a few priced stages give the whole table: almost everything is affine in their number.
+Whether a stage has the embedding or the head follows from where its devices stand in the order: at
+its start and at its end.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from farspan.techniques._search.one_stage import BUCKET_BYTES, rows_by_speed
 from farspan.techniques._search.operators import Assignment
 from farspan.techniques._task import Task
 
-#: Stages at most of a pipeline over more devices than EVERY_RUN: bubbles grow with them, and the search.
+#: Stages at most of a pipeline over more devices than EVERY_RUN: bubbles grow with them, and the
+#: search.
 MOST_STAGES = 16
-#: Up to so many layers every number of blocks is priced; beyond, the fewest and all of them, and what lies between is
-#: taken from the line: only what hides behind the backward pass bends it.
+#: Up to so many layers every number of blocks is priced; beyond, the fewest and all of them, and
+#: what lies between is taken from the line: only what hides behind the backward pass bends it.
 PRICED_LAYERS = 8
-#: Up to so many devices every run of neighbours inside a site may be a stage; beyond, runs are whole hosts or equal
-#: parts of one.
+#: Up to so many devices every run of neighbours inside a site may be a stage; beyond, runs are
+#: whole hosts or equal parts of one.
 EVERY_RUN = 16
 
 
@@ -47,8 +50,8 @@ class Ends(NamedTuple):
     head: bool
 
     def units(self, layers: int, blocks: int, first: int = 1) -> tuple[int, int]:
-        """The units of a stage of so many blocks: with the embedding from the first on, with the head to the last, else
-        from block `first` on."""
+        """The units of a stage of so many blocks: with the embedding from the first on, with the
+        head to the last, else from block `first` on."""
         if self.embedding:
             return 0, blocks + 1 + self.head
         return (layers + 1 - blocks, layers + 2) if self.head else (first, first + blocks)
@@ -59,7 +62,8 @@ class Ends(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One way to run a stage on a slice: tensor width, splits, ZeRO level, recompute, rows of a microbatch."""
+    """One way to run a stage on a slice: tensor width, splits, ZeRO level, recompute, rows of a
+    microbatch."""
 
     ways: int
     splits: dict[str, str]
@@ -69,8 +73,8 @@ class Option(NamedTuple):
 
 
 class PassTable(NamedTuple):
-    """By blocks: seconds a microbatch (both passes), seconds of the other microbatches and of what comes once a step,
-    and microbatches in flight that fit (0: does not fit)."""
+    """By blocks: seconds a microbatch (both passes), seconds of the other microbatches and of what
+    comes once a step, and microbatches in flight that fit (0: does not fit)."""
 
     option: Option
     seconds: NDArray[np.float64]
@@ -79,8 +83,8 @@ class PassTable(NamedTuple):
 
 
 def slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
-    """The runs of an order that may be a stage: inside one site, and of one host or several whole ones. Kept, as every
-    number of microbatches asks for them."""
+    """The runs of an order that may be a stage: inside one site, and of one host or several whole
+    ones. Kept, as every number of microbatches asks for them."""
     key = ("slices", task.only, *order)
     if key not in task.memo:
         task.memo[key] = _slices(task, order)
@@ -113,7 +117,8 @@ def _aligned(start: int, stop: int, starts: Sequence[int], ends: Sequence[int]) 
 
 
 class Tables:
-    """Tables of slices, one for each kind of slice: those whose devices and inner links are alike share theirs."""
+    """Tables of slices, one for each kind of slice: those whose devices and inner links are alike
+    share theirs."""
 
     def __init__(self, task: Task, microbatches: int) -> None:
         self.task, self.microbatches = task, microbatches
@@ -122,7 +127,8 @@ class Tables:
         self._room: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def of(self, ranks: Sequence[int], ends: Ends) -> list[PassTable]:
-        """The tables of a slice's options that can be of use to a stage with these ends of the model."""
+        """The tables of a slice's options that can be of use to a stage with these ends of the
+        model."""
         key = ("tables", self.task.likeness(ranks), self.microbatches, self.rows, ends)
         memo = self.task.memo
         if key not in memo:
@@ -131,14 +137,24 @@ class Tables:
         return tables
 
     def _all(self, ranks: Sequence[int], ends: Ends) -> list[PassTable]:
-        """A table for every option that can be best: computing again is of use only where memory is short without."""
+        """A table for every option that can be best: computing again is of use only where memory is
+        short without."""
         tables: list[PassTable] = []
         full = None
         for option in self.options(ranks):
-            if option.recompute and not self.task.train.recompute and full is not None and full.all():
+            if (
+                option.recompute
+                and not self.task.train.recompute
+                and full is not None
+                and full.all()
+            ):
                 continue
             table = self._table(ranks, option, ends)
-            full = table.depth[np.isfinite(table.seconds)] >= self.microbatches if table.depth.any() else None
+            full = (
+                table.depth[np.isfinite(table.seconds)] >= self.microbatches
+                if table.depth.any()
+                else None
+            )
             tables += [table] if table.depth.any() else []
         return tables
 
@@ -168,14 +184,20 @@ class Tables:
         typical = max(1, self.rows // len(groups))
         costs, block = self.task.costs, self.task.graph.block
         pace = {
-            r: sum(costs.unit_s(r, block, typical, {}, 1)) for r in {costs.alike[rank]: rank for rank in ranks}.values()
+            r: sum(costs.unit_s(r, block, typical, {}, 1))
+            for r in {costs.alike[rank]: rank for rank in ranks}.values()
         }
         by_kind = {costs.alike[rank]: seconds for rank, seconds in pace.items()}
-        return tuple(rows_by_speed(self.rows, [max(by_kind[costs.alike[r]] for r in group) for group in groups]))
+        return tuple(
+            rows_by_speed(
+                self.rows, [max(by_kind[costs.alike[r]] for r in group) for group in groups]
+            )
+        )
 
     def _splits(self, ranks: Sequence[int], ways: int, rows: Sequence[int]) -> dict[str, str]:
-        """The cheapest strategies of all operators over a tensor axis, for units of every kind; memory is the table's
-        matter. Rows count by their power of two: which division is best hardly depends on them."""
+        """The cheapest strategies of all operators over a tensor axis, for units of every kind;
+        memory is the table's matter. Rows count by their power of two: which division is best
+        hardly depends on them."""
         if ways == 1:
             return {}
         return cheapest_splits(self.task, ranks[:ways], rows, len(ranks) // ways)
@@ -187,32 +209,51 @@ class Tables:
         knots = range(fewest, layers + 1) if layers <= PRICED_LAYERS else sorted({fewest, layers})
         priced = [self._priced(ranks, option, ends.units(layers, blocks)) for blocks in knots]
         counts = np.arange(fewest, layers + 1)
-        time, cycle, fixed, each = (np.interp(counts, knots, values) for values in zip(*priced, strict=True))
-        deep = np.where(fixed > 0, 0, np.minimum(self.microbatches, -fixed // np.maximum(each, 1.0)))
+        time, cycle, fixed, each = (
+            np.interp(counts, knots, values) for values in zip(*priced, strict=True)
+        )
+        deep = np.where(
+            fixed > 0, 0, np.minimum(self.microbatches, -fixed // np.maximum(each, 1.0))
+        )
         seconds, spans = np.full((2, layers + 1), np.inf)
         table = PassTable(option, seconds, spans, np.zeros(layers + 1, dtype=np.int64))
         table.seconds[fewest:], table.cycle[fewest:], table.depth[fewest:] = time, cycle, deep
         return table
 
-    def _priced(self, ranks: Sequence[int], option: Option, units: tuple[int, int]) -> tuple[float, ...]:
-        """Seconds of a microbatch; of all others and what comes once a step; bytes of the fullest device that stay
-        (less its capacity); bytes that a microbatch adds."""
+    def _priced(
+        self, ranks: Sequence[int], option: Option, units: tuple[int, int]
+    ) -> tuple[float, ...]:
+        """Seconds of a microbatch; of all others and what comes once a step; bytes of the fullest
+        device that stay (less its capacity); bytes that a microbatch adds."""
         task, parts = self.task, self.microbatches
         stage = stage_of(ranks, option, units, parts)
         time = stage_time(task.costs, stage, stage.rows, parts)
         seconds = time.passes.forward + time.passes.backward
         cycle = (parts - 1) * seconds + time.exposed + time.update
         worst = (-math.inf, 0.0)
-        for c in {task.costs.alike[group[0]]: c for c, group in enumerate(stage.mesh.batch)}.values():
+        for c in {
+            task.costs.alike[group[0]]: c for c, group in enumerate(stage.mesh.batch)
+        }.values():
             empty, single = self._bytes(stage, option.rows[c], c)
-            worst = max(worst, (empty - task.capacity(stage.mesh.batch[c][0]), float(single - empty)))
+            worst = max(
+                worst, (empty - task.capacity(stage.mesh.batch[c][0]), float(single - empty))
+            )
         return seconds, cycle, *worst
 
     def _bytes(self, stage: Stage, rows: int, coordinate: int) -> tuple[float, float]:
-        """Bytes of a device with no microbatch in flight, and with one: wherever the others of its stage are."""
+        """Bytes of a device with no microbatch in flight, and with one: wherever the others of its
+        stage are."""
         mesh, costs = stage.mesh, self.task.costs
         kind = costs.alike[mesh.batch[coordinate][0]]
-        key = kind, rows, stage.units, mesh.shape, stage.zero, stage.recompute, *stage.splits.items()
+        key = (
+            kind,
+            rows,
+            stage.units,
+            mesh.shape,
+            stage.zero,
+            stage.recompute,
+            *stage.splits.items(),
+        )
         if key not in self._room:
             memory = (costs.memory_of(stage, rows, depth, coordinate).total for depth in (0, 1))
             self._room[key] = next(memory), next(memory)
@@ -222,21 +263,27 @@ class Tables:
 def cheapest_splits(
     task: Task, group: Sequence[int], rows: Sequence[int], concurrent: int, *, by_rows: bool = True
 ) -> dict[str, str]:
-    """Strategies of all operators over a tensor axis, memory aside; rows are divided only if all are even, and never
-    without `by_rows`. Rows count by their power of two: which division is best hardly depends on them."""
+    """Strategies of all operators over a tensor axis, memory aside; rows are divided only if all
+    are even, and never without `by_rows`. Rows count by their power of two: which division is best
+    hardly depends on them."""
     ways, typical = len(group), 2 ** round(math.log2(max(rows)))
     even = by_rows and all(row % ways == 0 for row in rows)
     key = ("splits", task.likeness(group), typical, even)
     if key not in task.memo:
-        rounded = max(ways, typical - typical % ways) if even else max(1, typical - (typical % ways == 0))
-        solved = Assignment(task, (0, task.graph.units), group, rounded, concurrent=concurrent).solve()
+        rounded = (
+            max(ways, typical - typical % ways) if even else max(1, typical - (typical % ways == 0))
+        )
+        solved = Assignment(
+            task, (0, task.graph.units), group, rounded, concurrent=concurrent
+        ).solve()
         task.memo[key] = {} if isinstance(solved, Infeasible) else solved[0]
     splits: dict[str, str] = task.memo[key]
     return splits
 
 
 def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
-    """Tensor widths of a slice: 1, and what divides every run of like devices of one host in it, and some operator."""
+    """Tensor widths of a slice: 1, and what divides every run of like devices of one host in it,
+    and some operator."""
     network, costs, runs, previous = task.costs.network, task.costs, [], None
     for rank in ranks:
         key = (network.hosts[rank], costs.alike[rank])
@@ -247,18 +294,25 @@ def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
         previous = key
     sizes = [task.graph.sizes[dim] for op in task.graph.block for dim in op.divisible]
     return [
-        ways for ways in range(1, min(runs) + 1)
+        ways
+        for ways in range(1, min(runs) + 1)
         if all(run % ways == 0 for run in runs) and any(size % ways == 0 for size in sizes)
-    ]  # fmt: skip
+    ]
 
 
-def stage_of(ranks: Sequence[int], option: Option, units: tuple[int, int], microbatches: int) -> Stage:
+def stage_of(
+    ranks: Sequence[int], option: Option, units: tuple[int, int], microbatches: int
+) -> Stage:
     """The stage that an option means on these ranks."""
     return Stage(
-        units=units, mesh=_mesh(tuple(ranks), option.ways), zero=option.zero, splits=option.splits,
-        rows=tuple(row * microbatches for row in option.rows), recompute=option.recompute,
+        units=units,
+        mesh=_mesh(tuple(ranks), option.ways),
+        zero=option.zero,
+        splits=option.splits,
+        rows=tuple(row * microbatches for row in option.rows),
+        recompute=option.recompute,
         grad_sync=GradSync(bucket_bytes=BUCKET_BYTES),
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,16 +1,17 @@
 """Cutting a model into pipeline stages over a device order, by dynamic programming.
 
-Over a given order of devices, stages are runs of neighbours; what is minimised is Alpa's objective (arXiv 2201.12023,
-eq. 2) with the wires' time:
+Over a given order of devices, stages are runs of neighbours; what is minimised is Alpa's objective
+(arXiv 2201.12023, eq. 2) with the wires' time:
 
     sum_s (t_s + wire_s) + max_s max((m - 1) t_s + once_s, (m - 1) busy_s)
 
-t_s being a microbatch's forward and backward pass, once_s what comes once a step (sums of gradients that nothing hides,
-the update), wire_s the way to the next stage and back, busy_s how long a message keeps the wire, which as many pairs of
-hosts share as the stage with fewer has. The place in the order is part of the state (`least_sums`): it says which
-devices are left, not only how many. The outer search lowers the bound on the slowest stage from one Pareto point to the
-next, so every optimum of the objective is met. It ends where the sum, which only grows, and the least that the slowest
-stage takes are more than is known.
+t_s being a microbatch's forward and backward pass, once_s what comes once a step (sums of gradients
+that nothing hides, the update), wire_s the way to the next stage and back, busy_s how long a
+message keeps the wire, which as many pairs of hosts share as the stage with fewer has. The place in
+the order is part of the state (`least_sums`): it says which devices are left, not only how many.
+The outer search lowers the bound on the slowest stage from one Pareto point to the next, so every
+optimum of the objective is met. It ends where the sum, which only grows, and the least that the
+slowest stage takes are more than is known.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ import numpy as np
 
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques._search.least_sums import LeastSums, RangeTable, Stacked
-from farspan.techniques._search.slices import EVERY_RUN, MOST_STAGES, DeviceRange, Ends, Option, Tables, slices
+from farspan.techniques._search.slices import (
+    EVERY_RUN,
+    MOST_STAGES,
+    DeviceRange,
+    Ends,
+    Option,
+    Tables,
+    slices,
+)
 from farspan.techniques._task import Task
 
-#: Up to so many devices every Pareto point is met; beyond, the bound falls by this factor at least: what lies between
-#: is closer than the objective is to the full estimator.
+#: Up to so many devices every Pareto point is met; beyond, the bound falls by this factor at least:
+#: what lies between is closer than the objective is to the full estimator.
 EXACT, STEP = 6, 0.95
 #: The bound of a first look, by the least cycle of any slowest stage. Results do not depend on it.
 GLIMPSE = 1.5
@@ -39,7 +48,8 @@ ROUNDING = 1e-9
 
 
 class StageChoice(NamedTuple):
-    """One stage of a solution: its devices, its units, how it runs, and how deep its memory lets it be."""
+    """One stage of a solution: its devices, its units, how it runs, and how deep its memory lets it
+    be."""
 
     ranks: tuple[int, ...]
     units: tuple[int, int]
@@ -48,7 +58,8 @@ class StageChoice(NamedTuple):
 
 
 class StageLink(NamedTuple):
-    """Between two slices: seconds there and back, delay included, and how long one message keeps the wire."""
+    """Between two slices: seconds there and back, delay included, and how long one message keeps
+    the wire."""
 
     way: float
     busy: float
@@ -72,7 +83,9 @@ class StageSearch:
         self.most = min(n, task.graph.units, n if n <= EVERY_RUN else MOST_STAGES)
         self.slices = slices(task, order)
         network = task.costs.network
-        self.hosts = {run: len({network.hosts[order[i]] for i in range(*run)}) for run in self.slices}
+        self.hosts = {
+            run: len({network.hosts[order[i]] for i in range(*run)}) for run in self.slices
+        }
         self.lanes = {run: self._lanes(run) for run in self.slices}
         self._stacked = Stacked(n, self.most, self.layers, self.lanes, self.hosts)
         self._wires: dict[tuple[int, int], StageLink] = {}
@@ -83,8 +96,9 @@ class StageSearch:
         return Ends(run.start == 0, run.stop == len(self.order))
 
     def _lanes(self, run: DeviceRange) -> list[RangeTable]:
-        """The options of a slice that are deep enough, by stages to come, this one included: each by itself, or, on
-        more than EXACT devices, the fastest whole step for each number of blocks."""
+        """The options of a slice that are deep enough, by stages to come, this one included: each
+        by itself, or, on more than EXACT devices, the fastest whole step for each number of
+        blocks."""
         tables = self.tables.of(self.order[run.start : run.stop], self.ends(run))
         exact = len(self.order) <= EXACT
         key = ("lanes", id(tables), self.most, exact)
@@ -92,17 +106,24 @@ class StageSearch:
         if key not in memo:
             need = np.minimum(self.parts, np.arange(1, self.most + 1))[:, None]
             lanes = [
-                RangeTable(np.where(t.depth >= need, t.seconds, np.inf), np.where(t.depth >= need, t.cycle, np.inf),
-                     np.full((self.most, *t.depth.shape), number)) for number, t in enumerate(tables)
-            ]  # fmt: skip
+                RangeTable(
+                    np.where(t.depth >= need, t.seconds, np.inf),
+                    np.where(t.depth >= need, t.cycle, np.inf),
+                    np.full((self.most, *t.depth.shape), number),
+                )
+                for number, t in enumerate(tables)
+            ]
             memo[key] = lanes if exact or len(lanes) < 2 else [_fastest(lanes)]
         deep_enough: list[RangeTable] = memo[key]
         return deep_enough
 
     def wire(self, place: int, hosts: int) -> StageLink:
-        """From the device before a place to the one there, shared by so many pairs of hosts; none at the end."""
+        """From the device before a place to the one there, shared by so many pairs of hosts; none
+        at the end."""
         if (place, hosts) not in self._wires:
-            self._wires[place, hosts] = self._wire(place, hosts) if place < len(self.order) else StageLink(0.0, 0.0)
+            self._wires[place, hosts] = (
+                self._wire(place, hosts) if place < len(self.order) else StageLink(0.0, 0.0)
+            )
         return self._wires[place, hosts]
 
     def _wire(self, place: int, hosts: int) -> StageLink:
@@ -115,7 +136,8 @@ class StageSearch:
         return StageLink(2 * (hop.delay_s + busy), busy)
 
     def solutions(self, limit: float = math.inf) -> Iterator[Solution]:
-        """Pareto points of (sum, slowest), by falling bound on the slowest stage, while one may be up to `limit`."""
+        """Pareto points of (sum, slowest), by falling bound on the slowest stage, while one may be
+        up to `limit`."""
         best, solved = limit, self._first(limit)
         while solved is not None:
             total, slowest, cuts = solved
@@ -128,20 +150,22 @@ class StageSearch:
             solved = self._under(bound)
 
     def _first(self, limit: float) -> Solved | None:
-        """The least sum under any bound; or the first after it, of those that falling bounds lead to, from which on
-        they may be up to `limit`."""
+        """The least sum under any bound; or the first after it, of those that falling bounds lead
+        to, from which on they may be up to `limit`."""
         bound = self._within(limit)
         if bound is None or bound == math.inf or self._step == 1.0:
             return None if bound is None else self._under(bound)
         solved, above = None, self._under(bound)
         while above is not None and above != solved:
-            # What is the least sum under all bounds of a whole step above it cannot be stepped over.
+            # What is the least sum under all bounds of a whole step above it cannot be stepped
+            # over.
             solved, above = above, self._under((1 + ROUNDING) * above[1] / self._step)
         return solved
 
     def _within(self, limit: float) -> float | None:
-        """A bound that every solution up to `limit` is below, None where there is no solution: as the sum is at least
-        that under any bound above the slowest cycle, this is at most the limit less that sum; and so on."""
+        """A bound that every solution up to `limit` is below, None where there is no solution: as
+        the sum is at least that under any bound above the slowest cycle, this is at most the limit
+        less that sum; and so on."""
         bound, total = math.inf, 0.0
         while limit - total < SHRINKS * bound:
             bound = (1 + ROUNDING) * (limit - total)
@@ -151,29 +175,38 @@ class StageSearch:
         return bound if self.least < math.inf else None
 
     def glimpse(self) -> float:
-        """The objective of one solution whose slowest stage is hardly above the least: what to search first."""
+        """The objective of one solution whose slowest stage is hardly above the least: what to
+        search first."""
         solved = self._under(GLIMPSE * self.least) if self.least < math.inf else None
         return math.inf if solved is None else solved[0] + solved[1]
 
     @functools.cached_property
     def least(self) -> float:
-        """Seconds that no slowest cycle falls below. In fewer, stages over all devices hold too few blocks, or a
-        message keeps a wire for longer that every pipeline has here: no slice lies on both of its sides."""
+        """Seconds that no slowest cycle falls below. In fewer, stages over all devices hold too few
+        blocks, or a message keeps a wire for longer that every pipeline has here: no slice lies on
+        both of its sides."""
         cycle = self._stacked.cycle.min(axis=2)
         times = np.unique(cycle[np.isfinite(cycle)])
         place = bisect.bisect_left(
-            times, True, key=lambda seconds: self._stacked.most_blocks(cycle <= seconds) >= self.layers
+            times,
+            True,
+            key=lambda seconds: self._stacked.most_blocks(cycle <= seconds) >= self.layers,
         )
         inside = {place for run in self.slices for place in range(run.start + 1, run.stop)}
-        wires = (self.wire(at, self._most_hosts(at)) for at in range(1, len(self.order)) if at not in inside)
+        wires = (
+            self.wire(at, self._most_hosts(at))
+            for at in range(1, len(self.order))
+            if at not in inside
+        )
         busy = max((wire.busy for wire in wires), default=0.0)
         return max(float(times[place]), (self.parts - 1) * busy) if place < len(times) else math.inf
 
     def _most_hosts(self, place: int) -> int:
         """Pairs of hosts that may send at a place at once at most."""
         return min(
-            max((self.hosts[run] for run in self.slices if run[end] == place), default=1) for end in (1, 0)
-        )  # fmt: skip
+            max((self.hosts[run] for run in self.slices if run[end] == place), default=1)
+            for end in (1, 0)
+        )
 
     def _under(self, bound: float) -> Solved | None:
         """The least sum with every stage and message below the bound; None where there is none."""
@@ -190,7 +223,9 @@ class StageSearch:
 
         return LeastSums(self._stacked, bound, way)
 
-    def _read(self, sums: LeastSums, hosts: int, stages: int) -> tuple[float, tuple[StageChoice, ...]]:
+    def _read(
+        self, sums: LeastSums, hosts: int, stages: int
+    ) -> tuple[float, tuple[StageChoice, ...]]:
         """The slowest cycle of a least sum, and its stages."""
         place, before, slowest, cuts = 0, 0, 0.0, []
         for to_come in range(stages, 0, -1):
@@ -203,7 +238,9 @@ class StageSearch:
             slowest, before, place = max(slowest, float(lane.cycle[at])), before + blocks, run.stop
             if to_come > 1:
                 hosts = sums.after(run, to_come - 1, before)
-                slowest = max(slowest, (self.parts - 1) * self.wire(place, min(self.hosts[run], hosts)).busy)
+                slowest = max(
+                    slowest, (self.parts - 1) * self.wire(place, min(self.hosts[run], hosts)).busy
+                )
         return slowest, tuple(cuts)
 
 
@@ -211,4 +248,6 @@ def _fastest(lanes: Sequence[RangeTable]) -> RangeTable:
     """For each number of blocks the lane whose whole step is the fastest."""
     seconds, cycle, picks = (np.stack(parts) for parts in zip(*lanes, strict=True))
     best = (seconds + cycle).argmin(axis=0)[None]
-    return RangeTable(*(np.take_along_axis(part, best, axis=0)[0] for part in (seconds, cycle, picks)))
+    return RangeTable(
+        *(np.take_along_axis(part, best, axis=0)[0] for part in (seconds, cycle, picks))
+    )

@@ -13,7 +13,8 @@ _KINDS = {".css": "text/css", ".js": "text/javascript"}
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The page, what a browser sees without the token, and what both load: content and type by name."""
+    """The page, what a browser sees without the token, and what both load: content and type by
+    name."""
 
     page: bytes
     locked: bytes
@@ -24,7 +25,11 @@ def read_files(name: str) -> Files:
     """The files for a run of this name. Colours and type are those of the run's report."""
     jinja = environment(HERE)
     look = "".join((TEMPLATES / style).read_text() for style in ("chart.css", "page.css"))
-    static = {path.name: (path.read_bytes(), _KINDS[path.suffix]) for path in HERE.iterdir() if path.suffix in _KINDS}
+    static = {
+        path.name: (path.read_bytes(), _KINDS[path.suffix])
+        for path in HERE.iterdir()
+        if path.suffix in _KINDS
+    }
     return Files(
         page=jinja.get_template("search.html").render(name=name).encode(),
         locked=jinja.get_template("locked.html").render(name=name).encode(),
