@@ -1,59 +1,29 @@
-"""Tests marked `timed` say something of times that were measured, which is true of a machine that
-nobody disturbs.
+"""The two tiers of tests and how many examples a property gets in each.
 
-They get three tries. Where one fails while the host of a virtual machine gave its cores to others,
-the test is skipped and says so.
+`make test` runs what is not marked `slow`; each property gets the 30 examples of the profile
+`fast`, the same in every run. `make test-slow` runs what is marked `slow`, and every property once
+more with the 300 new examples of the profile `thorough`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from pathlib import Path
-
 import hypothesis
 import pytest
 
-TRIES = 3
-#: Share of the cores' time that a host may take before a failed time says nothing.
-TAKEN = 0.1
-
-hypothesis.settings.register_profile("farspan", deadline=None)
-hypothesis.settings.load_profile("farspan")
+# How long an example takes, or how long hypothesis needs to make it, says nothing of farspan.
+NO_CLOCK = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("fast", max_examples=30, derandomize=True, **NO_CLOCK)
+hypothesis.settings.register_profile("thorough", max_examples=300, **NO_CLOCK)
+hypothesis.settings.load_profile("fast")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"timed: its verdict is a time; it gets {TRIES} tries")
+    config.addinivalue_line("markers", "slow: runs in `make test-slow`, not in `make test`")
+    config.addinivalue_line("markers", "property: set on every test that hypothesis feeds")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("timed"):
-            item.add_marker(pytest.mark.flaky(reruns=TRIES - 1))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    if item.get_closest_marker("timed") is None:
-        return (yield)
-    before = ticks()
-    try:
-        return (yield)
-    except (Exception, pytest.fail.Exception):
-        taken, of = (after - was for after, was in zip(ticks(), before, strict=True))
-        if taken > TAKEN * of:
-            pytest.skip(
-                f"waits for a host that leaves this machine its cores: it took {taken / of:.0%} of "
-                "their time"
-            )
-        raise
-
-
-def ticks() -> tuple[int, int]:
-    """Hundredths of a second, of all cores: what the host took, and all; proc(5), /proc/stat."""
-    stat = Path("/proc/stat")
-    words = (
-        [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]]
-        if stat.exists()
-        else [0] * 8
-    )
-    return words[7], sum(words)
+        if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.property)
