@@ -4,25 +4,46 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN ?= runs/demo
+# Tests at a time.
+PROCESSES ?= 2
 
-.PHONY: demo test check stores gradients bench quality lab-table chaos gpu clean
+.PHONY: demo test test-slow check stores gradients bench quality lab-table chaos gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
 
-# What measures, or starts many processes of its own, has the machine to itself. What mostly waits, for silence to be
-# noticed or processes to end, runs three at a time; the rest two at a time.
-ALONE := tests/cli tests/lab tests/launch tests/report tests/studies tests/test_imports.py tests/test_readme.py
-WAITING := $(addprefix tests/runtime/test_,by_hand.py collective.py hostile.py resume.py unsaved.py) \
-	$(addprefix tests/launch/test_,ends.py killed.py) \
-	$(addprefix tests/cli/test_,elsewhere.py embed.py index_refusals.py jobs.py own_files.py serve.py serve_api.py signals.py) \
-	tests/app tests/serve tests/golden/test_old_run.py tests/retrieval/test_stopped.py
-
+# At most a quarter of an hour on two cores. No verdict depends on the clock, so everything runs two at a time.
 test: $(VENV)/.test
 	tools/system-packages.sh
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ALONE) $(WAITING)) tests
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(WAITING)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(WAITING)) $(ALONE)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(PROCESSES) --dist worksteal tests
+
+# Which folders of tests/ have slow tests that a change to a folder of farspan/ can break:
+#     make test-slow CHANGED="runtime planning"     before an issue is resolved
+#     make test-slow PART="launch lab"              these folders
+#     make test-slow                                all
+PARTS_app := app cli launch
+PARTS_catalog := domain estimate planning
+PARTS_cli := cli serve app
+PARTS_corpus := corpus retrieval cli
+PARTS_domain := domain app cli launch planning report retrieval runtime studies
+PARTS_estimate := estimate techniques planning studies golden
+PARTS_launch := launch lab app cli
+PARTS_models := models estimate runtime planning
+PARTS_planning := planning app cli studies golden
+PARTS_report := report studies
+PARTS_retrieval := retrieval serve cli golden
+PARTS_runtime := runtime launch app retrieval golden
+PARTS_semantics := estimate techniques runtime golden
+PARTS_techniques := techniques planning runtime golden
+PARTS_farspan_lab := lab launch
+PARTS_farspan_studies := studies report
+PART ?= $(sort $(foreach folder,$(CHANGED),$(or $(PARTS_$(folder)),$(error no parts are known for $(folder)))))
+
+# What is marked slow, and every property with ten times as many examples as in `make test`.
+test-slow: $(VENV)/.test
+	tools/system-packages.sh
+	$(BIN)/python -m pytest -m "slow or property" --hypothesis-profile thorough --durations 30 \
+		--numprocesses $(PROCESSES) --dist worksteal $(or $(addprefix tests/,$(PART)),tests)
 
 # Style, types and layers.
 check: $(VENV)/.test
