@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,13 +52,47 @@ class Trained(NamedTuple):
     warned: list[str]
 
 
+class WorkClock:
+    """A clock that only the work moves: a step and a validated token take the same each time."""
+
+    def __init__(self, step_s: float, token_s: float) -> None:
+        self.step_s, self.token_s = step_s, token_s
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def follow(self, made: Trainer) -> None:
+        make_step, read_windows = made._step, made.validation.read
+
+        def timed_step(step: int) -> tuple[float, float, int, float]:
+            self.now_s += self.step_s
+            return make_step(step)
+
+        def timed_read(first: int, stop: int) -> LossSums:
+            sums = read_windows(first, stop)
+            self.now_s += self.token_s * sums.tokens
+            return sums
+
+        made._step = timed_step  # type: ignore[method-assign]
+        made.validation.read = timed_read  # type: ignore[method-assign]
+
+
+class TrainedByClock(NamedTuple):
+    reason: str
+    elapsed_s: float
+    events: list[Event]
+
+
 @contextmanager
-def trainer(group: Group, plan: Plan, path: Path) -> Iterator[tuple[Trainer, list[Event]]]:
+def trainer(
+    group: Group, plan: Plan, path: Path, monotonic: Callable[[], float] = time.monotonic
+) -> Iterator[tuple[Trainer, list[Event]]]:
     """A worker's trainer, with weights of which none is idle; and the events that it emits."""
     events: list[Event] = []
     worker = build(plan, RunFolder(path), group, events.append)
     worker.executor.load(iter(reference.start(plan.model).items()))
-    yield Trainer(worker), events
+    yield Trainer(worker, monotonic), events
     for parameter in worker.state.parameters:
         # A hook that knows its parameter's owner would keep both, and all connections, for as long
         # as this process is.
@@ -86,6 +120,14 @@ def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Tra
             made.worker.stop = lambda: made.step >= until
         made.restore()
         return _trained(made, events)
+
+
+def train_by_clock(group: Group, plan: Plan, path: Path, clock: WorkClock) -> TrainedByClock:
+    """From the first step to the end, timed by `clock`."""
+    with trainer(group, plan, path, clock) as (made, events):
+        clock.follow(made)
+        made.restore()
+        return TrainedByClock(made.run(), made.elapsed_s, events)
 
 
 def restore_and_save(group: Group, plan: Plan, path: Path) -> tuple[int, int]:

@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from farspan.runtime.worker import as_problem, leave_word
 from farspan.semantics.identity import training_key
 from farspan.semantics.lr_schedule import learning_rate
 from tests import tiny
-from tests.runtime import stored_tensors
+from tests.runtime import jobs, stored_tensors
 
 NAN = math.nan
 TRAIN = TrainSpec(
@@ -136,52 +135,54 @@ def interrupt_after(run: RunFolder, step: int, number: signal.Signals) -> list[E
     return seen
 
 
-def test_signals_save_and_resuming_is_bitwise_the_uninterrupted_run(tmp_path):
-    train = replace(
-        TRAIN, steps=1500, validate_every=10_000
-    )  # Far more than are made before a signal comes.
-    reference = tiny.run_folder(tmp_path / "reference", tiny.plan(train))
-    launch(reference)
+def recorded(events: list[Event]) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; a step that was made twice must have had the same."""
+    found: dict[int, tuple[float, float]] = {}
+    for event in steps_of(events):
+        pair = (event.loss, event.grad_norm)
+        assert found.setdefault(event.step, pair) == pair
+    return found
+
+
+def test_interrupted_and_killed_runs_resume_to_the_same_bits(tmp_path):
+    # The schedule is of far more steps than are made, and every step is saved.
+    train = replace(TRAIN, steps=10**6, validate_every=10**6, checkpoint_every_s=0.001)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
-    steps, done = list[Step](), 0
+    done = 0
     for number in (signal.SIGTERM, signal.SIGINT):
         events = interrupt_after(run, done + 20, number)
         assert isinstance(events[-1], Finished) and events[-1].reason == "interrupted"
-        steps += steps_of(events)
-        assert done + 20 <= events[-1].step == steps[-1].step < 1500
+        assert steps_of(events)[0].step == done + 1
+        assert events[-1].step == steps_of(events)[-1].step >= done + 20
         done = events[-1].step
-    steps += steps_of(launch(run))
-    assert [e.step for e in steps] == list(range(1, 1501))
-    assert [e.loss for e in steps] == [
-        e.loss for e in read_events(reference.events) if isinstance(e, Step)
-    ]
-    ours, theirs = weights(run), weights(reference)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
-
-def test_kill_9_loses_only_what_was_not_saved(whole, tmp_path):
-    train = replace(TRAIN, steps=200, validate_every=1000, checkpoint_every_s=0.001)  # Every step.
-    run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
     with pytest.raises(Refusal) as refusal:
-        interrupt_after(run, 60, signal.SIGKILL)
+        interrupt_after(run, done + 20, signal.SIGKILL)
     assert refusal.value.problem.code == "worker-lost"
     assert "SIGKILL" in refusal.value.problem.fact
     saved = [event.step for event in read_events(run.events) if isinstance(event, Saved)]
-    second = launch(run)
-    assert steps_of(second)[0].step in (saved[-1] + 1, saved[-1] + 2)
-    assert isinstance(second[-1], Finished) and second[-1].step == 200
+    events = interrupt_after(run, done + 40, signal.SIGTERM)
+    # A checkpoint may have been complete just before it was reported.
+    assert steps_of(events)[0].step in (saved[-1] + 1, saved[-1] + 2)
+    done = events[-1].step
+
+    reference = tiny.run_folder(
+        tmp_path / "reference", tiny.plan(replace(train, checkpoint_every_s=1e6))
+    )
+    uninterrupted = recorded(interrupt_after(reference, done, signal.SIGTERM))
+    resumed = recorded(list(read_events(run.events)))
+    assert list(resumed) == list(range(1, done + 1))
+    assert resumed.items() <= uninterrupted.items()
 
 
-@pytest.mark.timed
-def test_a_lost_worker_ends_the_others_soon_and_is_named(tmp_path):
-    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=100_000), rows=(3, 3)))
-    began = 0.0
+def test_lost_worker_ends_the_others_and_is_named(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=10**6), rows=(3, 3)))
+    killed = False
     with pytest.raises(Refusal) as refusal, tiny.workers(run) as workers:
         for event in workers:
-            if isinstance(event, Step) and not began:
+            if isinstance(event, Step) and not killed:
                 os.kill(workers.processes[1].pid, signal.SIGKILL)
-                began = time.monotonic()
-    assert time.monotonic() - began < 30
+                killed = True
     assert "rank 1" in refusal.value.problem.what
     assert "resume" in refusal.value.problem.remedy
 
@@ -237,17 +238,17 @@ def _tensors(spec: ModelSpec = tiny.SPEC) -> dict[str, torch.Tensor]:
 
 
 def test_resuming_from_a_damaged_checkpoint_says_what_was_lost(tmp_path):
-    train = replace(TRAIN, steps=100, validate_every=1000, checkpoint_every_s=0.02)
+    train = replace(TRAIN, steps=20, validate_every=1000, checkpoint_every_s=0.001)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
     launch(run)
     newest, previous = list(checkpoint.newest_first(run.checkpoints))[:2]
     damage(newest / "part-00000.safetensors", "flip")
     events = launch(run)
     warning = next(event for event in events if isinstance(event, Warned))
-    lost = 100 - int(previous.name.removeprefix("step-"))
+    lost = 20 - int(previous.name.removeprefix("step-"))
     assert str(newest) in warning.message
     assert f": {counted(lost, 'step')} lost" in warning.message
-    assert steps_of(events)[-1].step == 100
+    assert steps_of(events)[-1].step == 20
 
 
 def test_when_every_checkpoint_is_damaged_the_run_refuses(tmp_path):
@@ -261,7 +262,7 @@ def test_when_every_checkpoint_is_damaged_the_run_refuses(tmp_path):
 
 
 def test_only_the_last_k_checkpoints_and_the_best_are_kept(tmp_path):
-    train = replace(TRAIN, steps=60, keep=2, checkpoint_every_s=0.01)
+    train = replace(TRAIN, steps=20, keep=2, checkpoint_every_s=0.001)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
     events = launch(run)
     assert len([event for event in events if isinstance(event, Saved)]) > 2
@@ -330,25 +331,6 @@ def test_a_gradient_that_others_are_part_of_blames_nobody_whose_loss_is_finite(b
     assert Outcome(sum(loss for loss, _ in by_rank.values()), NAN, by_rank).faulty == faulty
 
 
-@pytest.mark.parametrize("rows", [(6,), (3, 3)])
-def test_a_run_short_of_time_is_replanned_and_saved_now_and_then_on_any_number_of_workers(
-    tmp_path, rows
-):
-    """Workers hear a decision a step after it was made; what rank 0 has said meanwhile it does not
-    ask again."""
-    train = replace(
-        TRAIN, steps=100_000, validate_every=100_000, deadline_s=5.0, checkpoint_every_s=1.0
-    )
-    run = tiny.run_folder(tmp_path / "run", tiny.plan(train, rows=rows))
-    events = launch(run)
-    warned, saved = (
-        [event for event in events if isinstance(event, kind)] for kind in (Warned, Saved)
-    )
-    assert events[-1].reason == "deadline" and len(steps_of(events)) > 10
-    assert 1 <= len(warned) <= 10
-    assert len(saved) <= 5 + len(warned) + 1
-
-
 def test_a_first_validation_that_is_not_finite_ends_the_run(tmp_path):
     plan = tiny.plan(TRAIN, spec=replace(tiny.SPEC, tied=False))
     run = tiny.run_folder(tmp_path / "run", plan)
@@ -396,38 +378,40 @@ def test_a_deadline_ends_the_run_with_a_checkpoint(tmp_path):
     assert next(e for e in reversed(events) if isinstance(e, Saved)).step == events[-1].step
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("rows", [(6,), (3, 3)])
-def test_a_run_takes_the_time_that_it_has(tmp_path, rows):
-    """From the workers' start to their last event: steps, validations, checkpoints and sample
-    text."""
+def test_run_ends_within_its_time_budget(fleet, tmp_path, rows):
+    """By a clock that only the work moves: steps, validations and saves.
+
+    Workers learn of a decision a step after rank 0 made it, which must not report it twice.
+    """
     tiny.corpus(tmp_path / "corpus", val=200_001)
     train = replace(
         TRAIN,
         steps=10**5,
-        validate_every=500,
+        validate_every=100,
         validate_tokens=4096,
         deadline_s=12.0,
         checkpoint_every_s=3.0,
     )
-    run = tiny.run_folder(tmp_path / "run", tiny.plan(train, rows=rows))
-    events = launch(run)
-    end, last = events[-1], [event for event in events if isinstance(event, Validated)][-1]
-    assert isinstance(end, Finished) and end.reason == "deadline"
-    assert 0.8 * 12 <= end.seconds <= 1.02 * 12 + 2
-    assert last.step == end.step and last.tokens > 4096 and last.sample_tokens == 4096
-    rates = [event.lr for event in steps_of(events)]
+    plan = tiny.plan(train, rows=rows)
+    run = tiny.run_folder(tmp_path / "run", plan)
+    clock = jobs.WorkClock(step_s=0.04, token_s=1e-5)
+    finished, *_ = fleet.run(jobs.train_by_clock, len(rows), plan, run.path, clock)
+    assert finished.reason == "deadline"
+    assert 0.9 * 12 <= finished.elapsed_s <= 12
+    steps = steps_of(finished.events)
+    validations = [event for event in finished.events if isinstance(event, Validated)]
+    assert len(steps) > 150
+    assert validations[-1].step == steps[-1].step
+    assert validations[-1].tokens > 4096 and validations[-1].sample_tokens == 4096
+    rates = [event.lr for event in steps]
     top = rates.index(max(rates))
-    assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] == pytest.approx(
-        0.1 * max(rates), rel=0.05
-    )
-    assert (
-        sum(
-            isinstance(event, Warned) and "time budget is enough for" in event.message
-            for event in events
-        )
-        == 1
-    )
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1 * max(rates), rel=0.05)
+    warnings = [event.message for event in finished.events if isinstance(event, Warned)]
+    assert len([line for line in warnings if "time budget is enough for" in line]) == 1
+    # One each three seconds, one with the warning, and the last.
+    assert len([event for event in finished.events if isinstance(event, Saved)]) <= 4 + 1 + 1
 
 
 def test_another_corpus_than_planned_is_refused(tmp_path):
