@@ -7,7 +7,7 @@ RUN ?= runs/demo
 # Tests at a time.
 PROCESSES ?= 2
 
-.PHONY: demo test test-slow check stores gradients bench quality lab-table chaos gpu clean
+.PHONY: demo test test-slow check stores gradients bench quality lab-table chaos gpu gpu-wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
@@ -74,10 +74,15 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/fit_engines.py
 
-# What needs an NVIDIA GPU; without one it says so and skips.
-gpu: $(VENV)/.test
-	$(BIN)/python -m pytest -rs tests/runtime/test_gpu.py
-	$(BIN)/python benchmarks/gpu.py
+# What needs an NVIDIA GPU: neither .venv nor a network, at most seven minutes. Without a GPU it says so.
+# STAGES="head small" runs these; `python benchmarks/gpu.py --list` names them.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py $(STAGES)
+
+# The packages that a CUDA image of PyTorch lacks (25 MB), for `make gpu` on a machine without a network.
+gpu-wheels:
+	$(PYTHON) benchmarks/gpu.py --wheels
 
 quality: $(VENV)/.test
 	$(BIN)/python benchmarks/quality.py

@@ -1,338 +1,429 @@
-"""One NVIDIA GPU: our own step beside a plain compiled PyTorch loop, and beside what the planner
-says blind.
+"""Measures farspan on one NVIDIA GPU: `make gpu`.
 
-    python benchmarks/gpu.py [--rows 16] [--rounds 8] [--steps 10] [--only contest|predicted]  #
-    writes results/gpu.json
+    python benchmarks/gpu.py                 every stage, at most seven minutes
+    python benchmarks/gpu.py head small      these stages
+    python benchmarks/gpu.py --list          the stages, their limits, and what each measures
+    python benchmarks/gpu.py --dry           every stage at a tiny size on the CPU: tries it
+    python benchmarks/gpu.py --wheels        download what a CUDA image of PyTorch lacks
 
-The contest is of gpt2-medium at context 1024: both train in bf16 with torch.compile, flash
-attention and AdamW on random tokens, in turns. tokens/s are medians over rounds; MFU is model FLOPs
-(`domain.model.train_flops_per_token`) by the peak that the catalogue states. After it come steps of
-many shapes as farspan makes them by default, each beside the seconds and bytes that the estimator
-predicts from the catalogue's data sheet alone, written down before the step is made. Without an
-NVIDIA GPU it says so and writes nothing.
+It runs from the source tree, with any Python that has PyTorch: neither `.venv` nor a network is
+needed. Packages that this Python lacks are unpacked from `benchmarks/gpu-wheels/`, where `--wheels`
+puts them on a machine with a network.
+
+Each stage is a process of its own with a limit; one that crashes or hangs costs that stage only. A
+stage writes its rows as they come, and `gpu.json` is replaced as a whole with every row. Stages
+that do not run keep what they had there. The folder is $OUT, else `benchmarks/results/`. Compiler
+caches, logs and runs stay in `runs/gpu/`, which git ignores; `gpu.log` in $OUT has the logs.
+
+Without a GPU it says so in one line and exits with 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
-import statistics
+import os
+import platform
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-from wan import said_of_here
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT = BENCHMARKS.parent
+WHEELS = BENCHMARKS / "gpu-wheels"
+#: Seconds for all stages. Their limits add up to it.
+TOTAL_S = 420.0
+#: A stage is not started with less time left.
+SHORTEST_STAGE_S = 5.0
+POLL_S = 0.1
+#: Characters of a failed stage's log that go into gpu.json, and of each log into gpu.log.
+TAIL_CHARACTERS, LOG_CHARACTERS = 2_000, 400_000
 
-from farspan import models
-from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Host, Site
-from farspan.domain.engine import engine
-from farspan.domain.model import ModelSpec, train_flops_per_token
-from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
-from farspan.domain.train import Muon, Optimizer, TrainSpec
-from farspan.estimate.price import estimate
-from farspan.planning.size import shape_for
-from farspan.runtime.comm.topology import Topology
-from farspan.runtime.device import release
-from farspan.runtime.model.decoder import drawn
-from farspan.runtime.parallel.executor import Executor
-from farspan.runtime.parallel.pipeline import Batch
-from farspan.runtime.worker import compile_blocks
+#: Distribution of each package to import, where the names differ.
+DISTRIBUTIONS = {"qdrant_edge": "qdrant-edge-py", "yaml": "pyyaml"}
+#: What a CUDA image of PyTorch usually lacks.
+CARRIED = ("msgspec", "zstandard", "highspy", "bm25s", "qdrant_edge")
+CARRIED_PYTHON = "3.12"
+KERNELS = ("torch", "numpy", "msgspec")
+WORKER = (*KERNELS, "yaml", "psutil", "safetensors", "zstandard")
+COMMANDS = ("highspy", "jinja2", "rich", "tiktoken", "tokenizers")
+EVERYTHING = (*WORKER, *COMMANDS, "pyarrow", "bm25s", "qdrant_edge")
 
-RESULTS = Path(__file__).parent / "results" / "gpu.json"
-#: At least as fast as the plain loop, and this share of the peak on an H100 or H200.
-TARGETS = {"ratio": 1.0, "mfu": 0.5}
-Step = Callable[[], None]
+
+@dataclass(frozen=True)
+class Stage:
+    """One process: `module.measure(context)`, ended after `limit_s`."""
+
+    name: str
+    module: str
+    limit_s: float
+    needs: tuple[str, ...]
+    measures: str
+
+
+STAGES = (
+    Stage("card", "gpu_card", 15, ("torch",), "bandwidth, matrix products, time of a launch"),
+    Stage("head", "gpu_head", 35, KERNELS, "HeadLoss alone: ms, bytes, error"),
+    Stage("contest", "gpu_contest", 115, WORKER, "gpt2-medium and a plain compiled loop, in turns"),
+    Stage("tests", "gpu_tests", 60, WORKER, "gradients and updates against the CPU's"),
+    Stage("small", "gpu_small", 50, WORKER, "2.9 M and 15 M parameters through the Trainer"),
+    Stage("predicted", "gpu_predicted", 70, WORKER, "steps and memory, predicted and measured"),
+    Stage("run", "gpu_run", 75, EVERYTHING, "train, stop, resume, embed, search"),
+)
+
+
+class Results:
+    """gpu.json: what each stage has found so far. It is replaced as a whole, never half written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stages: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            self.stages = json.loads(path.read_text())["stages"]
+
+    def put(self, name: str, found: Mapping[str, Any]) -> None:
+        self.stages[name] = dict(found)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".json.tmp")
+        new.write_text(json.dumps({"stages": self.stages}, indent=1) + "\n")
+        os.replace(new, self.path)
+
+
+def run_stages(
+    stages: Sequence[Stage],
+    command: Callable[[Stage, Path, float], list[str]],
+    environment: Callable[[Stage], dict[str, str]],
+    about: Mapping[str, Any],
+    results: Results,
+    folder: Path,
+    total_s: float = TOTAL_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Run each stage until its limit or the end of `total_s`; returns whether all succeeded.
+
+    `command(stage, rows, limit_s)` is what writes the rows of a stage to the file `rows`.
+    """
+    ends = clock() + total_s
+    succeeded = True
+    for stage in stages:
+        found = {"outcome": "skipped", **about, "at": now(), "rows": []}
+        limit_s = min(stage.limit_s, ends - clock())
+        if absent := [name for name in missing(stage.needs) if wheel_of(name) is None]:
+            found["why"] = f"missing: {', '.join(absent)}; make gpu-wheels fetches what it can"
+        elif limit_s < min(stage.limit_s, SHORTEST_STAGE_S):
+            found["why"] = f"{max(0.0, limit_s):.0f} s were left of {total_s:.0f}"
+        else:
+            rows = folder / f"{stage.name}.jsonl"
+            rows.unlink(missing_ok=True)
+            run_stage(
+                stage.name,
+                command(stage, rows, limit_s),
+                environment(stage),
+                rows,
+                limit_s,
+                lambda found, name=stage.name: results.put(name, found),
+                found,
+                clock,
+            )
+        results.put(stage.name, found)
+        succeeded &= found["outcome"] == "done"
+        print(f"{stage.name}: {outcome_line(found)}", flush=True)
+    return succeeded
+
+
+def run_stage(
+    name: str,
+    command: list[str],
+    environment: Mapping[str, str],
+    rows: Path,
+    limit_s: float,
+    put: Callable[[Mapping[str, Any]], None],
+    found: dict[str, Any],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Run one process, with all that it starts, for at most `limit_s`; `found` gets its outcome."""
+    log = rows.with_suffix(".log")
+    began = clock()
+    found |= {"outcome": "running", "limit_s": round(limit_s, 1)}
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=dict(environment),
+            # Not a session of its own: where this script is killed as a group's member, so is it.
+            process_group=0,
+        )
+        try:
+            while process.poll() is None and clock() - began < limit_s:
+                add_new_rows(name, rows, found, put)
+                time.sleep(POLL_S)
+            in_time = process.poll() is not None
+        finally:
+            kill_group(process)
+    add_new_rows(name, rows, found, put)
+    found["outcome"] = "done" if process.returncode == 0 else "failed" if in_time else "limit"
+    found["rc"] = process.returncode if in_time else None
+    found["s"] = round(clock() - began, 1)
+    if found["outcome"] != "done":
+        found["tail"] = log.read_text(errors="replace")[-TAIL_CHARACTERS:]
+
+
+def add_new_rows(
+    name: str, rows: Path, found: dict[str, Any], put: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Take whole lines that the stage has written since, print their text, and keep them."""
+    if not rows.exists():
+        return
+    lines = rows.read_bytes().split(b"\n")[:-1]
+    if len(lines) == len(found["rows"]):
+        return
+    for line in lines[len(found["rows"]) :]:
+        row = json.loads(line)
+        print(f"  {name}: {row.get('text', '')}", flush=True)
+        found["rows"].append(row)
+    put(found)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End a stage and whatever it has started and left running."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def outcome_line(found: Mapping[str, Any]) -> str:
+    if found["outcome"] == "skipped":
+        return f"skipped, {found['why']}"
+    words = {
+        "done": "done",
+        "failed": f"FAILED with {found['rc']}",
+        "limit": f"ENDED at its limit of {found['limit_s']:.0f} s",
+    }[found["outcome"]]
+    tail = f"\n{found['tail'].rstrip()}" if found["outcome"] == "failed" else ""
+    return f"{words} in {found['s']:.0f} s, {len(found['rows'])} rows{tail}"
+
+
+# -- packages
+#   ------------------------------------------------------------------------------------------------
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def wheel_of(name: str) -> Path | None:
+    """The wheel in benchmarks/gpu-wheels/ that has a package for this Python."""
+    prefix = DISTRIBUTIONS.get(name, name).replace("-", "_")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}-"
+    for path in sorted(WHEELS.glob(f"{prefix}-*.whl")):
+        if any(part in path.name for part in (tag, "abi3", "py3-none-any", "py2.py3-none-any")):
+            return path
+    return None
+
+
+def unpacked(names: Sequence[str], folder: Path) -> list[Path]:
+    """Folders for PYTHONPATH with the wheels of those packages that this Python lacks."""
+    paths = []
+    for name in missing(names):
+        wheel = wheel_of(name)
+        if wheel is None:
+            continue
+        target = folder / "site" / wheel.stem
+        if not target.exists():
+            partial = target.with_suffix(".partial")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(partial)
+            os.replace(partial, target)
+        paths.append(target)
+    return paths
+
+
+def download_wheels() -> None:
+    """Fetch the wheels of CARRIED for Linux on x86-64, in the versions of constraints.txt."""
+    pinned = dict(
+        line.strip().split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    names = [DISTRIBUTIONS.get(name, name) for name in CARRIED]
+    platforms = [f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28, 31, 34, 35)]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
+    command += ["--quiet", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    command += ["--python-version", CARRIED_PYTHON, "-d", str(WHEELS)]
+    for name in (*platforms, "manylinux2014_x86_64", "manylinux1_x86_64"):
+        command += ["--platform", name]
+    WHEELS.mkdir(exist_ok=True)
+    (WHEELS / ".gitignore").write_text("*\n")
+    for path in WHEELS.glob("*.whl"):
+        path.unlink()
+    subprocess.run([*command, *(f"{name}=={pinned[name]}" for name in names)], check=True)
+    size = sum(path.stat().st_size for path in WHEELS.glob("*.whl"))
+    print(f"{WHEELS.relative_to(ROOT)}: {', '.join(names)}, {size / 1e6:.0f} MB")
+
+
+# -- what a result says of this machine and this source
+#   ------------------------------------------------------------------------------------------------
+
+PROBE = """
+import json, torch
+gpu = torch.cuda.is_available()
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
+                  "device": torch.cuda.get_device_name() if gpu else None}))
+"""
+
+
+def probe() -> dict[str, Any] | None:
+    """PyTorch's version and the GPU's name, asked in another process: this one holds no GPU."""
+    asked = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    return json.loads(asked.stdout) if asked.returncode == 0 else None
+
+
+def describe(torch: Mapping[str, Any], dry: bool) -> dict[str, Any]:
+    return {
+        "device": "cpu" if dry else torch["device"],
+        "dry": dry,
+        "commit": commit(),
+        "source": source_digest(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch["torch"],
+            "cuda": torch["cuda"],
+        },
+        "cpu": cpu_name(),
+    }
+
+
+def commit() -> str | None:
+    """The commit; None where the tree came without its history."""
+    with contextlib.suppress(OSError):
+        words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(words, capture_output=True, text=True).stdout.strip() or None
+    return None
+
+
+def source_digest() -> str:
+    """Digest of farspan's source files, by which two results of one tree are recognized."""
+    digest = blake2b(digest_size=6)
+    for path in sorted((ROOT / "farspan").rglob("*.py")):
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(": ")[1]
+    return platform.machine()
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# -- the command
+#   ------------------------------------------------------------------------------------------------
+
+
+def environment_of(stage: Stage, folder: Path, dry: bool) -> dict[str, str]:
+    """The environment of a stage: the source tree, missing packages, and compiler caches."""
+    paths = [ROOT, BENCHMARKS, *unpacked(stage.needs, folder)]
+    before = os.environ.get("PYTHONPATH")
+    found = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *([before] if before else [])]),
+        "PYTHONUNBUFFERED": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    # On a CPU compiling takes minutes and needs a C++ compiler: the calls are tried, not the code.
+    return found | ({"TORCH_COMPILE_DISABLE": "1"} if dry else {})
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stages", nargs="*", help="all, if none is named")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--wheels", action="store_true")
+    parser.add_argument("--out", type=Path, help="folder of gpu.json; $OUT, else results/")
+    parser.add_argument("--folder", type=Path, help="caches, logs and runs; runs/gpu/")
+    parser.add_argument("--total", type=float, default=TOTAL_S, help="seconds for all stages")
+    parser.add_argument("--limit", type=float, help="seconds for each stage, not its own limit")
+    given = parser.parse_args()
+    if unknown := set(given.stages) - {stage.name for stage in STAGES}:
+        parser.error(f"no stage {', '.join(sorted(unknown))}; --list names them")
+    return given
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", default="gpt2-medium")
-    parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=10, help="steps of a round")
-    parser.add_argument("--only", choices=("contest", "predicted"))
-    given = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("skipped: this waits for a machine with an NVIDIA GPU")
+    given = arguments()
+    if given.list:
+        for stage in STAGES:
+            print(f"{stage.name:10} {stage.limit_s:4.0f} s  {stage.measures}")
         return
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found |= {
-        "device": torch.cuda.get_device_name(),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **said_of_here(),
-    }
-    if given.only != "predicted":
-        found |= contest(given)
-        RESULTS.write_text(json.dumps(found, indent=1))
-    if given.only != "contest":
-        found["predicted"] = predicted()
-        RESULTS.write_text(json.dumps(found, indent=1))
+    if given.wheels:
+        download_wheels()
+        return
+    torch = probe()
+    if torch is None:
+        print(f"skipped: {sys.executable} has no PyTorch that can be imported")
+        return
+    if torch["device"] is None and not given.dry:
+        print("skipped: this waits for a machine with an NVIDIA GPU (--dry tries it on the CPU)")
+        return
+    folder = given.folder or ROOT / "runs" / "gpu" / ("dry" if given.dry else "")
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    asked_for = given.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
+    out = asked_for or (folder if given.dry else BENCHMARKS / "results")
 
+    def command(stage: Stage, rows: Path, limit_s: float) -> list[str]:
+        words = [sys.executable, str(BENCHMARKS / "gpu_stage.py"), stage.module]
+        words += ["--rows", str(rows), "--folder", str(folder), "--limit", str(limit_s)]
+        return [*words, "--dry"] if given.dry else [*words, "--name", torch["device"]]
 
-def contest(given: argparse.Namespace) -> dict[str, Any]:
-    spec = models.presets()[given.preset].spec
-    train = TrainSpec(
-        steps=1, batch=given.rows, seq_len=spec.context, precision="bf16", compile=True
-    )
-    contestants = {"farspan": ours(spec, train)[0], "pytorch": plain(spec, given.rows)}
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for step in contestants.values():
-        timed(step, 5)  # Compiles.
-    for _ in range(given.rounds):
-        for name, step in contestants.items():
-            seconds[name].append(timed(step, given.steps) / given.steps)
-    return report(given, spec, seconds)
-
-
-def timed(step: Step, count: int) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(count):
-        step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def report(
-    given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[float]]
-) -> dict[str, Any]:
-    tokens, name = given.rows * spec.context, torch.cuda.get_device_name()
-    peak = catalog.peak_flops(name, "bf16", 1)
-    rows = {}
-    for contestant, found in seconds.items():
-        rate = tokens / statistics.median(found)
-        mfu = rate * train_flops_per_token(spec, spec.context) / peak if peak else None
-        rows[contestant] = {"tokens_per_s": rate, "mfu": mfu, "step_s": found}
-        print(f"{contestant}: {rate:,.0f} tokens/s, MFU {f'{mfu:.1%}' if mfu else 'n/a'}")
-    ratio = statistics.median(
-        b / a for a, b in zip(seconds["farspan"], seconds["pytorch"], strict=True)
-    )
-    print(
-        f"farspan / pytorch: {ratio:.2f} (asked {TARGETS['ratio']}; MFU asked {TARGETS['mfu']:.0%})"
-    )
-    return {
-        "peak_flops": peak,
-        "preset": given.preset,
-        "rows": given.rows,
-        "context": spec.context,
-        "ratio": ratio,
-        "contestants": rows,
-        "memory_bytes": torch.cuda.max_memory_allocated(),
-    }
-
-
-def cases() -> list[tuple[str, ModelSpec, TrainSpec]]:
-    """Shapes that are priced blind and then made: small models of `farspan train`, and the
-    presets."""
-    small = {
-        name: shape_for("llama", size, vocab_size=8192, context=256, knobs={})
-        for name, size in (("3m", 3_000_000), ("15m", 15_000_000), ("60m", 60_000_000))
-    }
-    specs = small | {
-        name: models.presets()[name].spec for name in ("gpt2", "gpt2-medium", "gpt2-large")
-    }
-    muon = Optimizer(muon=Muon())
-    asked = [
-        ("3m", 8, {}),
-        ("3m", 8, {"optimizer": muon}),
-        ("3m", 64, {}),
-        ("15m", 32, {}),
-        ("15m", 32, {"optimizer": muon}),
-        ("60m", 64, {}),
-        ("60m", 64, {"precision": "fp32"}),
-        ("gpt2", 4, {}),
-        ("gpt2", 16, {}),
-        ("gpt2", 32, {}),
-        ("gpt2", 16, {"precision": "tf32"}),
-        ("gpt2", 16, {"precision": "fp32"}),
-        ("gpt2", 16, {"optimizer": muon}),
-        ("gpt2", 16, {"attention": "vanilla"}),
-        ("gpt2-medium", 16, {}),
-        ("gpt2-medium", 16, {"recompute": True}),
-        ("gpt2-large", 8, {}),
-    ]
-    return [
-        (
-            name,
-            specs[name],
-            TrainSpec(
-                **(
-                    {"steps": 1, "batch": rows, "seq_len": specs[name].context, "precision": "bf16"}
-                    | knobs
-                )
-            ),
+    stages = [stage for stage in STAGES if not given.stages or stage.name in given.stages]
+    if given.limit is not None:
+        stages = [replace(stage, limit_s=given.limit) for stage in stages]
+    try:
+        succeeded = run_stages(
+            stages,
+            command,
+            lambda stage: environment_of(stage, folder, given.dry),
+            describe(torch, given.dry),
+            Results(out / "gpu.json"),
+            folder,
+            given.total,
         )
-        for name, rows, knobs in asked
-    ]
+    finally:
+        if asked_for is not None:
+            join_logs(stages, folder, out / "gpu.log")
+    print(f"results: {out / 'gpu.json'}")
+    sys.exit(not succeeded)
 
 
-def predicted() -> list[dict[str, Any]]:
-    """Of each case the seconds of a step and the peak of allocated bytes: from the data sheet, and
-    as they are."""
-    name = torch.cuda.get_device_name()
-    kind = catalog.kind_of(name)
-    device = catalog.devices()[kind].device(name) if kind else None
-    if device is None:
-        print(f"skipped: the catalogue has no {name}")
-        return []
-    cluster = Cluster(sites=(Site(name="here", hosts=(Host(name="here", devices=(device,)),)),))
-    print(
-        f"\n{'':44} {'predicted':>10} {'measured':>10} {'ratio':>6} {'predicted':>10} "
-        f"{'measured':>10}"
-    )
-    rows = []
-    for model, spec, train in cases():
-        said = estimate(plan_of(spec, train), models.graph(spec), cluster, engine("farspan"))
-        release(torch.device("cuda"))
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        step, end = ours(spec, train)
-        timed(step, 3)
-        step_s = statistics.median(timed(step, 3) / 3 for _ in range(5))
-        peak = torch.cuda.max_memory_allocated() - held
-        end()
-        del step, end
-        knobs = [
-            train.precision,
-            *("muon",) * bool(train.optimizer.muon),
-            *("recompute",) * train.recompute,
-            *(train.attention,) * (train.attention != "sdpa"),
-        ]
-        rows.append(
-            {
-                "model": model,
-                "rows": train.batch,
-                "seq_len": train.seq_len,
-                "knobs": knobs,
-                "predicted_s": said.step_s,
-                "interval": said.interval,
-                "measured_s": step_s,
-                "predicted_bytes": said.memory_bytes,
-                "bytes": peak,
-                "memory": {
-                    name: getattr(said.memory[0], name) for name in said.memory[0].__struct_fields__
-                },
-            }
-        )
-        words = f"{model}, {train.batch} x {train.seq_len}, {' '.join(knobs)}"
-        print(
-            f"{words:44} {said.step_s * 1e3:7.2f} ms {step_s * 1e3:7.2f} ms "
-            f"{said.step_s / step_s:6.2f} "
-            f"{said.memory_bytes / 1e9:7.2f} GB {peak / 1e9:7.2f} GB",
-            flush=True,
-        )
-    return rows
-
-
-def batch(spec: ModelSpec, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(spec.vocab_size, (rows, spec.context + 1), device="cuda")
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def plan_of(spec: ModelSpec, train: TrainSpec) -> Plan:
-    stage = Stage(
-        units=(0, spec.layers + 2),
-        mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)),
-        rows=(train.batch,),
-        grad_sync=GradSync(bucket_bytes=25 * 2**20),
-        recompute=train.recompute,
-    )
-    return Plan(
-        technique="data",
-        model=spec,
-        train=train,
-        replicas=(Replica(stages=(stage,)),),
-        inputs=Inputs(cluster="", corpus=""),
-        devices=(PlannedDevice(host="here", backend="cuda", index=0, threads=1),),
-    )
-
-
-def ours(spec: ModelSpec, train: TrainSpec) -> tuple[Step, Step]:
-    """The worker's own step: passes, gradient norm, clipping, update; and what lets go of its
-    memory."""
-    torch.backends.cuda.matmul.allow_tf32 = train.precision == "tf32"
-    executor = Executor(Topology(plan_of(spec, train), 0), torch.device("cuda", 0))
-    executor.load(drawn(spec, 0))
-    if train.compile:
-        compile_blocks(executor.model, torch.device("cuda", 0))
-    data, scale, count = (
-        Batch(*batch(spec, train.batch)),
-        1 / (train.batch * spec.context),
-        iter(range(1, 10**9)),
-    )
-    tokens = data.inputs.cpu().numpy()
-
-    def step() -> None:
-        outcome = executor.gradients(tokens, lambda i: data, scale)
-        executor.update(train.optimizer, 6e-4, next(count), max(1.0, outcome.norm))
-
-    return step, executor.state.end
-
-
-class PlainBlock(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        D, self.heads = spec.d_model, spec.heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        B, S, D = x_BSD.shape
-        parts = self.qkv(self.ln_1(x_BSD)).split(D, dim=2)
-        q, k, v = (part.view(B, S, self.heads, -1).transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BSD = x_BSD + self.out(y.transpose(1, 2).reshape(B, S, D))
-        return x_BSD + self.down(F.gelu(self.up(self.ln_2(x_BSD)), approximate="tanh"))
-
-
-class Plain(nn.Module):
-    """GPT-2 as people write it: nanoGPT's model without dropout."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.tok, self.pos = (
-            nn.Embedding(spec.vocab_size, spec.d_model),
-            nn.Embedding(spec.context, spec.d_model),
-        )
-        self.blocks = nn.ModuleList(PlainBlock(spec) for _ in range(spec.layers))
-        self.norm = nn.LayerNorm(spec.d_model)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-        x_BSD = self.tok(tokens_BS) + self.pos.weight[: tokens_BS.shape[1]]
-        for block in self.blocks:
-            x_BSD = block(x_BSD)
-        logits = F.linear(self.norm(x_BSD), self.tok.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets_BS.flatten())
-
-
-def plain(spec: ModelSpec, rows: int) -> Step:
-    """A plain loop: autocast, the whole model compiled, clipping, fused AdamW."""
-    model = Plain(spec).cuda()
-    compiled = torch.compile(model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    tokens, targets = batch(spec, rows)
-
-    def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = compiled(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+def join_logs(stages: Sequence[Stage], folder: Path, path: Path) -> None:
+    """One file of all logs: a device machine sends few files back."""
+    with open(path, "w") as joined:
+        for stage in stages:
+            log = folder / f"{stage.name}.log"
+            if log.exists():
+                text = log.read_text(errors="replace")[-LOG_CHARACTERS:]
+                joined.write(f"==== {stage.name}\n{text}\n")
 
 
 if __name__ == "__main__":
