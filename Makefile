@@ -65,6 +65,7 @@ gradients: $(VENV)/.test
 # The figures of docs/benchmarks.md: an hour on two cores with nothing else running, without `quality`, which
 # trains six models (an hour and a half) and goes on where it was stopped.
 bench: $(VENV)/.test
+	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/local.py
 	$(BIN)/python benchmarks/memory.py

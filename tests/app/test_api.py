@@ -17,10 +17,7 @@ import pytest
 import farspan
 from farspan.domain.results import Step
 from tests.cli.conftest import WORDS
-from tests.test_imports import cpu_s
 
-#: Seconds of a processor that `import farspan` may take.
-IMPORT_S = 0.1
 SMALL = {
     "tokenizer": {"vocab": 300},
     "model": {"layers": 1, "d_model": 16, "heads": 2, "context": 32},
@@ -147,15 +144,13 @@ def test_what_cannot_be_is_raised(papers: Path) -> None:
     assert not (papers / "runs").exists()
 
 
-@pytest.mark.timed
-def test_importing_takes_no_time_and_loads_nothing():
+def test_importing_loads_only_the_version():
     shown = (
         "import farspan, json, sys; print(json.dumps([n for n in sys.modules if "
         "n.startswith('farspan.')]))"
     )
     done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == ["farspan._version"]
-    assert min(cpu_s("import farspan") for _ in range(5)) < IMPORT_S
 
 
 def test_no_name_of_the_api_is_a_subpackages():

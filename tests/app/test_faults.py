@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -45,7 +45,6 @@ def test_what_was_never_there_is_refused_at_once():
     assert Faults().end(seen(), trained=False) is None
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(0, 600)), min_size=1, max_size=80

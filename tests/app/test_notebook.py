@@ -12,6 +12,8 @@ from nbclient import NotebookClient
 
 from tests.cli.conftest import WORDS
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 

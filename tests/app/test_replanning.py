@@ -20,6 +20,8 @@ from farspan.domain.results import Step, read_events
 from farspan.domain.run import RunFolder
 from tests.app.test_api import papers  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """\
 data: papers
 tokenizer: {vocab: 300}

@@ -12,6 +12,8 @@ import pytest
 from farspan.domain.problems import EXIT_CODES
 from tests.cli.conftest import Farspan
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def alone(run: Path, tmp_path: Path) -> Path:

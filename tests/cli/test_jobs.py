@@ -28,6 +28,8 @@ from farspan.domain.run import RunFolder
 from farspan.launch.process_began import process_began
 from tests.cli.conftest import TINY, Farspan
 
+pytestmark = pytest.mark.slow
+
 #: What is waited for has come about within this, on a busy machine.
 SOON_S = 60.0
 #: More steps than anybody waits for.

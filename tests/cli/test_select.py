@@ -22,6 +22,8 @@ from farspan_studies.commands.algorithm1 import epsilon
 from tests.launch.conftest import up
 from tests.planning.worlds import FAST, cluster
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def lab():

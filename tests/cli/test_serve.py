@@ -18,6 +18,8 @@ from farspan.domain.problems import EXIT_CODES
 from farspan.retrieval.serve.beside import NAME, find_server
 from tests.cli.conftest import Farspan
 
+pytestmark = pytest.mark.slow
+
 START_S = 60.0
 
 

@@ -14,6 +14,8 @@ import pytest
 from farspan.retrieval.serve.beside import find_server
 from tests.cli.conftest import Farspan
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 60.0
 
 

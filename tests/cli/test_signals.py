@@ -17,6 +17,8 @@ from farspan.domain.results import Finished, Saved, Step, read_events
 from tests.app.test_api import papers  # noqa: F401 - a fixture
 from tests.launch.test_killed import processes
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """\
 data: papers
 tokenizer: {vocab: 300}

@@ -19,6 +19,8 @@ from farspan.corpus import _hub
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus._hub import _unreachable
 
+pytestmark = pytest.mark.slow
+
 LOAD = "from farspan.corpus import tokenizer; print(tokenizer.load('somebody/words').vocab_size)"
 READ = (
     "from farspan.corpus.sources import open_source; "
@@ -47,7 +49,6 @@ def run(code: str, endpoint: str, home: Path, **more: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("code", [LOAD, READ])
 def test_what_a_hub_out_of_reach_should_give_is_refused_at_once(
     closed: str, tmp_path: Path, code: str
@@ -87,7 +88,6 @@ def answering(kind: type[Away]) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("code", [LOAD, READ])
 @pytest.mark.parametrize("how", ["hub", "proxy"])
 def test_a_hub_that_cannot_answer_now_is_asked_once(tmp_path: Path, code: str, how: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.corpus import pack
@@ -310,7 +310,6 @@ prepare(DataConfig(source={source!r}, val="20%"), TokenizerConfig(vocab=600), Pa
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, 6), min_size=2, max_size=60),
     st.lists(st.integers(0, 6), min_size=2, max_size=60),

@@ -48,6 +48,7 @@ def pydocs() -> list[Document]:
     return read("pydocs")
 
 
+@pytest.mark.slow
 def test_pydocs_is_the_documentation_of_python_and_torch_by_its_real_names(
     pydocs: list[Document],
 ) -> None:

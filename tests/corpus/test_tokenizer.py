@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -88,13 +88,11 @@ def test_ids_are_those_of_tokenizers_on_random_slices(trained: tokenizer.Tokeniz
     assert trained.encode_batch(slices) == [by_tokenizers(trained, text) for text in slices]
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES)).map("".join)))
 def test_ids_are_those_of_tokenizers_on_any_text(trained: tokenizer.Tokenizer, text: str) -> None:
     assert trained.encode(text) == by_tokenizers(trained, text)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=25),
     st.lists(st.sampled_from("abc"), max_size=40),
@@ -169,6 +167,7 @@ def test_whatever_else_changes_what_is_encoded_keeps_tokenizers() -> None:
         assert as_tiktoken(inner, 0) is None
 
 
+@pytest.mark.slow
 def test_both_regex_engines_sort_all_code_points_alike() -> None:
     """The letter, digit and other classes of every code point; a space is what is none of these."""
     byte_of = byte_characters()

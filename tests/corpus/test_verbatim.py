@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.corpus import verbatim
 from farspan.corpus.verbatim import verbatim_share
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     corpus=st.lists(st.integers(0, 2), max_size=60),
     written=st.lists(st.integers(0, 2), max_size=20),

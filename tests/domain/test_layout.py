@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.semantics.layout import HeldRange, Send, transfer
@@ -34,7 +34,6 @@ def complete(held, wanted):
     return [*held, *(HeldRange(0, i, i + 1) for i in sorted(missing))]
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_every_rank_ends_with_the_values_that_it_wants(layout):
     held, wanted, site = layout
@@ -55,7 +54,6 @@ def test_every_rank_ends_with_the_values_that_it_wants(layout):
         )
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_nothing_is_sent_twice_or_further_than_it_must(layout):
     held, wanted, site = layout
@@ -76,7 +74,6 @@ def test_nothing_is_sent_twice_or_further_than_it_must(layout):
     )
 
 
-@settings(deadline=None)
 @given(layouts, st.randoms(use_true_random=False))
 def test_neither_the_order_of_the_parts_nor_the_names_of_the_sites_matter(layout, rng):
     held, wanted, site = layout
@@ -88,7 +85,6 @@ def test_neither_the_order_of_the_parts_nor_the_names_of_the_sites_matter(layout
     assert other == transfer(held, wanted, site.__getitem__)
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_sends_are_sorted_whole_and_never_empty(layout):
     held, wanted, site = layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
@@ -34,7 +34,6 @@ def with_device(there: Cluster, rank: int, change) -> Cluster:
 
 
 @given(made=plans(), name=st.sampled_from(ENGINES), by=st.sampled_from([1.1, 3.0]), data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_faster_device_is_never_slower(made, name, by, data):
     there, plan = made
     figure = data.draw(st.sampled_from(["flops", "bandwidth"]))
@@ -57,7 +56,6 @@ def test_a_faster_device_is_never_slower(made, name, by, data):
 
 
 @given(made=plans(), name=st.sampled_from(ENGINES), by=st.sampled_from([1.1, 3.0]), data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_faster_link_is_never_slower(made, name, by, data):
     there, plan = made
     if not there.links:
@@ -89,7 +87,6 @@ def test_a_faster_link_is_never_slower(made, name, by, data):
     rate=st.sampled_from([1e8, 1e9]),
     by=st.sampled_from([1.1, 3.0]),
 )
-@settings(max_examples=40, deadline=None)
 def test_a_faster_local_network_card_or_interconnect_is_never_slower(made, name, rate, by):
     there, plan = made
 

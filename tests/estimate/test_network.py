@@ -6,7 +6,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
@@ -210,7 +210,6 @@ def simulated_ring(delays, busy, steps):
     return max(arrived)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(2, 6), st.data(), st.sampled_from(["reduce_scatter", "all_reduce"]))
 def test_rings_against_a_simulation_of_every_part(n, data, kind):
     """The formula adds the longest way and the slowest wire's work; a ring needs each, and at most
@@ -271,7 +270,6 @@ def changed(there: Cluster, site: dict[str, float], host: dict[str, float]) -> C
     return hosts
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     plans(),
     st.sampled_from(ENGINES),

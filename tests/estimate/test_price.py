@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
@@ -441,7 +441,6 @@ def test_plans_for_other_clusters_and_models_are_refused():
 #   ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from(ENGINES))
 def test_any_valid_plan_is_priced_and_its_step_is_all_accounted_for(case, engine):
     there, made = case
@@ -492,7 +491,6 @@ def faster_host(there: Cluster, name: str, what: str) -> Cluster:
     return msgspec.structs.replace(there, sites=tuple(made))
 
 
-@settings(max_examples=150, deadline=None)
 @given(plans(), st.sampled_from(ENGINES), st.data())
 def test_no_faster_link_or_device_makes_a_plan_slower(case, name, data):
     there, made = case

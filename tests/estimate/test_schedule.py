@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.estimate.schedule import Hop, simulate
@@ -84,7 +84,6 @@ def pipelines(draw):
     return forward, backward, hops(), hops(), microbatches, depths
 
 
-@settings(max_examples=300, deadline=None)
 @given(pipelines(), st.booleans())
 def test_simulation_agrees_with_an_independent_one(pipeline, awaited):
     assert ends(*pipeline, awaited=awaited) == reference(*pipeline, awaited)
@@ -159,7 +158,6 @@ def test_a_wire_carries_one_message_at_a_time():
     ]
 
 
-@settings(max_examples=150, deadline=None)
 @given(pipelines(), st.booleans(), st.booleans())
 def test_no_stage_has_more_in_flight_than_its_depth_and_none_overlaps_itself(
     pipeline, awaited, ahead
@@ -180,7 +178,6 @@ def test_no_stage_has_more_in_flight_than_its_depth_and_none_overlaps_itself(
             assert 0 <= begun <= depth
 
 
-@settings(max_examples=150, deadline=None)
 @given(pipelines(), st.booleans(), st.booleans(), st.data())
 def test_nothing_that_gets_faster_makes_a_pipeline_slower(pipeline, awaited, ahead, data):
     forward, backward, down, up, microbatches, depths = pipeline

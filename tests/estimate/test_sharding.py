@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
@@ -152,7 +152,6 @@ def chain(graph, residual, splits):
     return found
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from([LLAMA, GPT2]))
 def test_a_model_whose_operators_are_split_anyhow_computes_what_the_whole_one_does(data, spec):
     graph, rng = models.graph(spec), np.random.default_rng(0)

@@ -30,6 +30,8 @@ from farspan_lab import state
 from farspan_lab.cluster import of_lab
 from tests.lab.conftest import OWN, parsed, traces
 
+pytestmark = pytest.mark.slow
+
 TWO = (
     f"name: {OWN}-carried\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, "
     f"mass], rtt: 4ms}}]\n"

@@ -42,6 +42,8 @@ from tests.app.supervised import Watched, made
 from tests.lab.conftest import OWN, parsed, traces
 from tests.launch.test_launchers import TRAIN
 
+pytestmark = pytest.mark.slow
+
 TWO = (
     f"name: {OWN}-two\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, "
     f"mass], rtt: 20ms}}]\n"

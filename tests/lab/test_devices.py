@@ -15,6 +15,8 @@ from farspan_lab import devices, state
 from farspan_lab.lab import Device
 from tests.lab.conftest import OWN, Start, parsed
 
+pytestmark = pytest.mark.slow
+
 needs_groups = pytest.mark.skipif(
     sys.platform != "linux" or not devices.parents(),
     reason="waits for control groups that can be written",
@@ -38,7 +40,6 @@ def throttled(device: Device) -> float:
 
 
 @needs_groups
-@pytest.mark.timed
 @pytest.mark.parametrize("share", [0.05, 0.161, 0.3])
 def test_a_device_gets_its_share_of_a_core(start: Start, share: float):
     lab = start(f"name: {OWN}-shares\nsites: {{utah: {{devices: [{{speed: {share:.1%}}}]}}}}")
@@ -55,7 +56,6 @@ def test_a_device_gets_its_share_of_a_core(start: Start, share: float):
 
 
 @needs_groups
-@pytest.mark.timed
 def test_a_worker_starts_at_full_speed_and_is_held_to_its_share_when_it_has_started(start: Start):
     lab = start(f"name: {OWN}-starts\nsites: {{utah: {{devices: [{{speed: 10%}}]}}}}")
     (file, held, free), *_ = devices.quotas(lab.lab.sites[0].devices[0])

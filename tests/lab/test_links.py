@@ -11,6 +11,8 @@ from farspan_lab import state
 from farspan_lab.lab import Status, Traffic
 from tests.lab.conftest import Peer, play
 
+pytestmark = pytest.mark.slow
+
 
 def change(lab: Status, *between: str, one_way: bool = False, **values: object) -> None:
     state.change(lab.lab.name, between, values, one_way=one_way)
@@ -21,7 +23,6 @@ def traffic(lab: Status, source: str, target: str) -> Traffic:
     return next(one for one in found if (one.source, one.target) == (source, target))
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("rtt_ms", [20, 57, 103])
 def test_the_round_trip_is_the_one_asked_for(lab, rtt_ms):
     change(lab, "utah", "star", delay_s=rtt_ms / 2000)
@@ -54,7 +55,6 @@ def test_sites_without_a_link_cannot_reach_each_other_and_hear_so_at_once(lab):
     assert "utah and mass" in lab.lab.notes[0]
 
 
-@pytest.mark.timed
 def test_a_near_link_goes_past_the_relay_until_it_is_cut(lab):
     echo = Peer(lab, "mass", "echo")
     assert min(play(lab, "star", "ping", "mass", 40)) < 0.001
@@ -122,7 +122,6 @@ def test_a_lossy_link_loses_single_segments_of_a_stream(lab):
     assert abs(after.dropped - before.dropped - 0.005 * sent) < 5 * (0.005 * sent) ** 0.5
 
 
-@pytest.mark.timed
 def test_a_stream_is_as_fast_as_its_link_and_no_faster(lab):
     change(lab, "utah", "star", delay_s=0.01, bandwidth=20e6 / 8)
     sink = Peer(lab, "star", "sink")
@@ -133,7 +132,6 @@ def test_a_stream_is_as_fast_as_its_link_and_no_faster(lab):
     assert 0.85 * 20e6 < rate < 1.03 * 20e6
 
 
-@pytest.mark.timed
 def test_jitter_varies_the_delay_and_keeps_the_order(lab):
     change(lab, "utah", "star", delay_s=0.02, jitter_s=0.01)
     there = Peer(lab, "star", "collect")

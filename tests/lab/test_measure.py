@@ -18,10 +18,11 @@ from farspan_lab import devices
 from farspan_lab.cluster import cpus, of_lab
 from tests.lab.conftest import OWN, parsed
 
+pytestmark = pytest.mark.slow
+
 MODEL = models.family("gpt2").shape(d_model=64, layers=2, heads=2, vocab_size=256, context=32)
 
 
-@pytest.mark.timed
 def test_a_lab_is_measured_as_it_was_made(start, tmp_path, monkeypatch):
     for name, few in {
         "STREAMS": (1, 4),

@@ -32,6 +32,8 @@ from farspan.launch.probe import Probe
 from farspan_lab import spec, state
 from tests import smi
 
+pytestmark = pytest.mark.slow
+
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)
 
 
@@ -62,7 +64,6 @@ def impatient(monkeypatch):
     monkeypatch.setattr("farspan.launch.examine.REACH_S", 1.5)
 
 
-@pytest.mark.timed
 def test_two_healthy_sites_have_no_findings_and_the_figures_of_their_link(cluster):
     began = time.monotonic()
     found = examine(cluster, streams=(1, 8))

@@ -25,6 +25,8 @@ from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.test_launchers import LONG
 
+pytestmark = pytest.mark.slow
+
 #: Launches a run; prints the problem that it ends with, or null. SIGUSR1 is as Ctrl-C twice.
 DRIVE = """
 import signal, sys, msgspec

@@ -38,6 +38,8 @@ from farspan_lab.cluster import of_lab
 from tests import tiny
 from tests.launch.conftest import up
 
+pytestmark = pytest.mark.slow
+
 TRAIN = TrainSpec(
     steps=6,
     batch=8,
@@ -210,7 +212,6 @@ def lost(run, launcher, cluster, harm):
     return refusal.value.problem, ended[0] - done[0]
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("launcher", ["torchrun", "ray"])
 def test_a_killed_worker_is_named_with_host_rank_and_cause(sites, tmp_path, launcher):
     if launcher == "ray":
@@ -247,7 +248,6 @@ def test_of_two_workers_that_torchrun_finds_failed_at_once_the_killed_one_is_nam
     assert "SIGKILL" in problem.fact
 
 
-@pytest.mark.timed
 def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_path):
     lab, cluster = sites
     run = tiny.run_folder(tmp_path / "cut-link", planned(LONG))
@@ -265,7 +265,6 @@ def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_pat
     assert seconds < 30
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize(("rank", "host"), [(0, "utah"), (3, "star")])
 @pytest.mark.parametrize("kind", ["pipeline", "replicas"])
 def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(
@@ -284,7 +283,6 @@ def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(
     assert all(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
 
 
-@pytest.mark.timed
 def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, tmp_path):
     lab, cluster = sites
     run = tiny.run_folder(
@@ -308,7 +306,6 @@ def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, 
     assert isinstance(last, Finished) and last.reason == "done"
 
 
-@pytest.mark.timed
 def test_a_link_that_is_cut_far_from_rank_0_ends_all_workers_too(tmp_path):
     """Rank 0 hears both ends of it: their connection alone can tell."""
     name, train = f"far-{os.getpid()}", replace(LONG, batch=6)

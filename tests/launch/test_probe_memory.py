@@ -25,6 +25,8 @@ from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN
 
+pytestmark = pytest.mark.slow
+
 BOX = (
     "sites: {here: {hosts: {box: {enter: [], devices: [{kind: cpu-avx2, memory: 4GB, count: "
     "2}]}}}}\n"

@@ -17,6 +17,8 @@ from farspan.launch.launchers.ray import installed
 from tests import tiny
 from tests.launch.test_launchers import TRAIN
 
+pytestmark = pytest.mark.slow
+
 #: An `enter` command that runs all but Ray; of its node and driver it keeps what they are given,
 #: until they are to end.
 KEEP = """\

@@ -23,6 +23,8 @@ from farspan.launch.launchers.ray import PATIENT, Job, Node, _host, installed
 from tests import smi, tiny
 from tests.launch.test_launchers import DRIVE, TRAIN
 
+pytestmark = pytest.mark.slow
+
 A100 = {**smi.A100_MIG, "mig.mode.current": "Disabled"}
 RTX5060 = {
     "name": "NVIDIA GeForce RTX 5060",

@@ -16,6 +16,8 @@ from tests.app.supervised import Watched, made
 from tests.launch.test_killed import needs, workers_of
 from tests.launch.test_launchers import TRAIN
 
+pytestmark = pytest.mark.slow
+
 STEPS = replace(TRAIN, steps=300, validate_every=300, checkpoint_every_s=0.3)
 
 

@@ -26,6 +26,8 @@ from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.test_launchers import LONG, TRAIN
 
+pytestmark = pytest.mark.slow
+
 #: Says that it runs, and ends with 7 when it is asked to.
 ASKED = "trap 'echo asked; exit 7' TERM; echo up; while :; do sleep 0.05; done"
 

@@ -35,6 +35,8 @@ from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN, divided, losses, planned
 
+pytestmark = pytest.mark.slow
+
 FEW = Limits(steps=3, deadline_s=90.0)
 
 
@@ -65,7 +67,6 @@ def left(cluster):
     return list(Path(cluster.hosts[1].folder, "runs").glob("*"))
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("kind", ["pipeline", "zero3"])
 def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
     plan = divided(kind)
@@ -79,7 +80,6 @@ def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
     assert not left(sites)
 
 
-@pytest.mark.timed
 def test_what_leaves_a_site_goes_no_faster_than_the_plan_says(sites, corpus):
     """Half of a site's gradients go over each of its two connections: half a second at as many
     bytes a second."""
@@ -98,7 +98,6 @@ def test_what_leaves_a_site_goes_no_faster_than_the_plan_says(sites, corpus):
     assert step_s(None) < 0.4 < step_s(4 * parameters(plan.model))
 
 
-@pytest.mark.timed
 def test_replicas_meet_as_often_as_the_plan_says(sites, corpus):
     made = trial(divided("replicas"), corpus, sites, "local", FEW)
     assert made.status == "ok", made.problem

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
@@ -101,7 +101,6 @@ def test_presets_have_the_parameters_of_the_module(name):
     agrees(models.preset(name).spec)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     family=st.sampled_from(models.families()),
     layers=st.integers(1, 4),

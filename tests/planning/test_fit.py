@@ -7,7 +7,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models, techniques
@@ -25,6 +25,7 @@ from farspan.planning.question import Question, model_of, train_of
 from farspan.planning.rank import Refused, candidate, rank
 from farspan.techniques import Task
 from farspan.techniques._out_of_memory import shortage
+from tests.examples import few
 from tests.techniques import worlds
 
 ENGINE = engine("farspan")
@@ -103,6 +104,7 @@ def test_the_largest_batch_fits_at_once_and_one_more_a_device_does_not(name: str
     )
 
 
+@pytest.mark.slow
 def test_the_least_memory_fits_and_less_does_not() -> None:
     where = ground(clusters.find("fabric/gat-amst"))
     found = fit.least_memory(where, SMALL)
@@ -117,7 +119,8 @@ def test_the_least_memory_fits_and_less_does_not() -> None:
     assert least["fsdp"] < least["zero2"] < least["zero1"] < least["data"]
 
 
-@settings(max_examples=4, deadline=None)
+@pytest.mark.slow
+@few(4)
 @given(st.integers(0, 10_000))
 def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) -> None:
     draw = random.Random(seed)
@@ -142,7 +145,8 @@ def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) 
         assert not fits(where, following.model)
 
 
-@settings(max_examples=2, deadline=None)
+@pytest.mark.slow
+@few(2)
 @given(st.integers(0, 10_000), st.floats(1.05, 3.0))
 def test_more_memory_never_fits_less(seed: int, factor: float) -> None:
     cluster = worlds.random_cluster(random.Random(seed), 4)

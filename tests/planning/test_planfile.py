@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import farspan
@@ -250,7 +250,6 @@ def test_the_short_form_of_what_a_technique_plans_prices_equal(name: str) -> Non
     assert priced
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.data())
 def test_the_short_form_of_an_even_split_prices_equal(
     seed: int, hosts: int, data: st.DataObject

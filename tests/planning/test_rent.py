@@ -36,6 +36,7 @@ def found() -> Rent:
     return rent(MODEL, train_for, ENGINE, budget=Budget(3600.0, 5.0), kinds=KINDS, counts=COUNTS)
 
 
+@pytest.mark.slow
 def test_the_frontier_is_what_no_other_beats(found: Rent) -> None:
     points = [(offer.time_s, offer.usd) for offer in found.offers]
     beaten = {

@@ -8,7 +8,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
@@ -75,7 +75,6 @@ def refused(config, **where):
     return caught.value.problem
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(["gpt2", "llama", "opt"]),
     st.integers(1_000_000, 2_000_000_000),
@@ -157,7 +156,6 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path):
     assert refused({"model": {"path": str(tmp_path / "none")}}).code == "path-missing"
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.fixed_dictionaries(
         {},

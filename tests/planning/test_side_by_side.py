@@ -24,6 +24,7 @@ from farspan.planning.question import model_of
 from farspan.planning.side_by_side import side_by_side
 from tests.planning.test_select import ENGINE
 from tests.planning.worlds import FAST, SLOW, cluster
+from tests.waiting import wait_for
 
 
 def each_item_once_and_answers_in_order() -> None:
@@ -31,7 +32,9 @@ def each_item_once_and_answers_in_order() -> None:
 
     def work(item: int) -> tuple[int, int]:
         (folder / str(item)).open("x").close()  # No item is taken twice.
-        time.sleep(0.02)
+        (folder / f"process-{os.getpid()}").touch()
+        # Every process gets an item: none goes on before all three have one.
+        wait_for(lambda: len(list(folder.glob("process-*"))) == 3, "three processes at work")
         return item * item, os.getpid()
 
     found = side_by_side(work, range(40), 3, tuple[int, int])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
@@ -29,6 +29,7 @@ from farspan.report.page import page
 from farspan.report.text import report, summary
 from farspan.report.traces import Traces
 from tests import tiny
+from tests.examples import few
 from tests.report.fake_fleet import fleet_run, side_by_side
 from tests.report.fake_run import make_plan, resumed_run, train_events, write_run
 from tests.report.test_page import Reader, browse
@@ -83,7 +84,7 @@ def test_every_device_has_both_rows_with_every_pass(tmp_path: Path):
             assert one.start == pytest.approx(other.start, abs=0.02 * found.ends)
 
 
-@settings(deadline=None, max_examples=8)
+@few(8)
 @given(clocks=st.tuples(*[st.floats(-3600, 3600)] * 3))
 def test_clocks_of_hosts_change_nothing(
     tmp_path_factory: pytest.TempPathFactory, clocks: tuple[float, ...]

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.domain.results import Step, Warned
@@ -262,7 +262,6 @@ DRAWING = environment().get_template("chart.svg").module
 FINITE = st.floats(-1e9, 1e9, allow_subnormal=False)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(FINITE, min_size=1, max_size=60), st.sampled_from(["free", "zero", "log"]))
 def test_every_point_lies_inside_the_box(values, scale):
     values = values if scale == "free" else [abs(value) for value in values]
@@ -275,7 +274,6 @@ def test_every_point_lies_inside_the_box(values, scale):
             assert 0 <= x <= WIDTH and 0 <= y <= HEIGHT
 
 
-@settings(deadline=None, max_examples=100)
 @given(FINITE, st.floats(1e-9, 1e9))
 def test_ticks_are_few_inside_and_ascending(low, span):
     if low + span == low or span < abs(low) * 1e-9:
@@ -286,7 +284,6 @@ def test_ticks_are_few_inside_and_ascending(low, span):
     assert found == sorted(found) and found[0] >= low - slack and found[-1] <= low + span + slack
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.integers(2 * GROUPS + 1, 5000))
 def test_thinning_keeps_extremes_ends_and_validations(seed, count):
     import random

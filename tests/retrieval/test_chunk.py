@@ -2,7 +2,7 @@
 tokens."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.corpus.tokenizer import train
@@ -32,7 +32,6 @@ def tokens(text: str) -> int:
 
 
 @given(texts, sizes)
-@settings(max_examples=150, deadline=None)
 def test_chunks_cover_the_document_in_order_within_bounds(text, size):
     chunks = list(chunk_documents([document(text)], BPE, size))
     assert bool(chunks) == bool(text.strip())
@@ -54,7 +53,6 @@ def test_chunks_cover_the_document_in_order_within_bounds(text, size):
     ),
     st.integers(30, 60),
 )
-@settings(max_examples=100, deadline=None)
 def test_cuts_leave_the_documents_own_tokens(text, size):
     for chunk in chunk_documents([document(text)], BPE, size):
         parts = text[: chunk.start], chunk.text, text[chunk.start + len(chunk.text) :]

@@ -16,6 +16,8 @@ from farspan.retrieval.stores import Spot
 from tests.retrieval import making, servers
 from tests.retrieval.test_following import NEW, check
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:

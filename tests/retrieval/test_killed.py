@@ -17,6 +17,8 @@ from farspan.retrieval.passages import indexed_document
 from tests.retrieval import making
 from tests.retrieval.test_following import check
 
+pytestmark = pytest.mark.slow
+
 #: Moments at which a build is killed: `FARSPAN_KILLS=50` by hand.
 KILLS = int(os.environ.get("FARSPAN_KILLS", "6"))
 CHANGED = 60

@@ -22,6 +22,8 @@ from farspan.runtime.inference import Trained
 from farspan.runtime.model.decoder import Decoder, initialise
 from tests.retrieval.conftest import fit, paired
 
+pytestmark = pytest.mark.slow
+
 st = pytest.importorskip(
     "sentence_transformers", reason="needs sentence-transformers: pip install 'farspan[st]'"
 )

@@ -18,6 +18,8 @@ from farspan.domain.problems import Refusal
 from farspan.retrieval.work import IndexWork
 from tests.retrieval import making
 
+pytestmark = pytest.mark.slow
+
 #: Bytes of a whole block: its digest, and 32 texts of four streams of 32 numbers.
 BLOCK = 32 + 32 * 4 * 32 * 4
 

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from farspan.domain.problems import Refusal
 from farspan.retrieval import stores
 from farspan.retrieval.stores import About, Spot
+from tests.examples import few
 from tests.retrieval import servers
 
 DIM = 24
@@ -336,7 +337,7 @@ OPERATIONS = st.one_of(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_row_of_operations_does_what_it_does_to_a_dict(kind, tmp_path_factory, location):
-    @hypothesis.settings(max_examples=20, suppress_health_check=[*hypothesis.HealthCheck])
+    @hypothesis.settings(few(10), suppress_health_check=[*hypothesis.HealthCheck])
     @hypothesis.given(st.lists(OPERATIONS, min_size=3, max_size=12))
     def check(operations):
         place = place_of(kind, location, tmp_path_factory.mktemp("spot"))

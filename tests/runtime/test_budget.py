@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.domain.train import Schedule
@@ -162,7 +162,6 @@ KINDS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     deadline_s=st.sampled_from([12.0, 25.0, 240.0, 3600.0]),
     fit=st.floats(0.2, 5.0),
@@ -220,7 +219,6 @@ def test_whatever_the_pace_the_run_ends_with_its_deadline_and_its_learning_rate_
     assert made == planned or run.now >= 0.8 * deadline_s - 2 * late[1] * run.longest_s
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(100, 5000), st.floats(0.05, 10.0), st.floats(0.0, 0.45), st.integers(0, 1))
 def test_a_steady_pace_fills_its_deadline(planned, step_s, first, later):
     """Early, too, by no more than is promised, nor than one step."""

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -21,14 +20,15 @@ from farspan.domain.problems import EXIT_CODES
 from farspan.domain.results import Event, Finished, Saved, Step, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import TrainSpec
-from tests import tiny
+from tests import tiny, waiting
+from tests.waiting import LIMIT_S
+
+pytestmark = pytest.mark.slow
 
 #: Without an end.
 TRAIN = TrainSpec(steps=10**6, batch=6, seq_len=16, precision="fp32", validate_every=10**6, seed=3)
 #: The exit code of a worker that has lost another one.
 LOST = 24
-#: A worker that has not ended by then hangs.
-HANGS_S = 180
 #: Who says nothing for this long is lost.
 SOON = "heartbeat.SILENCE_S, heartbeat.BEAT_S = 6.0, 0.5"
 WORKER = """
@@ -67,14 +67,15 @@ def by_hand(run: RunFolder, world: int, first: str = "") -> Iterator[list[subpro
             worker.wait()
 
 
-def wait_for(run: RunFolder, kind: type[Event]) -> None:
-    """Until the run has had an event of this kind."""
-    deadline = time.monotonic() + 120
-    while not run.events.exists() or not any(
-        isinstance(event, kind) for event in read_events(run.events)
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def wait_for(run: RunFolder, kind: type[Event], after: int = -1) -> None:
+    """Wait until the run has had an event of this kind, of a step after `after`."""
+
+    def happened() -> bool:
+        return run.events.exists() and any(
+            isinstance(event, kind) and event.step > after for event in read_events(run.events)
+        )
+
+    waiting.wait_for(happened, f"an event {kind.__name__}")
 
 
 def test_a_worker_whose_launcher_is_killed_saves_and_ends(tmp_path):
@@ -108,7 +109,7 @@ def test_a_worker_that_stands_still_is_named_by_the_others(tmp_path):
     with by_hand(run, 2, SOON) as workers:
         wait_for(run, Step)
         workers[1].send_signal(signal.SIGSTOP)
-        assert workers[0].wait(HANGS_S) == LOST
+        assert workers[0].wait(LIMIT_S) == LOST
         assert "rank 1" in named(run)
         *_, finished = read_events(run.events)
         assert isinstance(finished, Finished) and finished.reason == "failed"
@@ -125,7 +126,7 @@ def build(*given, build=worker.build):
 worker.build = build
 """
     with by_hand(run, 2, SOON + stands_still) as workers:
-        assert workers[0].wait(HANGS_S) == LOST
+        assert workers[0].wait(LIMIT_S) == LOST
         assert "rank 1" in named(run)
         assert list(read_events(run.events)) == []  # What has not started has no end.
 
@@ -142,7 +143,7 @@ def test_workers_of_which_some_never_come_say_so(tmp_path):
     with by_hand(
         run, 2, "collective.START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)"
     ) as workers:
-        assert workers[0].wait(HANGS_S) == LOST
+        assert workers[0].wait(LIMIT_S) == LOST
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
     assert problem["what"] == "the 2 workers did not meet" and "1/2" in problem["fact"]
 
@@ -150,8 +151,8 @@ def test_workers_of_which_some_never_come_say_so(tmp_path):
 def test_more_workers_than_the_plan_has_are_refused(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     with by_hand(run, 2) as workers:
-        assert workers[0].wait(HANGS_S) == EXIT_CODES["plan-mismatch"]
-        assert workers[1].wait(HANGS_S) != 0  # It may find rank 0 gone before it has read the plan.
+        assert workers[0].wait(LIMIT_S) == EXIT_CODES["plan-mismatch"]
+        assert workers[1].wait(LIMIT_S) != 0  # It may find rank 0 gone before it has read the plan.
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
     assert problem["what"] == "the plan is for 1 worker, not 2"
 
@@ -170,7 +171,7 @@ def test_a_plan_that_was_edited_into_one_that_cannot_be_is_refused(tmp_path):
         tmp_path / "run", replace(tiny.plan(TRAIN, rows=(3, 3)), replicas=tuple(apart))
     )
     with by_hand(run, 2) as workers:
-        assert workers[0].wait(HANGS_S) == EXIT_CODES["plan-mismatch"]
+        assert workers[0].wait(LIMIT_S) == EXIT_CODES["plan-mismatch"]
     assert "never meet" in json.loads((run.logs / "rank-0.problem.json").read_text())["fact"]
 
 
@@ -185,7 +186,7 @@ def fingerprint(tokens, fingerprint=worker.fingerprint):
 worker.fingerprint = fingerprint
 """
     with by_hand(run, 2, other) as workers:
-        assert workers[0].wait(HANGS_S) == EXIT_CODES["plan-mismatch"]
+        assert workers[0].wait(LIMIT_S) == EXIT_CODES["plan-mismatch"]
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
     assert problem["what"] == "the workers have unlike tokens" and problem["where"] == "rank 1"
 
@@ -208,6 +209,6 @@ def test_when_one_dies_the_others_end_whatever_their_threads_wait_for(tmp_path, 
     with by_hand(run, 3) as workers:
         wait_for(run, Step)
         workers[dead].kill()
-        assert [workers[rank].wait(HANGS_S) for rank in others] == [LOST, LOST]
+        assert [workers[rank].wait(LIMIT_S) for rank in others] == [LOST, LOST]
     for rank in others:
         assert named(run, rank) == f"rank {dead} on here was lost"

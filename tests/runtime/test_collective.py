@@ -14,6 +14,7 @@ from textwrap import indent
 import pytest
 
 from farspan.runtime.comm.collective import backend
+from tests.waiting import LIMIT_S
 
 SILENCE_S = 5.0
 MEMBER = f"""
@@ -80,7 +81,7 @@ def test_texts_are_gathered_also_where_some_have_none(texts):
         f"print(group.gather_text({texts!r}[rank]), group.share({texts!r}[0].encode()), "
         "flush=True)",
     ) as two:
-        said = [process.communicate(timeout=30)[0].strip() for process in two]
+        said = [process.communicate(timeout=LIMIT_S)[0].strip() for process in two]
     assert said == [f"{list(texts)} {texts[0].encode()!r}"] * 2
 
 
@@ -92,7 +93,7 @@ if rank == 0:
     time.sleep({2 * SILENCE_S})
 """
     with members(3, program) as started:
-        assert [process.wait(120) for process in started] == [0, 0, 0]
+        assert [process.wait(LIMIT_S) for process in started] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("still", [0, 1])
@@ -105,9 +106,9 @@ group.sum(1.0)
     with members(3, program) as started:
         others = [rank for rank in range(3) if rank != still]
         watcher = started[others[0]]
-        assert watcher.wait(120) == 3
+        assert watcher.wait(LIMIT_S) == 3
         assert watcher.stdout.read().split() == ["lost", str(still)]
-        assert started[others[1]].wait(120) != 0
+        assert started[others[1]].wait(LIMIT_S) != 0
         assert started[still].poll() is None
 
 
@@ -121,27 +122,28 @@ group.sum(1.0)
 """
     with members(3, program) as started:
         for rank in (0, 1):
-            assert started[rank].wait(120) == 3
+            assert started[rank].wait(LIMIT_S) == 3
             assert started[rank].stdout.read().split() == ["lost", "2"]
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_end_is_a_fault_though_all_live_and_what_lies_between_steps_is_not():
     """As where a library waits for ever for a peer that is gone, and says nothing."""
     program = """
-heartbeat.STALL_S, heartbeat.STALL_TIMES = 1.0, 3.0
+heartbeat.STALL_S, heartbeat.STALL_TIMES = 4.0, 3.0
 for _ in range(4):
     with group.step():
         group.sum(1.0)
-time.sleep(3.0)
+time.sleep(6.0)
 group.sum(1.0)
 print("saved", flush=True)
 with group.step():
     if rank == 1:
-        time.sleep(60.0)
+        time.sleep(1000.0)
     group.sum(1.0)
 """
     with members(3, program) as started:
-        ended = [process.wait(120) for process in started]
+        ended = [process.wait(LIMIT_S) for process in started]
         said = [process.stdout.read().split() for process in started]
         # Who notices first ends first, which may end another's exchange before that one notices.
         assert 3 in ended and set(ended) <= {3, 1}
@@ -157,7 +159,7 @@ assert group.share(bytes([7]) if rank == 0 else b"") == bytes([7])
 """
     mixed = MEMBER.replace('torch.device("cpu")', 'torch.device(("cuda", "cpu")[rank])')
     with members(2, program, mixed) as started:
-        assert [process.wait(120) for process in started] == [0, 0]
+        assert [process.wait(LIMIT_S) for process in started] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -174,16 +176,17 @@ STARTING = MEMBER.partition("with Group(")[0]
 @pytest.mark.parametrize("still", [0, 1])
 def test_who_stands_still_before_all_are_connected_is_lost_and_named(still):
     """Met, and then nothing: the others wait for connections, which by themselves they would for
-    hours. It stands still a second late, when the others have heard it: who was never heard is
-    waited for as one that opens its device."""
+    hours. It stands still a second late, when the others have most likely heard it: a worker that
+    was never heard is waited for as one that opens its device."""
     program = f"""
+heartbeat.OPEN_S = {2 * SILENCE_S}
 if rank == {still}:
     collective.dist.init_process_group = lambda *given, **named: time.sleep(1) or stand_still()
 Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET), lost)
 """
     with members(3, "", STARTING + program) as started:
         watcher = started[1 - still]
-        assert watcher.wait(120) == 3
+        assert watcher.wait(LIMIT_S) == 3
         assert watcher.stdout.read().split() == ["lost", str(still)]
 
 
@@ -197,10 +200,11 @@ Group(rank, world, torch.device("cpu"), met, lost)
 """
     with members(3, "", STARTING + program) as started:
         for rank in (0, 2):
-            assert started[rank].wait(120) == 3
+            assert started[rank].wait(LIMIT_S) == 3
             assert started[rank].stdout.read().split() == ["lost", "1"]
 
 
+@pytest.mark.slow
 def test_where_rank_0_ends_as_all_open_their_devices_it_is_named():
     program = """
 from farspan.domain.problems import Refusal
@@ -217,10 +221,11 @@ except Refusal as refusal:
 """
     with members(3, "", STARTING + program) as started:
         for rank in (1, 2):
-            assert started[rank].wait(120) == 3
+            assert started[rank].wait(LIMIT_S) == 3
             assert started[rank].stdout.read().split() == ["lost", "0"]
 
 
+@pytest.mark.slow
 def test_who_opens_its_device_is_waited_for_longer_than_who_is_silent():
     """And no longer than that."""
     program = f"""
@@ -234,10 +239,11 @@ Group(rank, world, torch.device("cpu"), met, lost)
 """
     with members(3, "", STARTING + program) as started:
         for rank in (0, 1):
-            assert started[rank].wait(120) == 3
+            assert started[rank].wait(LIMIT_S) == 3
             assert started[rank].stdout.read().split() == ["lost", "2"]
 
 
+@pytest.mark.slow
 def test_a_loss_waits_until_what_is_being_written_is_whole():
     program = f"""
 if rank == 1:
@@ -248,7 +254,7 @@ with group.writing:
 group.sum(1.0)
 """
     with members(2, program) as started:
-        assert started[0].wait(120) == 3
+        assert started[0].wait(LIMIT_S) == 3
         assert started[0].stdout.read().split() == ["written", "lost", "1"]
 
 
@@ -264,5 +270,5 @@ except RuntimeError:
     os._exit(4)  # As a worker ends.
 """
     with members(2, program) as started:
-        assert started[1].wait(120) == -signal.SIGKILL
-        assert started[0].wait(120) == 4
+        assert started[1].wait(LIMIT_S) == -signal.SIGKILL
+        assert started[0].wait(LIMIT_S) == 4

@@ -3,7 +3,7 @@ not add up."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.runtime.comm.compress import (
@@ -14,6 +14,7 @@ from farspan.runtime.comm.compress import (
     Codec,
     ErrorFeedback,
 )
+from tests.examples import few
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SIZES = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77, CHUNK, 2 * CHUNK + BLOCK + 3]
@@ -85,7 +86,6 @@ def test_no_number_is_off_by_more_than_half_a_step_of_its_block(bits, dtype, n, 
 
 
 @FEW
-@settings(deadline=None)
 @given(
     st.lists(
         st.floats(width=32, min_value=-(2.0**126), max_value=2.0**126), min_size=1, max_size=40
@@ -163,7 +163,7 @@ def test_a_message_of_another_length_is_an_error():
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-@settings(max_examples=20, deadline=None)
+@few(20)
 @given(n=st.integers(1, 3 * BLOCK), steps=st.integers(1, 40), seed=st.integers(0, 2**20))
 def test_with_feedback_the_sums_stay_within_one_rounding(bits, n, steps, seed):
     """What was received differs from what was to be sent by the residual, which is one encoding's

@@ -390,6 +390,7 @@ def test_a_resume_with_another_optimizer_names_it(run: RunFolder):
     )
 
 
+@pytest.mark.slow
 def test_two_workers_fall_back_together(tmp_path: Path):
     plan = tiny.plan(
         replace(TRAIN, steps=40, checkpoint_every_s=0.001, validate_every=1000), rows=(1, 1)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.domain.train import TrainSpec
@@ -23,7 +23,6 @@ from farspan.runtime.training.data import (
 from tests import tiny
 
 
-@settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**31), epoch=st.integers(0, 1000))
 def test_permute_is_a_bijection(size, seed, epoch):
     out = permute(np.arange(size, dtype=np.uint64), size, seed, epoch)
@@ -53,7 +52,6 @@ def test_permute_needs_no_memory_for_huge_ranges():
     assert all(value <= 2**40 for value in out)
 
 
-@settings(max_examples=60, deadline=None)
 @given(tokens=st.integers(2, 400), seq_len=st.integers(1, 50))
 def test_windows_predict_every_token_but_the_first_exactly_once(tokens, seq_len):
     windows = Windows(np.arange(tokens, dtype=np.uint16), seq_len)
@@ -64,7 +62,6 @@ def test_windows_predict_every_token_but_the_first_exactly_once(tokens, seq_len)
     assert valid.sum() == windows.valid(np.arange(windows.count, dtype=np.uint64)).sum()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     windows=st.integers(1, 60),
     rows=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum),
@@ -101,7 +98,6 @@ def samples_of(step, rows, micro_rows=4):
     return [part for rank in range(len(rows)) for part in Topology(plan, rank).samples(step)]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     seq_len=st.integers(1, 7),

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
@@ -20,6 +20,7 @@ from farspan.domain.problems import Refusal
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, initialise
 from farspan.runtime.model.generate import generate
+from tests.examples import few
 
 transformers = pytest.importorskip("transformers")
 
@@ -141,7 +142,7 @@ def test_a_mistral_folder_is_read(tmp_path):
     assert (theirs(tokens_BS).logits - ours(tokens_BS)).abs().max() < 1e-4
 
 
-@settings(max_examples=20, deadline=None)
+@few(20)
 @given(
     st.sampled_from(["gpt2", "llama", "opt"]),
     st.integers(1, 3),

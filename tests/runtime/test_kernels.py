@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.runtime.model import kernels
@@ -20,7 +20,6 @@ def _grads(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tenso
     return list(torch.autograd.grad((output * weights).sum(), inputs))
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

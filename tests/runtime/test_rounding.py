@@ -17,6 +17,7 @@ from farspan.domain.results import Saved, Step
 from farspan.domain.run import RunFolder
 from farspan.runtime.comm.compress import WHOLE, Codec, ErrorFeedback
 from tests import tiny
+from tests.examples import slow_after, slow_but
 from tests.launch.test_launchers import TRAIN
 from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Failed, Fleet
@@ -67,7 +68,7 @@ def in_fewer_bits(bits: Any) -> dict[str, tuple[Plan, list[list[int]]]]:
 SUMS = in_fewer_bits(16) | in_fewer_bits(8)
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", slow_after(4, SUMS))
 def test_a_sum_in_fewer_bits_is_off_by_its_rounding_and_no_more(
     fleet: Fleet, folder: Path, name: str
 ):
@@ -207,7 +208,7 @@ TRAININGS = {
 LOSS = 2e-3
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", slow_after(2, TRAININGS))
 def test_twenty_steps_in_fewer_bits_end_as_they_would_in_32(fleet: Fleet, folder: Path, name: str):
     made = with_train(TRAININGS[name], steps=20)
     case = Case(folder, made)
@@ -268,17 +269,23 @@ def test_both_copies_of_a_table_stay_the_same_where_its_sums_are_rounded(
         plan(replica(stage((0, 2), [0, 1], [3, 2]), stage((2, 4), [2], [5])), sites=[0, 1, 1]), bits
     )
     case = Case(folder, made)
-    first, other, last = fleet.run(jobs.table, case.world, made, case.path)
-    assert np.array_equal(first, other) and np.array_equal(first, last)
+    one, other, last = fleet.run(jobs.table, case.world, made, case.path)
+    assert np.array_equal(one, other) and np.array_equal(one, last)
 
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [
-        *((name, 32) for name in ("zero 2", "zero 3", "two stages", "hierarchical", "megatron")),
-        ("hierarchical", 8),
-        ("hybrid 3", 8),
-    ],
+    slow_but(
+        [("zero 3", 32), ("hierarchical", 8)],
+        [
+            *(
+                (name, 32)
+                for name in ("zero 2", "zero 3", "two stages", "hierarchical", "megatron")
+            ),
+            ("hierarchical", 8),
+            ("hybrid 3", 8),
+        ],
+    ),
 )
 def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
     fleet: Fleet, folder: Path, name: str, bits: Any
@@ -324,6 +331,7 @@ def test_what_rounding_has_left_is_sent_whole_when_it_is_settled(bits: int):
     assert torch.allclose(sent, total, atol=1e-5) and not feedback.residuals
 
 
+@pytest.mark.slow
 def test_a_run_in_8_bits_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path: Path):
     """Bit by bit, until the other one saves again, which sends one step whole."""
     train = replace(TRAIN, steps=400, validate_every=400, checkpoint_every_s=0.3)

@@ -20,6 +20,7 @@ from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.training.events import EventLog
 from tests import tiny
+from tests.examples import slow_after
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED
@@ -152,7 +153,9 @@ def test_the_best_loss_of_a_run_is_that_of_the_weights_that_are_there(tmp_path: 
     assert best.step == 15 and checkpoint.verify(newest).best_loss == best.best_loss
 
 
-@pytest.mark.parametrize("name", ["zero 3", "replicas unlike", "replicas unlike, overlapped"])
+@pytest.mark.parametrize(
+    "name", slow_after(1, ["replicas unlike, overlapped", "zero 3", "replicas unlike"])
+)
 def test_a_save_that_fails_half_way_leaves_no_worker_and_no_message_behind(
     fleet: Fleet, folder: Path, name: str
 ):
@@ -216,6 +219,7 @@ def mountable() -> bool:
     return subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [("6",), ("3", "3")])
 def test_workers_outlive_a_full_disk_and_end_where_it_stays_full(
     tmp_path: Path, rows: tuple[str, ...]

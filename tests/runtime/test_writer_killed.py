@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.runtime.checkpoint import checkpoint
@@ -63,6 +63,7 @@ def kill_saves(folder: Path, kills: int) -> int:
     return remains
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     # In a process of its own, which has no threads to lose when it forks.
     words = [sys.executable, "-m", "tests.runtime.test_writer_killed", str(KILLS), str(tmp_path)]
@@ -91,7 +92,6 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), value=ANYTHING, vouched=st.booleans())
 def test_a_manifest_in_which_anything_was_changed_is_read_as_it_was_or_refused(
     whole, data, value, vouched

@@ -9,6 +9,8 @@ import pytest
 
 from tests.serve.test_api import problem
 
+pytestmark = pytest.mark.slow
+
 
 def in_background(*calls) -> list[threading.Thread]:
     threads = [threading.Thread(target=call) for call in calls]

@@ -20,6 +20,8 @@ from farspan.retrieval.serve.beside import find_server
 from tests.serve.conftest import TIMEOUT_S, make_run
 from tests.serve.library import Text, put
 
+pytestmark = pytest.mark.slow
+
 
 def until(true, what: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S

@@ -34,6 +34,8 @@ from farspan_studies.pages.results import points
 from tests.launch.conftest import up
 from tests.studies.test_results import row as made_row
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "{kind: cpu-avx2, memory: 4GB}"
 CLUSTER = f"sites: {{here: {{hosts: {{me: {{enter: [], devices: [{DEVICE}, {DEVICE}]}}}}}}}}\n"
 MATRIX = """\

@@ -26,6 +26,7 @@ from farspan.techniques._search.moves import _neighbours
 from farspan.techniques._search.slices import Tables
 from farspan.techniques._search.stages import StageSearch
 from farspan.techniques.diloco import _moved
+from tests.examples import slow_after
 from tests.techniques.worlds import cluster, random_cluster, random_model, task
 
 CASES = 16
@@ -74,7 +75,7 @@ def pipelines(asked: Task):
 
 
 @pytest.mark.parametrize("name", ["farspan", "alpa2022", "torch2024"])
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", slow_after(5, range(CASES)))
 def test_no_bound_is_above_the_step(seed: int, name: str):
     asked = world(seed, name=name)
     for replica in pipelines(asked):
@@ -90,7 +91,7 @@ def searches(asked: Task):
             yield StageSearch(asked, order, tables), pipeshard.tied_s(asked, order), parts
 
 
-@pytest.mark.parametrize("seed", range(100, 100 + CASES))
+@pytest.mark.parametrize("seed", slow_after(5, range(100, 100 + CASES)))
 def test_a_limit_leaves_out_what_is_above_it_and_nothing_else(seed: int):
     asked = world(seed)
     for search, _, _ in searches(asked):
@@ -102,7 +103,7 @@ def test_a_limit_leaves_out_what_is_above_it_and_nothing_else(seed: int):
             assert limited == [one for one in everything if one.objective <= found.objective]
 
 
-@pytest.mark.parametrize("seed", range(200, 200 + CASES))
+@pytest.mark.parametrize("seed", slow_after(5, range(200, 200 + CASES)))
 def test_no_stage_is_below_the_least_cycle(seed: int):
     for search, _, _ in searches(world(seed)):
         bound = math.inf
@@ -111,7 +112,7 @@ def test_no_stage_is_below_the_least_cycle(seed: int):
             assert solved[1] >= search.least
 
 
-@pytest.mark.parametrize("seed", range(300, 300 + CASES))
+@pytest.mark.parametrize("seed", slow_after(5, range(300, 300 + CASES)))
 def test_the_best_solutions_are_those_of_a_search_without_limits(seed: int):
     asked = world(seed)
     everything = [
@@ -124,7 +125,7 @@ def test_the_best_solutions_are_those_of_a_search_without_limits(seed: int):
     assert pipeshard._solutions(asked, 5) == [(solution, parts) for *_, solution, parts in best]
 
 
-@pytest.mark.parametrize("seed", range(400, 400 + CASES))
+@pytest.mark.parametrize("seed", slow_after(5, range(400, 400 + CASES)))
 def test_the_fastest_that_fits_is_that_of_all_priced(seed: int):
     asked = world(seed)
     replicas = list(even_splits(asked, pipeshard.microbatch_counts(asked)))
@@ -134,7 +135,7 @@ def test_the_fastest_that_fits_is_that_of_all_priced(seed: int):
     assert fastest_fitting(asked, replicas) == (min(fitting)[1] if fitting else None)
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", slow_after(5, range(CASES)))
 def test_alike_sites_have_the_same_step_after_relabelling(seed: int):
     rng = random.Random(seed)
     site = tuple(tuple(rng.choices(("fast", "slow"), k=rng.randint(1, 3))) for _ in range(2))
@@ -147,7 +148,7 @@ def test_alike_sites_have_the_same_step_after_relabelling(seed: int):
     assert here == pytest.approx(there, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", slow_after(5, range(CASES)))
 def test_sums_once_a_step_do_not_depend_on_microbatches(seed: int):
     """`stage_time` keeps them for all."""
     asked = world(seed)
