@@ -11,11 +11,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 from farspan.retrieval.serve.beside import find_server
+from tests.waiting import LIMIT_S, wait_for
 
 README = Path(__file__).parent.parent / "README.md"
 FOLDER, TIME = "~/papers", "10m"
@@ -51,14 +51,11 @@ def served(words: list[str], here: Path, environment: dict[str, str]) -> str:
         words, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 60
-        while (found := find_server(here / "runs/papers")) is None:
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.05)
-        with urllib.request.urlopen(f"{found[0]}/api/search?q=paper+sample", timeout=30) as answer:
+        url, *_ = wait_for(lambda: find_server(here / "runs/papers"), "the server's start", process)
+        with urllib.request.urlopen(f"{url}/api/search?q=paper+sample", timeout=LIMIT_S) as answer:
             said = answer.read().decode()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(LIMIT_S) == 0
     finally:
         process.kill()
         process.communicate()

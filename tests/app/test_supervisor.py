@@ -33,6 +33,7 @@ from tests.app.supervised import Watched, made
 from tests.launch.test_launchers import TRAIN
 from tests.runtime import stored_tensors
 from tests.runtime.test_worker import _tensors
+from tests.waiting import LIMIT_S, wait_for
 
 #: Some seconds of steps, with checkpoints all along.
 STEPS = replace(TRAIN, steps=300, validate_every=300, checkpoint_every_s=0.3)
@@ -210,10 +211,8 @@ def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_pa
         )
 
     def trained(more: int) -> None:
-        wanted, deadline = steps() + more, time.monotonic() + 60
-        while steps() < wanted:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wanted = steps() + more
+        wait_for(lambda: steps() >= wanted, f"step {wanted}")
 
     old = begun()
     try:
@@ -222,10 +221,10 @@ def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_pa
         new = begun()
         trained(100)
         new.send_signal(signal.SIGTERM)
-        assert new.wait(60) == 0
+        assert new.wait(LIMIT_S) == 0
         content = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
         old.send_signal(signal.SIGCONT)
-        assert old.wait(60) == 45
+        assert old.wait(LIMIT_S) == 45
         assert {
             path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()
         } == content
@@ -271,12 +270,10 @@ print(*(spare.pid for spare in spares._waiting.values()), flush=True)
 os._exit(1)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S
     )
-    pids, deadline = done.stdout.split(), time.monotonic() + 60
+    pids = done.stdout.split()
     assert pids, done.stderr
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a spare goes on"
-        time.sleep(0.05)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the spares' end")
     with Lease(run):
         pass

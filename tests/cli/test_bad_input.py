@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from farspan.domain.problems import EXIT_CODES
 from tests.cli.conftest import TINY, Farspan
+from tests.waiting import LIMIT_S, wait_for
 
 
 def expect(done: subprocess.CompletedProcess[str], code: str, *words: str) -> None:
@@ -566,7 +566,7 @@ def test_ctrl_c_while_starting_is_no_traceback(
         env={**environment, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert done.returncode in (-signal.SIGINT, EXIT_CODES["interrupted"])
     assert "Traceback" not in done.stderr and done.stdout == ""
@@ -596,17 +596,16 @@ def training(desk: Path, run: Path, environment: dict[str, str], tmp_path: Path)
         process.communicate()
 
 
-def until(happened, process: subprocess.Popen[str] | None = None, limit_s: float = 300.0) -> None:
-    """Wait for something that must happen."""
-    end = time.monotonic() + limit_s
-    while True:
+def until(happened, process: subprocess.Popen[str] | None = None) -> None:
+    """Wait for something that may first need files that are not there yet."""
+
+    def there() -> bool:
         try:
-            if happened():
-                return
+            return bool(happened())
         except OSError:
-            pass
-        assert time.monotonic() < end and (process is None or process.poll() is None)
-        time.sleep(0.05)
+            return False
+
+    wait_for(there, "what the test waits for", process)
 
 
 def saved(path: Path) -> list[str]:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from farspan.runtime.model.decoder import drawn
 from farspan.runtime.training.events import EventLog
 from tests import tiny
 from tests.launch.test_launchers import LONG, TRAIN, worker_of
+from tests.waiting import LIMIT_S, wait_for
 
 
 class Scripted(Workers):
@@ -260,11 +260,8 @@ class Served(Scripted):
 
 def test_a_trial_ends_its_workers_and_asks_services_to_end(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
-    with scripted(run, "exec sleep 60", kind=Served) as workers, Deadline(workers, 60.0):
-        deadline = time.monotonic() + 60
-        while not (run.path / "up").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with scripted(run, "exec sleep 1000", kind=Served) as workers, Deadline(workers, LIMIT_S):
+        wait_for((run.path / "up").exists, "the service is up")
     assert workers.processes[1].poll() == -signal.SIGKILL
     assert (run.path / "asked").exists()
 

@@ -9,8 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -24,6 +22,7 @@ from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.test_launchers import LONG
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +44,6 @@ except Refusal as refusal:
 print(msgspec.json.encode(problem).decode())
 """  # noqa: E501
 #: What is asked to end has ended within this, on a busy machine.
-END_S = 60.0
 
 
 def started(
@@ -65,15 +63,8 @@ def started(
         assert process.poll() is None, process.communicate()
         return run.events.exists() and any(isinstance(one, Step) for one in read_events(run.events))
 
-    eventually(trains if trained else lambda: len(workers_of(run)) == 2, 180.0)
+    wait_for(trains if trained else lambda: len(workers_of(run)) == 2, "the run's workers")
     return run, process
-
-
-def eventually(true: Callable[[], bool], seconds: float = END_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.05)
 
 
 def processes(*words: str) -> dict[int, int]:
@@ -105,12 +96,12 @@ def holders(run: RunFolder) -> dict[int, int]:
 
 def ends_and_has_saved(run: RunFolder) -> None:
     """All processes of the run end, its lock is free, and the step that it stood at is saved."""
-    eventually(lambda: not processes(str(run.path)))
+    wait_for(lambda: not processes(str(run.path)), "no process of the run is left")
     *_, last = read_events(run.events)
     assert isinstance(last, Finished) and last.reason == "interrupted" and last.step < LONG.steps
     assert any(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
     with open(run.lock, "ab") as lock:
-        eventually(lambda: free(lock.fileno()))
+        wait_for(lambda: free(lock.fileno()), "the lock is free")
 
 
 def free(descriptor: int) -> bool:
@@ -187,7 +178,7 @@ def test_whom_a_second_request_ends_at_once_saves_nothing(tmp_path):
     run, process = started(tmp_path, "torchrun")
     process.send_signal(signal.SIGUSR1)
     problem = said(process)
-    eventually(lambda: not processes(str(run.path)))
+    wait_for(lambda: not processes(str(run.path)), "no process of the run is left")
     assert problem.code in ("interrupted", "worker-lost") and not list(
         run.checkpoints.glob("step-*")
     )
@@ -207,4 +198,4 @@ def test_what_ray_runs_a_worker_by_is_killed(tmp_path, killed):
     assert problem.remedy == f"farspan resume {run.path}"
     if killed != "raylet":
         assert re.fullmatch(r"rank [01] on here was lost", problem.what)
-    eventually(lambda: not processes(str(run.path)))
+    wait_for(lambda: not processes(str(run.path)), "no process of the run is left")

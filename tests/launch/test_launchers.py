@@ -36,9 +36,9 @@ from farspan.runtime.checkpoint import checkpoint
 from farspan_lab import state
 from farspan_lab.cluster import of_lab
 from tests import tiny
+from tests.examples import slow_but
 from tests.launch.conftest import up
-
-pytestmark = pytest.mark.slow
+from tests.waiting import LIMIT_S, wait_for
 
 TRAIN = TrainSpec(
     steps=6,
@@ -110,14 +110,14 @@ def losses(run, launcher, cluster):
     return [event.loss for event in events if isinstance(event, Step | Validated)]
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+@pytest.mark.parametrize("launcher", slow_but(["local", "torchrun"], ["local", "torchrun", "ray"]))
 def test_two_sites_of_two_workers_lose_what_one_process_loses(sites, alone, tmp_path, launcher):
     if launcher == "ray":
         pytest.importorskip("ray", reason="waits for farspan[ray]")
     run = tiny.run_folder(tmp_path / "run", planned())
     # To star the run and the corpus are empty folders: it has a file system of its own.
     hide = [*state.enter(sites[0], "star"), "mount", "-t", "tmpfs", "none", str(tmp_path)]
-    subprocess.run(hide, check=True, timeout=60)
+    subprocess.run(hide, check=True, timeout=LIMIT_S)
     found = losses(run, launcher, sites[1])
     assert found == pytest.approx(alone, abs=1e-5)
     there = run_folder(sites[1].hosts[1], run.load_plan(), run)
@@ -128,6 +128,7 @@ def test_two_sites_of_two_workers_lose_what_one_process_loses(sites, alone, tmp_
     assert not left_over(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline", "zero3"])
 def test_divided_models_on_two_sites_lose_what_one_process_loses(sites, alone, tmp_path, kind):
     run = tiny.run_folder(tmp_path / "run", divided(kind))
@@ -138,14 +139,14 @@ def test_divided_models_on_two_sites_lose_what_one_process_loses(sites, alone, t
 
 
 def left_over(run):
-    """Processes of a run, or of a Ray cluster on its hosts, that still live after a while."""
+    """Processes of a run, or of a Ray cluster on its hosts, that do not end."""
     far = run_folder(Host(name="star", devices=(), folder="/"), run.load_plan(), run).path.name
     words = [
         "pgrep",
         "-af",
         rf"{run.path.parent.name}|/runs/{far}|ray_node.*farspan-host=(utah|star)",
     ]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while (
         found := subprocess.run(words, capture_output=True, text=True).stdout
     ) and time.monotonic() < deadline:
@@ -153,6 +154,7 @@ def left_over(run):
     return found
 
 
+@pytest.mark.slow
 def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, tmp_path):
     train = replace(
         TRAIN, steps=30, validate_every=10
@@ -175,8 +177,8 @@ def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, tmp_path):
 
 def worker_of(run, rank):
     """The process id of a rank's worker, once it trains."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+
+    def find():
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 words = (process / "cmdline").read_bytes().split(b"\0")
@@ -190,42 +192,39 @@ def worker_of(run, rank):
             told = {f"{HOME}={run.path.absolute()}".encode(), f"RANK={rank}".encode()}
             if ours and told <= set(environment):
                 return int(process.name)
-        time.sleep(0.1)
-    raise AssertionError(f"rank {rank} was not started")
+        return None
+
+    return wait_for(find, f"rank {rank} trains")
 
 
 def lost(run, launcher, cluster, harm):
-    """What the job ends with when `harm` is done after its first step, and how long that takes."""
-    done, ended = list[float](), list[float]()
+    """The problem that the job ends with when `harm` is done after its first step."""
+    harmed = False
     with (
         pytest.raises(Refusal) as refusal,
         launch(launcher, run.load_plan(), run, cluster) as workers,
     ):
-        try:
-            for event in workers:
-                if isinstance(event, Step) and not done:
-                    done.append(time.monotonic())
-                    harm()
-        finally:  # Before services are ended, such as Ray's.
-            ended.append(time.monotonic())
-    assert done
-    return refusal.value.problem, ended[0] - done[0]
+        for event in workers:
+            if isinstance(event, Step) and not harmed:
+                harmed = True
+                harm()
+    assert harmed
+    return refusal.value.problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "ray"])
 def test_a_killed_worker_is_named_with_host_rank_and_cause(sites, tmp_path, launcher):
     if launcher == "ray":
         pytest.importorskip("ray", reason="waits for farspan[ray]")
     run = tiny.run_folder(tmp_path / f"killed-{launcher}", planned(LONG))
-    problem, seconds = lost(
-        run, launcher, sites[1], lambda: os.kill(worker_of(run, 3), signal.SIGKILL)
-    )
+    problem = lost(run, launcher, sites[1], lambda: os.kill(worker_of(run, 3), signal.SIGKILL))
     assert (problem.code, problem.what) == ("worker-lost", "rank 3 on star was lost")
     assert "SIGKILL" in problem.fact
-    assert seconds < 30
     assert not left_over(run)
 
 
+@pytest.mark.slow
 def test_of_two_workers_that_torchrun_finds_failed_at_once_the_killed_one_is_named(sites, tmp_path):
     run = tiny.run_folder(tmp_path / "at-once", planned(LONG))
 
@@ -236,23 +235,22 @@ def test_of_two_workers_that_torchrun_finds_failed_at_once_the_killed_one_is_nam
         os.kill(torchrun, signal.SIGSTOP)
         try:
             os.kill(killed, signal.SIGKILL)
-            deadline = time.monotonic() + 60
-            while " Z " not in Path(f"/proc/{other}/stat").read_text():
-                assert time.monotonic() < deadline, "rank 2 goes on"
-                time.sleep(0.05)
+            stat = Path(f"/proc/{other}/stat")
+            wait_for(lambda: " Z " in stat.read_text(), "rank 2 has ended")
         finally:
             os.kill(torchrun, signal.SIGCONT)
 
-    problem, _ = lost(run, "torchrun", sites[1], harm)
+    problem = lost(run, "torchrun", sites[1], harm)
     assert (problem.code, problem.what) == ("worker-lost", "rank 3 on star was lost")
     assert "SIGKILL" in problem.fact
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_path):
     lab, cluster = sites
     run = tiny.run_folder(tmp_path / "cut-link", planned(LONG))
     try:
-        problem, seconds = lost(
+        problem = lost(
             run,
             "local",
             cluster,
@@ -262,34 +260,31 @@ def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_pat
         state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
     assert problem.code == "worker-lost"
     assert re.fullmatch(r"rank [23] on star was lost", problem.what)
-    assert seconds < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "host"), [(0, "utah"), (3, "star")])
 @pytest.mark.parametrize("kind", ["pipeline", "replicas"])
-def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(
-    sites, tmp_path, kind, rank, host
-):
+def test_whatever_the_plan_a_killed_worker_ends_all_and_is_named(sites, tmp_path, kind, rank, host):
     run = tiny.run_folder(
         tmp_path / f"{kind}-{rank}", divided(kind, replace(LONG, checkpoint_every_s=0.01))
     )
-    problem, took = lost(
-        run, "local", sites[1], lambda: os.kill(worker_of(run, rank), signal.SIGKILL)
-    )
+    problem = lost(run, "local", sites[1], lambda: os.kill(worker_of(run, rank), signal.SIGKILL))
     assert (problem.code, problem.what) == ("worker-lost", f"rank {rank} on {host} was lost")
     assert "SIGKILL" in problem.fact
-    assert took < 30 and "resume" in problem.remedy
+    assert "resume" in problem.remedy
     assert not left_over(run)
     assert all(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
 
 
+@pytest.mark.slow
 def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, tmp_path):
     lab, cluster = sites
     run = tiny.run_folder(
         tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=30, checkpoint_every_s=0.01))
     )
     try:
-        problem, took = lost(
+        problem = lost(
             run,
             "local",
             cluster,
@@ -300,12 +295,12 @@ def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, 
     assert problem.code == "worker-lost" and re.fullmatch(
         r"rank [23] on star was lost", problem.what
     )
-    assert took < 30
     losses(run, "local", cluster)
     *_, last = read_events(run.events)
     assert isinstance(last, Finished) and last.reason == "done"
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_far_from_rank_0_ends_all_workers_too(tmp_path):
     """Rank 0 hears both ends of it: their connection alone can tell."""
     name, train = f"far-{os.getpid()}", replace(LONG, batch=6)
@@ -321,7 +316,7 @@ def test_a_link_that_is_cut_far_from_rank_0_ends_all_workers_too(tmp_path):
         )
         plan = replace(tiny.plan(train, rows=(2, 2, 2), micro_rows=2), devices=devices)
         run = tiny.run_folder(tmp_path / "far", plan)
-        problem, seconds = lost(
+        problem = lost(
             run,
             "local",
             of_lab(made),
@@ -332,25 +327,25 @@ def test_a_link_that_is_cut_far_from_rank_0_ends_all_workers_too(tmp_path):
     assert problem.code == "worker-lost" and re.fullmatch(
         r"rank (1 on star|2 on gpn) was lost", problem.what
     )
-    assert "connection" in problem.fact and seconds < 30
+    assert "connection" in problem.fact
     assert not left_over(run)
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(sites, tmp_path):
     lab, cluster = sites
     run = tiny.run_folder(tmp_path / "unreachable", planned())
     state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
-    began = time.monotonic()
     try:
         with pytest.raises(Refusal) as refusal, launch("local", run.load_plan(), run, cluster):
             pass
     finally:
         state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
-    assert time.monotonic() - began < 60
     assert refusal.value.problem.code == "host-unreachable"
     assert "star cannot reach utah" in refusal.value.problem.what
 
 
+@pytest.mark.slow
 def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, alone):
     """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and a secret are all that a worker needs; rank 1
     has no folder yet."""
@@ -381,16 +376,16 @@ def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, alone)
     assert (elsewhere / "plan.json").read_bytes() == run.plan.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_interrupt_through_torchrun_saves(sites, tmp_path):
     run = tiny.run_folder(tmp_path / "run", planned(LONG))
     with launch("torchrun", run.load_plan(), run, sites[1]) as workers:
-        asked = None
+        asked = False
         for event in workers:
-            if isinstance(event, Step) and asked is None:
-                asked = time.monotonic()
+            if isinstance(event, Step) and not asked:
+                asked = True
                 workers.interrupt()
             last = event
-    assert time.monotonic() - asked < 120
     assert last.reason == "interrupted"
     assert list(run.checkpoints.glob("step-*"))
 
@@ -472,23 +467,24 @@ def ray_home(tmp_path_factory):
     yield f"ray:{where}", environment
     for node in reversed(nodes):
         node.stdin.close()
-        node.wait(timeout=120)
+        node.wait(timeout=LIMIT_S)
 
 
 def read(where, environment, hosts):
     """The cluster at an address, once it has so many hosts."""
     show = [sys.executable, "-m", "farspan", "cluster", "show", where, "--json"]
-    deadline = time.monotonic() + 300
-    while True:
-        done = subprocess.run(show, capture_output=True, env=environment, timeout=120)
-        if (
-            not done.returncode
-            and len((found := parse_cluster_json(done.stdout, "ray")).hosts) == hosts
-        ):
-            return found
-        assert time.monotonic() < deadline, done.stderr
+
+    def ask():
+        done = subprocess.run(show, capture_output=True, env=environment, timeout=LIMIT_S)
+        if done.returncode:
+            return None
+        found = parse_cluster_json(done.stdout, "ray")
+        return found if len(found.hosts) == hosts else None
+
+    return wait_for(ask, f"a cluster of {hosts} hosts")
 
 
+@pytest.mark.slow
 def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone, ray_home):
     where, environment = ray_home
     cluster = read(where, environment, hosts=2)
@@ -515,6 +511,7 @@ def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone, ray_home):
     assert found == pytest.approx(alone, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_matrix_is_measured_on_a_running_ray_cluster(tmp_path, ray_home):
     where, environment = ray_home
     read(where, environment, hosts=2)
@@ -572,6 +569,7 @@ def test_ray_never_listens_on_the_open_internet(address, public):
         refuse_public(host)
 
 
+@pytest.mark.slow
 def test_a_plan_for_hosts_that_the_cluster_lacks(tmp_path):
     run = tiny.run_folder(tmp_path / "run", planned())
     with pytest.raises(Refusal) as refusal:

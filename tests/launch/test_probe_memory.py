@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -24,6 +23,7 @@ from farspan_lab import devices, state
 from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -71,19 +71,14 @@ def problem_of(out: str) -> Problem:
 def test_the_killed_probe_of_one_of_two_devices_is_named_and_the_other_is_kept(tmp_path):
     (tmp_path / "box.yaml").write_text(BOX)
     process = probe(tmp_path, str(tmp_path / "box.yaml"), tiny.SPEC)
-    deadline, pids = time.monotonic() + 120, list[int]()
-    while len(pids) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+
+    def probes() -> list[int]:
         children = Path(f"/proc/{process.pid}/task").glob("*/children")
-        pids = sorted(
-            {
-                int(pid)
-                for file in children
-                for pid in file.read_text().split()
-                if is_probe(int(pid))
-            }
-        )
+        pids = {int(pid) for file in children for pid in file.read_text().split()}
+        return sorted(pid for pid in pids if is_probe(pid))
+
+    wait_for(lambda: len(probes()) == 2, "two probes", process)
+    pids = probes()
     os.kill(pids[1], signal.SIGKILL)
     out, said = process.communicate(timeout=300)
     problem = problem_of(out)

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -22,6 +21,7 @@ from farspan.domain.problems import Refusal
 from farspan.launch.launchers.ray import PATIENT, Job, Node, _host, installed
 from tests import smi, tiny
 from tests.launch.test_launchers import DRIVE, TRAIN
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -144,17 +144,17 @@ def gpu_node(tmp_path_factory):
         process.stdin.write(f"{token}\n".encode())
         yield f"ray:{where}", environment, folder
         process.stdin.close()
-        process.wait(timeout=120)
+        process.wait(timeout=LIMIT_S)
 
 
 def read(where: str, environment: dict[str, str]) -> Cluster:
     show = [sys.executable, "-m", "farspan", "cluster", "show", where, "--json"]
-    deadline = time.monotonic() + 180
-    while True:
-        done = subprocess.run(show, capture_output=True, env=environment, timeout=120)
-        if not done.returncode:
-            return parse_cluster_json(done.stdout, "ray")
-        assert time.monotonic() < deadline, done.stdout + done.stderr
+
+    def ask() -> bytes | None:
+        done = subprocess.run(show, capture_output=True, env=environment, timeout=LIMIT_S)
+        return None if done.returncode else done.stdout
+
+    return parse_cluster_json(wait_for(ask, "the cluster answers"), "ray")
 
 
 def test_ray_gives_each_worker_the_gpu_of_its_plan_alone(tmp_path: Path, gpu_node):

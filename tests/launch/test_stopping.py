@@ -25,6 +25,7 @@ from farspan.launch.workers import Workers
 from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.test_launchers import LONG, TRAIN
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,7 @@ def test_a_held_command_is_asked_to_stop(by):
         else:
             process.stdin.close()
         assert process.stdout.read() == b"asked\n"
-        assert process.wait(timeout=60) == 7
+        assert process.wait(timeout=LIMIT_S) == 7
 
 
 def test_a_held_command_is_ended_at_once_also_after_it_was_asked_to_stop():
@@ -69,13 +70,13 @@ def test_a_held_command_is_ended_at_once_also_after_it_was_asked_to_stop():
         assert process.poll() is None, "it does not listen"
         process.stdin.write(b"k")
         process.stdin.flush()
-        assert process.wait(timeout=60) == 137
+        assert process.wait(timeout=LIMIT_S) == 137
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
 def test_a_held_command_ends_by_itself(script, code):
     with held(script) as process:
-        assert process.wait(timeout=60) == code
+        assert process.wait(timeout=LIMIT_S) == code
 
 
 class Unlike(Workers):
@@ -102,10 +103,7 @@ def test_after_an_interrupt_nobody_is_ended_because_another_failed(tmp_path, mon
         pytest.raises(Refusal),
         Unlike(run.load_plan(), run, tiny.this_machine(run.load_plan())) as workers,
     ):
-        deadline = time.monotonic() + 60
-        while not all((run.path / f"up-{rank}").exists() for rank in (0, 1)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: all((run.path / f"up-{rank}").exists() for rank in (0, 1)), "both are up")
         workers.interrupt()
         list(workers)
     assert (run.path / "saved").exists()
@@ -179,7 +177,7 @@ def far(tmp_path):
         folder=str(tmp_path / "far"),
     )
     server.terminate()
-    server.wait(timeout=60)
+    server.wait(timeout=LIMIT_S)
 
 
 def test_an_interrupt_reaches_a_worker_behind_ssh_which_saves(far, tmp_path):

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 15.0
+from tests.waiting import wait_for
+
+WAIT_S = 120.0
 #: Chromium reads commands from descriptor 3 and answers on 4.
 _START = """import os, sys
 read, write = (os.dup(int(word)) for word in sys.argv[1:3])
@@ -121,11 +123,9 @@ class Browser:
 
     def until(self, code: str) -> Any:
         """Wait until an expression is true: its value, of an element true."""
-        deadline = time.monotonic() + WAIT_S
-        while not (value := self.run(f"((value) => value instanceof Node || value)({code})")):
-            assert time.monotonic() < deadline, f"{code} stays {value!r}; {self.complaints}"
-            time.sleep(0.03)
-        return value
+        return wait_for(
+            lambda: self.run(f"((value) => value instanceof Node || value)({code})"), code
+        )
 
     def text(self, selector: str) -> str:
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))

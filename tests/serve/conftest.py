@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +16,7 @@ import pytest
 
 from farspan.retrieval.serve.beside import find_server
 from tests.serve import library
-
-TIMEOUT_S = 20.0
+from tests.waiting import LIMIT_S, wait_for
 
 
 @dataclass
@@ -48,23 +46,18 @@ def running(run: Path, **setting: Any) -> Iterator[Server]:
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     server = Server(run, process)
     try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while (found := find_server(run)) is None:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "the server does not start"
-            time.sleep(0.02)
-        server.url, token = found
+        server.url, token = wait_for(lambda: find_server(run), "the server's start", process)
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        server.client = httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        server.client = httpx.Client(headers=headers, timeout=LIMIT_S, trust_env=False)
         yield server
     finally:
         server.client.close()
         process.terminate()
         try:
-            process.communicate(timeout=TIMEOUT_S)
+            process.communicate(timeout=LIMIT_S)
         except (subprocess.TimeoutExpired, ValueError):
             process.kill()
-            process.wait(5)
+            process.wait(LIMIT_S)
 
 
 def make_run(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from referencing.jsonschema import DRAFT202012
 
 from tests.serve.conftest import Server
 from tests.serve.library import NASTY, RIVERS, texts
+from tests.waiting import LIMIT_S
 
 
 def search(server: Server, q: str, **parameters) -> dict:
@@ -137,7 +138,7 @@ def test_a_hostile_query_is_a_query(server, q):
     ],
 )
 def test_no_address_leads_to_the_disk(server, path):
-    with closing(HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+    with closing(HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_S)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         assert answer.status in (404, 422)

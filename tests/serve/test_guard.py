@@ -10,6 +10,7 @@ import pytest
 
 from tests.serve.conftest import Server
 from tests.serve.test_api import problem
+from tests.waiting import LIMIT_S
 
 TOKEN = "0123456789abcdef-the-token"
 
@@ -26,7 +27,7 @@ def guarded(tmp_path_factory):
 
 def raw(server: Server, head: str, body: bytes = b"") -> bytes:
     """What the server answers to bytes."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as connection:
         connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
         answer = b""
         while part := connection.recv(65536):
@@ -121,30 +122,28 @@ def test_a_body_that_does_not_come_is_not_waited_for(start):
         "POST /api/generate HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
         "Content-Length: 9"
     )
-    began = time.monotonic()
     assert raw(server, head, b"{").split()[1] == b"408"
-    assert time.monotonic() - began < 5
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(start):
-    server = start(limits={"head_s": 0.4})
+    server = start(limits={"head_s": 2.0})
     whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as slow:
         slow.sendall(whole[:20])
         assert slow.recv(100) == b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as kept:
-        for _ in range(3):
-            # Who has asked before may think for longer.
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as kept:
+        for _ in range(2):
+            # A client that has asked before may think for longer.
             kept.sendall(whole)
             answer = b""
             while b'"ok"' not in answer:
                 answer += (part := kept.recv(4096))
                 assert part, answer
-            time.sleep(0.6)
+            time.sleep(2.5)
         kept.sendall(whole[:20])
         assert kept.recv(100) == b""
     # An answer may take longer too.
-    assert server.get("/api/search", params={"q": "sleep 1 river"}).status_code == 200
+    assert server.get("/api/search", params={"q": "sleep 2.5 river"}).status_code == 200
 
 
 def test_what_is_not_http_is_survived(server):
@@ -154,7 +153,7 @@ def test_what_is_not_http_is_survived(server):
         b"\x16\x03\x01\x02\x00\x01",
         b"GET / HTTP/9.9\r\n\r\n",
     ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as connection:
             connection.sendall(noise)
             connection.shutdown(socket.SHUT_WR)
             connection.recv(4096)
