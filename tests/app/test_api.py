@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 import farspan
 from farspan.domain.results import Step
 from tests.cli.conftest import WORDS
+from tests.waiting import LIMIT_S, wait_for
 
 SMALL = {
     "tokenizer": {"vocab": 300},
@@ -108,11 +108,8 @@ def test_ctrl_c_saves_refuses_and_leaves_no_worker(papers: Path) -> None:
             "interrupted",
             "farspan resume runs/papers",
         ]
-        assert process.wait(60) == 0
-    deadline = time.monotonic() + 10
-    while (left := workers(papers)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+        assert process.wait(LIMIT_S) == 0
+    wait_for(lambda: not workers(papers), "the workers' end")
     assert farspan.Run("runs/papers").report().run.history.reason == "interrupted"
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from farspan.domain.config import RunConfig
 from farspan.domain.results import Step, read_events
 from farspan.domain.run import RunFolder
 from tests.app.test_api import papers  # noqa: F401 - a fixture
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "farspan", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
 
@@ -58,12 +58,9 @@ def stopped_early(path: str) -> None:
     job = subprocess.Popen(
         [sys.executable, "-m", "farspan", "train", "--run", path], stdout=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 60
-    while not list(Path(path).glob("checkpoints/step-*")):
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: list(Path(path).glob("checkpoints/step-*")), "a checkpoint", job)
     job.send_signal(signal.SIGINT)
-    assert job.wait(60) == 130
+    assert job.wait(LIMIT_S) == 130
 
 
 @pytest.mark.usefixtures("papers")
@@ -102,10 +99,7 @@ def test_the_newest_weights_of_a_running_job_can_be_used(tmp_path: Path) -> None
     words = [sys.executable, "-m", "farspan", "train", "--run", "job"]
     job = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
-        while not list(Path("job").glob("checkpoints/step-*")):
-            assert job.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: list(Path("job").glob("checkpoints/step-*")), "a checkpoint", job)
         run = farspan.Run("job")
         for _ in range(5):
             assert run.generate("w", tokens=3)
@@ -117,4 +111,4 @@ def test_the_newest_weights_of_a_running_job_can_be_used(tmp_path: Path) -> None
         assert job.poll() is None
     finally:
         os.kill(job.pid, signal.SIGINT)
-        assert job.wait(60) == 130
+        assert job.wait(LIMIT_S) == 130

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,14 @@ from farspan.domain.codec import load, save
 from farspan.domain.run import RunFolder
 from farspan.launch.process_began import process_began
 from tests.cli.conftest import TINY, Farspan
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
-#: What is waited for has come about within this, on a busy machine.
-SOON_S = 60.0
 #: More steps than anybody waits for.
 LONG = TINY.replace("steps: 4", "steps: 10_000_000").replace(
     "validate_every: 2", "validate_every: 1_000_000"
 )
-
-
-def eventually(true: Callable[[], Any], seconds: float = SOON_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.05)
 
 
 def workers(run: RunFolder) -> list[int]:
@@ -72,8 +64,8 @@ def end(run: RunFolder) -> None:
     """End the run's job at once."""
     while (job := jobs.job_of(run)) is not None:
         os.kill(job.pid, signal.SIGTERM)
-        time.sleep(1.0)
-    eventually(lambda: not jobs.goes_on(run))
+        wait_for(lambda job=job: jobs.job_of(run) != job, "the job's end")
+    wait_for(lambda: not jobs.goes_on(run), "the job's end")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +110,7 @@ def test_a_job_goes_on_alone_saves_when_it_is_stopped_and_is_taken_up_again(
     pid = begun["job"]["pid"]
     assert os.getsid(pid) == pid != os.getsid(0), "a session of its own"
     assert (Path("/proc") / str(pid) / "fd/0").readlink() == Path("/dev/null")
-    eventually(lambda: state(call, going)["step"] > begun["step"])
+    wait_for(lambda: state(call, going)["step"] > begun["step"], "further steps")
     text = call("status", str(going.path)).stdout
     assert f"process {pid} on" in text and "tokens/s" in text and "time left" in text
     done = call("stop", str(going.path), "--json")
@@ -147,7 +139,7 @@ def test_logs_follow_a_job_to_its_end_and_have_the_words_of_train(
         )
         assert api.Run(going.path).stop().state == "stopped"
         assert events.stdout.read().splitlines()[-1].startswith("step ")
-        assert events.wait(SOON_S) == worker.wait(SOON_S) == 0
+        assert events.wait(LIMIT_S) == worker.wait(LIMIT_S) == 0
     said = call("logs", str(going.path)).stdout.splitlines()
     assert " · interrupted after " in said[-1] and " · saved " in said[-2]
     assert (going.logs / "job.log").read_text().count(said[-1]) == 1
@@ -158,7 +150,7 @@ def test_a_killed_job_is_lost_and_its_workers_save(call: Farspan, going: RunFold
     job = jobs.job_of(going)
     assert job is not None
     os.kill(job.pid, signal.SIGKILL)
-    eventually(lambda: not jobs.goes_on(going))
+    wait_for(lambda: not jobs.goes_on(going), "the job's end")
     found = state(call, going)
     assert (found["state"], found["job"]["pid"]) == ("lost", job.pid)
     assert found["saved_step"] == found["step"] and not workers(going)
@@ -169,9 +161,9 @@ def test_a_killed_job_is_lost_and_its_workers_save(call: Farspan, going: RunFold
 def test_a_worker_that_is_killed_is_followed_by_another(call: Farspan, going: RunFolder):
     (worker,) = workers(going)
     os.kill(worker, signal.SIGKILL)
-    eventually(lambda: workers(going) and workers(going) != [worker])
+    wait_for(lambda: workers(going) and workers(going) != [worker], "another worker")
     begun = state(call, going)["step"]
-    eventually(lambda: state(call, going)["step"] > begun)
+    wait_for(lambda: state(call, going)["step"] > begun, "further steps")
     assert re.search(
         r"recovered after [\d.]+ \w+: rank 0 on .* was lost", call("logs", str(going.path)).stdout
     )
@@ -182,7 +174,7 @@ def test_the_problem_of_a_job_is_kept(call: Farspan, stopped: RunFolder):
     assert call("resume", str(stopped.path), "--detach").returncode == 0
     (worker,), going = workers(stopped), stopped
     os.kill(worker, signal.SIGKILL)
-    eventually(lambda: not jobs.goes_on(going))
+    wait_for(lambda: not jobs.goes_on(going), "the job's end")
     found = state(call, going)
     assert (found["state"], found["problem"]["code"], found["problem"]["signal"]) == (
         "failed",
@@ -221,7 +213,7 @@ def test_who_does_not_end_in_time_is_named_busy(call: Farspan, going: RunFolder)
         assert refused.returncode == 33 and f"farspan stop {going.path} --now" in refused.stderr
     finally:
         os.kill(job.pid, signal.SIGCONT)
-    eventually(lambda: not jobs.goes_on(going))
+    wait_for(lambda: not jobs.goes_on(going), "the job's end")
     assert state(call, going)["state"] == "stopped"
 
 
@@ -245,15 +237,15 @@ def test_a_terminal_that_goes_while_it_waits_takes_nothing_along(
         os.close(ours)
         # By the hangup, or by what it said to a terminal that was gone: on a slow machine that
         # comes first.
-        assert waiting.wait(SOON_S) in (-signal.SIGHUP, 1)
-    eventually(lambda: run.events.exists() and state(call, run)["step"])
+        assert waiting.wait(LIMIT_S) in (-signal.SIGHUP, 1)
+    wait_for(lambda: run.events.exists() and state(call, run)["step"], "a step")
     log = jobs.log_file(run)
     assert (
         log.parent == run.logs
         and "predicted" in log.read_text()
         and not jobs.planning_log(run).exists()
     )
-    assert api.Run(run.path).stop(timeout_s=SOON_S).state == "stopped"
+    assert api.Run(run.path).stop(timeout_s=LIMIT_S).state == "stopped"
 
 
 def test_ctrl_c_while_it_waits_stops_what_was_started(office: Path, environment: dict[str, str]):
@@ -268,7 +260,7 @@ def test_ctrl_c_while_it_waits_stops_what_was_started(office: Path, environment:
     ) as waiting:
         assert waiting.stdout is not None and waiting.stdout.readline()
         waiting.send_signal(signal.SIGINT)
-        assert waiting.wait(SOON_S) == 130
+        assert waiting.wait(LIMIT_S) == 130
         assert waiting.stderr is not None and waiting.stderr.read().count("error[interrupted]") == 1
     assert not jobs.goes_on(RunFolder(office / "runs/unwanted")) and not list(
         office.glob("runs/.*.job.log")
@@ -291,7 +283,7 @@ def test_a_job_that_has_ended_already_answers_as_always(call: Farspan, office: P
     done = call("train", "--detach", "--run", "runs/short", "--set", "train.steps=2", "--json")
     assert done.returncode == 0, done.stderr
     run = RunFolder(office / "runs/short")
-    eventually(lambda: not jobs.goes_on(run))
+    wait_for(lambda: not jobs.goes_on(run), "the job's end")
     assert json.loads(done.stdout)["run"] == "runs/short"
     assert "predicted" in (run.logs / "job.log").read_text(), (
         "what was said before there was a folder"

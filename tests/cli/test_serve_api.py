@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -13,10 +12,9 @@ import pytest
 
 from farspan.retrieval.serve.beside import find_server
 from tests.cli.conftest import Farspan
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
-
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +31,12 @@ def server(indexed: Path, desk: Path, environment: dict[str, str]):
         words, cwd=desk, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + WAIT_S
-        while (found := find_server(indexed)) is None:
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.1)
-        with httpx.Client(base_url=found[0], timeout=WAIT_S, trust_env=False) as client:
+        url, *_ = wait_for(lambda: find_server(indexed), "the server's start", process)
+        with httpx.Client(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
             yield process, client
     finally:
         process.terminate()
-        process.communicate(timeout=WAIT_S)
+        process.communicate(timeout=LIMIT_S)
 
 
 def test_it_answers_as_the_command_does_and_takes_up_a_new_index(server, indexed, farspan, desk):
@@ -78,16 +73,16 @@ def test_it_answers_as_the_command_does_and_takes_up_a_new_index(server, indexed
     )
     try:
         assert farspan("embed", str(indexed)).returncode == 0
-        deadline = time.monotonic() + WAIT_S
-        while not client.get("/api/search", params={"q": "zeppelin", "system": "bm25"}).json()[
-            "total"
-        ]:
-            assert time.monotonic() < deadline, client.get("/api/about").json()["trouble"]
-            time.sleep(0.2)
+        query = {"q": "zeppelin", "system": "bm25"}
+        wait_for(
+            lambda: client.get("/api/search", params=query).json()["total"],
+            "the new index is taken up",
+            process,
+        )
     finally:
         (desk / "docs" / "zeppelin.txt").unlink()
     process.send_signal(2)
-    out, error = process.communicate(timeout=WAIT_S)
+    out, error = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0 and error == "" and out.endswith("ended\n")
     assert not (indexed / "serve.json").exists()
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,12 +49,10 @@ def run(code: str, endpoint: str, home: Path, **more: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("code", [LOAD, READ])
-def test_what_a_hub_out_of_reach_should_give_is_refused_at_once(
-    closed: str, tmp_path: Path, code: str
-) -> None:
-    start = time.monotonic()
+def test_hub_out_of_reach_is_tried_once_and_refused(closed: str, tmp_path: Path, code: str) -> None:
     done = run(code, closed, tmp_path)
-    assert time.monotonic() - start < 15  # The hub's own library gives up after 25 s and more.
+    # The hub's own library tries again for half a minute, and says so.
+    assert "Retrying" not in done.stderr
     assert f"{closed.removeprefix('http://')} cannot be reached (Connection refused)" in done.stderr
     assert "hf download" in done.stderr
 
@@ -64,8 +61,11 @@ class Away(http.server.BaseHTTPRequestHandler):
     """A hub, or a proxy that leads to it, which says that it cannot answer."""
 
     status = 503
+    #: Requests so far.
+    asked = 0
 
     def do_HEAD(self) -> None:
+        Away.asked += 1
         self.send_response(self.status)
         self.end_headers()
 
@@ -91,11 +91,11 @@ def answering(kind: type[Away]) -> Iterator[str]:
 @pytest.mark.parametrize("code", [LOAD, READ])
 @pytest.mark.parametrize("how", ["hub", "proxy"])
 def test_a_hub_that_cannot_answer_now_is_asked_once(tmp_path: Path, code: str, how: str) -> None:
-    start = time.monotonic()
+    Away.asked = 0
     with answering(Away) as url:
         more = {"https_proxy": url, "no_proxy": ""} if how == "proxy" else {}
         done = run(code, "https://huggingface.co" if how == "proxy" else url, tmp_path, **more)
-    assert time.monotonic() - start < 15
+    assert Away.asked == 1
     assert (
         "cannot be reached" in done.stderr
         and "503" in done.stderr

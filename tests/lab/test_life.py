@@ -18,6 +18,7 @@ import pytest
 from farspan.domain.problems import EXIT_CODES, Refusal
 from farspan_lab import state
 from tests.lab.conftest import OWN, Peer, Start, play, traces, two
+from tests.waiting import LIMIT_S, wait_for
 
 FARSPAN = [sys.executable, "-m", "farspan"]
 #: Leaves its terminal, its session and its parent.
@@ -71,7 +72,7 @@ def test_a_signal_reaches_the_command_itself(start: Start):
     lab = start(two("life"))
     process = Peer(lab, "utah", "echo").process
     process.terminate()
-    assert process.wait(timeout=60) == -signal.SIGTERM
+    assert process.wait(timeout=LIMIT_S) == -signal.SIGTERM
 
 
 def test_down_ends_all_that_runs_inside_and_nothing_else(start: Start):
@@ -79,27 +80,25 @@ def test_down_ends_all_that_runs_inside_and_nothing_else(start: Start):
     inside, beside = Peer(ours, "utah", "echo"), Peer(others, "utah", "echo")
     subprocess.run([*state.enter(ours, "star", 0), sys.executable, "-c", DAEMON], check=True)
     state.down(f"{OWN}-one")
-    assert inside.process.wait(timeout=60) == -signal.SIGKILL
+    assert inside.process.wait(timeout=LIMIT_S) == -signal.SIGKILL
     assert beside.process.poll() is None
     assert min(play(others, "star", "ping", "utah", 3)) > 0.02
     state.down(f"{OWN}-other")
-    assert beside.process.wait(timeout=60) == -signal.SIGKILL
+    assert beside.process.wait(timeout=LIMIT_S) == -signal.SIGKILL
 
 
 def test_after_a_sigkill_the_lab_says_so_and_down_removes_what_is_left(start: Start):
     lab = start(two("life"))
     inside = Peer(lab, "utah", "echo")
     os.kill(lab.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
     with pytest.raises(Refusal, match=f"farspan lab down --lab {OWN}-life") as refusal:
-        while time.monotonic() < deadline:
-            state.status(f"{OWN}-life")
+        wait_for(lambda: not state.status(f"{OWN}-life"), "the lab is said to be dead")
     assert refusal.value.problem.code == "lab-unavailable"
     with pytest.raises(Refusal, match="already"):
         start(two("life"))
     assert inside.process.poll() is None
     state.down(f"{OWN}-life")
-    assert inside.process.wait(timeout=60) == -signal.SIGKILL
+    assert inside.process.wait(timeout=LIMIT_S) == -signal.SIGKILL
     again = start(two("life"))
     assert again.pid != lab.pid
 
@@ -135,10 +134,7 @@ def test_up_that_is_killed_halfway_can_be_taken_down(file: Path, after_s: float)
     process.wait()
     state.down(f"{OWN}-life")
     # A supervisor that was only starting ends by itself: there is nothing for it to make.
-    deadline = time.monotonic() + 10
-    while traces() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert traces() == []
+    wait_for(lambda: traces() == [], "no trace is left")
 
 
 def test_up_that_fails_leaves_nothing(start: Start):

@@ -435,7 +435,7 @@ def doctor_over_ssh(lab, folder, key="user", port=22, name="star"):
         "--cluster",
         str(folder / "cluster.yaml"),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S0)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     return msgspec.json.decode(done.stdout)
 
 
@@ -484,7 +484,7 @@ def test_doctor_of_this_machine_alone(tmp_path):
         f"1GB}}]}}}}}}}}\n"
     )
     words = [sys.executable, "-m", "farspan", "doctor", "--cluster", str(file)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S0)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "Python 3" in done.stdout and "finding" in done.stdout
 
@@ -499,7 +499,7 @@ def test_doctor_of_a_cluster_asks_each_host_for_its_gpus_and_its_pytorch(tmp_pat
     words = [sys.executable, "-m", "farspan", "doctor", "--cluster", str(file), "--json"]
     path = f"{smi.install(tmp_path / 'bin', smi.H100)}:{os.environ['PATH']}"
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=LIMIT_S0, env={**os.environ, "PATH": path}
+        words, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "PATH": path}
     )
     (finding,) = [f for f in json.loads(done.stdout)["findings"] if f["code"] == "device-unusable"]
     assert (

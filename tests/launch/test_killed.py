@@ -22,7 +22,7 @@ from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.test_launchers import LONG
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def free(descriptor: int) -> bool:
 
 
 def said(process: subprocess.Popen[bytes]) -> Problem:
-    out, _ = process.communicate(timeout=END_S)
+    out, _ = process.communicate(timeout=LIMIT_S)
     problem = msgspec.json.decode(out, type=Problem | None)
     assert problem is not None, "it says that all went well"
     return problem
@@ -169,7 +169,7 @@ def test_a_torchrun_that_gets_sigterm_from_elsewhere_ends_as_asked(tmp_path):
         next(pid for pid, parent in processes("torch.distributed.run").items() if parent == holder),
         signal.SIGTERM,
     )
-    out, _ = process.communicate(timeout=END_S)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert out == b"null\n"
     ends_and_has_saved(run)
 

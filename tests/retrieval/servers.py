@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-START_S, STOP_S = 30.0, 10.0
+from tests.waiting import LIMIT_S
+
 USER, PASSWORD = "farspan", "correct horse"
 
 
@@ -36,7 +37,7 @@ def _running(
             words, stdout=output, stderr=output, stdin=subprocess.DEVNULL, user=user, cwd="/"
         )
     try:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + LIMIT_S
         while not ready():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{words[0]} did not start:\n{log.read_text()[-2000:]}")
@@ -46,7 +47,7 @@ def _running(
         with suppress(ProcessLookupError):
             process.send_signal(end)
         try:
-            process.wait(STOP_S)
+            process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

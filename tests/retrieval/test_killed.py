@@ -85,7 +85,7 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from tests.retrieval import making
-folder, kinds, opened, deadline = Path(sys.argv[1]), set(), 0, time.monotonic() + 120
+folder, kinds, opened, deadline = Path(sys.argv[1]), set(), 0, time.monotonic() + 300
 while len(kinds) < 2:
     assert time.monotonic() < deadline, "the new index never came"
     index = making.opened(folder)

@@ -103,7 +103,7 @@ class Fleet:
                 try:
                     well, answers[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
-                    members[rank].process.join(GRACE_S)
+                    members[rank].process.join(DEADLINE_S)
                     well, answers[rank] = (
                         False,
                         f"the process ended with {members[rank].process.exitcode}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,50 @@ class Server:
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return self.client.post(self.url + path, json=body, **more)
+
+
+class Held:
+    """A request in the background that the server is at work on until `free` is called."""
+
+    def __init__(self, server: Server, name: str, *, writing: bool = False) -> None:
+        self._run, self._name = server.run, name
+        self._answers: list[httpx.Response | httpx.HTTPError] = []
+
+        def ask() -> None:
+            try:
+                if writing:
+                    body = {"prompt": f"hold {name}", "tokens": 2}
+                    self._answers.append(server.post("/api/generate", body))
+                else:
+                    query = {"q": f"hold {name} river"}
+                    self._answers.append(server.get("/api/search", params=query))
+            except httpx.HTTPError as error:
+                self._answers.append(error)
+
+        self._thread = threading.Thread(target=ask)
+        self._thread.start()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the server has begun to work on it."""
+        return (self._run / f"held-{self._name}").exists()
+
+    @property
+    def answered(self) -> bool:
+        return bool(self._answers)
+
+    def wait_until_begun(self) -> Held:
+        wait_for(lambda: self.begun, f"the server works on {self._name}")
+        return self
+
+    def free(self) -> None:
+        (self._run / f"free-{self._name}").touch()
+
+    def answer(self) -> httpx.Response | httpx.HTTPError:
+        """What it was answered, or how the connection broke."""
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+        return self._answers[0]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from farspan.retrieval.index import Fit, IndexManifest, Origin, Recipe, unknown_
 from farspan.retrieval.rank import System
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve.searcher import Kind
+from tests.waiting import wait_for
 
 DIM = 32
 #: The model reads so many words of a text.
@@ -54,10 +54,15 @@ def put(run: Path, texts: list[Text]) -> None:
 
 
 class ListSearcher:
-    """A query that begins with `sleep SECONDS` takes so long, and `fault` is one of the searcher's
-    own."""
+    """Searches a list of texts.
+
+    A query or a prompt that begins with `hold NAME` writes the file `held-NAME` into the run's
+    folder, and goes on once `free-NAME` is there. The query `fault` is a fault of the searcher's
+    own.
+    """
 
     def __init__(self, run: Path) -> None:
+        self._run = run
         self._path = run / "index" / "index.json"
         self._stamp = self.stamp()
         self.texts = load(self._path, list[Text])
@@ -97,8 +102,7 @@ class ListSearcher:
         offset: int = 0,
     ) -> Answer:
         assert not self.closed
-        if found := re.match(r"sleep ([\d.]+)", query):
-            time.sleep(float(found[1]))
+        self._hold(query, lambda: False)
         if query == "fault":
             raise ZeroDivisionError("/etc/secret")
         for name in where or {}:
@@ -191,14 +195,20 @@ class ListSearcher:
         seed: int,
         enough: Callable[[], bool] = lambda: False,
     ) -> str:
-        """`tokens` words; a prompt `slow` takes a tenth of a second for each."""
+        """`tokens` words."""
+        self._hold(prompt, enough)
         written = []
         for number in range(tokens):
             if enough():
                 break
-            time.sleep(0.1 if prompt == "slow" else 0)
             written.append(f"word{(number + seed) % 7}")
         return " " + " ".join(written)
+
+    def _hold(self, text: str, enough: Callable[[], bool]) -> None:
+        if found := re.match(r"hold (\w+)", text):
+            (self._run / f"held-{found[1]}").touch()
+            freed = self._run / f"free-{found[1]}"
+            wait_for(lambda: freed.exists() or enough(), f"{freed.name} is there")
 
     def stamp(self) -> tuple[int, int]:
         there = self._path.stat()

@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from tests.serve.conftest import Server
+from tests.serve.conftest import Held, Server
 from tests.serve.test_api import problem
 from tests.waiting import LIMIT_S
 
@@ -143,7 +143,10 @@ def test_a_head_that_does_not_come_is_not_waited_for(start):
         kept.sendall(whole[:20])
         assert kept.recv(100) == b""
     # An answer may take longer too.
-    assert server.get("/api/search", params={"q": "sleep 2.5 river"}).status_code == 200
+    held = Held(server, "longer").wait_until_begun()
+    time.sleep(2.5)
+    held.free()
+    assert held.answer().status_code == 200
 
 
 def test_what_is_not_http_is_survived(server):

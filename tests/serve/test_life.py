@@ -10,24 +10,17 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from farspan.domain.problems import EXIT_CODES
 from farspan.retrieval.serve import beside
 from farspan.retrieval.serve.beside import find_server
-from tests.serve.conftest import TIMEOUT_S, make_run
+from tests.serve.conftest import Held, make_run
 from tests.serve.library import Text, put
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
-
-
-def until(true, what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -39,7 +32,7 @@ def test_it_is_found_while_it_lives_and_ends_cleanly(start, number):
     said = json.loads(path.read_text())
     assert said["pid"] == server.process.pid
     server.process.send_signal(number)
-    out, error = server.process.communicate(timeout=10)
+    out, error = server.process.communicate(timeout=LIMIT_S)
     assert server.process.returncode == 0 and error == ""
     assert "/?token=a-token-of-24-characters" in out and "ended" in out and "closed 29" in out
     assert not path.exists() and find_server(server.run) is None
@@ -49,7 +42,7 @@ def test_it_is_found_while_it_lives_and_ends_cleanly(start, number):
 def test_what_a_killed_server_left_is_nobody(start):
     server = start()
     server.process.kill()
-    server.process.wait(10)
+    server.process.wait(LIMIT_S)
     assert (server.run / "serve.json").exists() and find_server(server.run) is None
     # Its pid may be another's by now.
     said = json.loads((server.run / "serve.json").read_text())
@@ -86,48 +79,24 @@ def test_only_its_own_place_is_taken_back(tmp_path):
     assert find_server(tmp_path) == ("http://127.0.0.1:2", None)
 
 
-def test_what_runs_is_finished_at_the_end(start):
-    server = start()
-    answers = []
-    thread = threading.Thread(
-        target=lambda: answers.append(
-            server.get("/api/search", params={"q": "sleep 1.5 river"}).json()
-        )
-    )
-    thread.start()
-    time.sleep(0.5)
+def test_running_request_is_finished_at_the_end(start):
+    server = start(limits={"end_s": LIMIT_S})
+    held = Held(server, "last").wait_until_begun()
     server.process.terminate()
-    server.process.communicate(timeout=10)
-    thread.join(10)
-    assert server.process.returncode == 0 and answers[0]["total"] > 0
+    held.free()
+    server.process.communicate(timeout=LIMIT_S)
+    assert server.process.returncode == 0 and held.answer().json()["total"] > 0
 
 
-@pytest.mark.parametrize("what", ["search", "generate"])
-def test_what_takes_longer_than_the_end_is_left(start, what):
+@pytest.mark.parametrize("writing", [False, True])
+def test_request_that_outlasts_the_end_is_left(start, writing):
     server = start(limits={"end_s": 1.0})
-
-    def ask() -> None:
-        if what == "search":
-            server.get("/api/search", params={"q": "sleep 30 river"})
-        else:
-            server.post("/api/generate", {"prompt": "slow", "tokens": 500})
-
-    def quietly() -> None:
-        try:
-            ask()
-        except Exception:
-            asked.append("broken off")
-
-    asked: list[str] = []
-    thread = threading.Thread(target=quietly)
-    thread.start()
-    time.sleep(0.5)
-    began = time.monotonic()
+    held = Held(server, "last", writing=writing).wait_until_begun()
     server.process.terminate()
-    server.process.communicate(timeout=10)
-    assert time.monotonic() - began < 5 and server.process.returncode == 0
+    server.process.communicate(timeout=LIMIT_S)
+    assert server.process.returncode == 0
     assert not (server.run / "serve.json").exists()
-    thread.join(10)
+    held.answer()
 
 
 def total(server, word: str) -> int:
@@ -137,22 +106,15 @@ def total(server, word: str) -> int:
 def test_a_new_index_is_taken_up_while_it_serves(start):
     server = start(limits={"look_s": 0.1, "searching": 2})
     assert total(server, "zeppelin") == 0
-    answers = []
-    slow = threading.Thread(
-        target=lambda: answers.append(
-            server.get("/api/search", params={"q": "sleep 2 river"}).json()
-        )
-    )
-    slow.start()
-    time.sleep(0.3)
+    held = Held(server, "old").wait_until_begun()
     put(server.run, [Text(title="Zeppelin", text="A zeppelin flies.", origin="z.txt")])
-    until(lambda: total(server, "zeppelin") == 1, "the new index is not taken up")
-    assert slow.is_alive(), "the old one is still in use"
-    slow.join(10)
-    assert answers[0]["total"] > 20, "who began with the old index ends with it"
+    wait_for(lambda: total(server, "zeppelin") == 1, "the new index is taken up")
+    assert not held.answered, "the old one is still in use"
+    held.free()
+    assert held.answer().json()["total"] > 20, "it ends with the index that it began with"
     assert len(server.get("/api/map").json()["ids"]) == 1
     server.process.terminate()
-    out, _ = server.process.communicate(timeout=10)
+    out, _ = server.process.communicate(timeout=LIMIT_S)
     assert [line for line in out.splitlines() if line.startswith("closed")] == [
         "closed 29",
         "closed 1",
@@ -175,11 +137,11 @@ def test_every_request_is_answered_while_indices_change(start):
             server.run,
             [Text(title=f"{n}", text=f"river {n}", origin="r") for n in range(number + 1)],
         )
-        time.sleep(0.1)
-    until(lambda: total(server, "river") == 15, "the last index is not taken up")
+        wait_for(lambda: len(statuses) > 3 * number, "requests are answered")  # noqa: B023
+    wait_for(lambda: total(server, "river") == 15, "the last index is taken up")
     done.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(LIMIT_S)
     assert {*statuses} == {200} and len(statuses) > 30
 
 
@@ -188,20 +150,20 @@ def test_an_index_that_cannot_be_opened_leaves_the_old_one(start):
     index = server.run / "index" / "index.json"
     whole = index.read_bytes()
     index.write_text("{")
-    until(
+    wait_for(
         lambda: (server.get("/api/about").json()["trouble"] or {}).get("code") == "out-of-range",
-        "no trouble",
+        "trouble",
     )
     assert total(server, "river") > 20
     index.unlink()
     assert total(server, "river") > 20
     index.write_bytes(whole)
-    until(lambda: server.get("/api/about").json()["trouble"] is None, "the trouble stays")
+    wait_for(lambda: server.get("/api/about").json()["trouble"] is None, "the end of the trouble")
 
 
 def refused(run, **setting) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "tests.serve.serving", str(run), json.dumps(setting)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def test_a_port_that_is_taken_is_refused_with_the_next(tmp_path):

@@ -4,13 +4,13 @@ alone and on a phone."""
 from __future__ import annotations
 
 import json
-import threading
-import time
 
 import pytest
 
 from tests.serve import chromium
+from tests.serve.conftest import Held
 from tests.serve.library import NASTY
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(
     chromium.found() is None, reason="needs chromium: apt-get install chromium"
@@ -307,21 +307,18 @@ def test_a_busy_server_is_asked_again_and_one_that_has_gone_is_said_so(browser, 
     browser.show()
     browser.go(f"{server.url}/")
     browser.until("document.querySelector('.begin li')")
-    thread = threading.Thread(
-        target=lambda: server.get("/api/search", params={"q": "sleep 2.5 river"})
-    )
-    thread.start()
-    time.sleep(0.3)
+    held = Held(server, "first").wait_until_begun()
     browser.type("danube")
     browser.press("Enter")
     browser.until(
         "document.querySelector('#status').innerText.includes('The server is busy; asking again "
         "in')"
     )
+    held.free()
     browser.until("document.querySelector('.hit')")
-    thread.join(10)
+    held.answer()
     server.process.terminate()
-    server.process.wait(10)
+    server.process.wait(LIMIT_S)
     browser.run("document.getElementById('search').requestSubmit()")
     browser.until("document.querySelector('.failed')")
     assert "The server does not answer" in browser.text(".failed")

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -33,6 +32,7 @@ from farspan_studies.commands.bench import path_of
 from farspan_studies.pages.results import points
 from tests.launch.conftest import up
 from tests.studies.test_results import row as made_row
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -143,10 +143,7 @@ def test_what_was_interrupted_goes_on(farspan, folder, environment):
         text=True,
     )
     path = folder / "bench/small/rows.jsonl"
-    until = time.monotonic() + 300
-    while not (path.exists() and path.read_bytes().count(b"\n")):
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.1)
+    wait_for(lambda: path.exists() and path.read_bytes().count(b"\n"), "a row", process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=300)
     assert process.returncode == 130, said
@@ -184,16 +181,12 @@ def test_what_was_killed_leaves_a_lab_that_the_next_bench_removes(farspan, folde
         stderr=subprocess.PIPE,
         text=True,
     )
-    mine, until = f"bench-{process.pid}-0", time.monotonic() + 300
-    while not workers_of(mine) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert len(workers_of(mine)) > 0
+    mine = f"bench-{process.pid}-0"
+    wait_for(lambda: workers_of(mine), "the workers of the bench", process)
     process.kill()
     process.communicate(timeout=300)
-    until = time.monotonic() + 120
-    while workers_of(mine) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not workers_of(mine) and mine in state.names()
+    wait_for(lambda: not workers_of(mine), "the workers' end")
+    assert mine in state.names()
     (folder / "matrix.yaml").write_text(matrix)
     done = farspan("bench", "matrix.yaml", cwd=folder)
     assert done.returncode == 0, done.stderr
