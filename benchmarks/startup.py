@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py
 
-Medians over RUNS interleaved runs, beside a Python that does nothing. Importing has a budget of 0.3 s
-of processor time; the last command also plans.
+Medians over RUNS interleaved runs, beside a Python that does nothing. Importing has a budget of
+0.3 s of processor time; the last command also plans.
 """
 
 from __future__ import annotations

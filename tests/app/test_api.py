@@ -37,6 +37,7 @@ def papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(papers: Path) -> None:
     """Processes that read text leave the script alone: a second reading of it would train again."""
     script = papers / "script.py"
@@ -53,6 +54,7 @@ def test_a_script_needs_no_guard(papers: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "read\nTrue Run('runs/papers')\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_what_select_gave_is_trained(papers: Path) -> None:
     keys = {**SMALL, "parallel": {"workers": 2}, "train": {"steps": 3}}
     selection = farspan.select("papers", budget_s=0.0, **keys)
@@ -62,6 +64,7 @@ def test_what_select_gave_is_trained(papers: Path) -> None:
     assert run.report().measurement.steps == chosen.plan.train.steps
 
 
+@pytest.mark.slow
 def test_in_a_thread_it_trains_and_leaves_signals_alone(
     papers: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

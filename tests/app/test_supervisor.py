@@ -30,6 +30,7 @@ from farspan.runtime.training.data import Order, Windows
 from farspan.semantics.identity import training_key
 from tests import tiny
 from tests.app.supervised import Watched, made
+from tests.examples import slow_after
 from tests.launch.test_launchers import TRAIN
 from tests.runtime import stored_tensors
 from tests.runtime.test_worker import _tensors
@@ -50,7 +51,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
+    ("rank", "number"),
+    slow_after(1, [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)]),
 )
 def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(
     tmp_path, calm, rank, number
@@ -83,6 +85,7 @@ def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(
     assert history.run_s == pytest.approx(watched.events[-1].at - history.starts[0][0].at, abs=0.5)
 
 
+@pytest.mark.slow
 def test_a_fault_that_comes_back_at_the_same_step_ends_the_run_with_its_cause(tmp_path):
     def kill(watched: Watched) -> None:
         """As soon as there is a worker again."""
@@ -104,6 +107,7 @@ def test_a_fault_that_comes_back_at_the_same_step_ends_the_run_with_its_cause(tm
     assert len(watched.faulted) == 2 and "the same fault came 3 times" in problem.fact
 
 
+@pytest.mark.slow
 def test_with_stop_a_fault_ends_the_run(tmp_path):
     watched = Watched(
         made(tmp_path / "run", TWO, "stop"),
@@ -149,6 +153,7 @@ def test_without_any_host_there_is_no_plan(tmp_path):
 #   -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 2])
 def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_the_run(
     tmp_path, batches
@@ -190,6 +195,7 @@ def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_
 #   ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_path):
     plan = tiny.plan(
         replace(TRAIN, steps=100_000, validate_every=100_000, checkpoint_every_s=0.2), micro_rows=8
@@ -237,6 +243,7 @@ def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_pa
 #   ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
     run = made(tmp_path / "run", TWO)
     cluster = tiny.this_machine(TWO)
@@ -254,6 +261,7 @@ def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
     assert not any(Path(f"/proc/{pid}").exists() for pid in waiting)
 
 
+@pytest.mark.slow
 def test_spares_end_with_who_started_them(tmp_path):
     run = made(tmp_path / "run", TWO)
     program = f"""

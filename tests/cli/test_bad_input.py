@@ -15,6 +15,7 @@ import pytest
 
 from farspan.domain.problems import EXIT_CODES
 from tests.cli.conftest import TINY, Farspan
+from tests.examples import slow_after
 from tests.waiting import LIMIT_S, wait_for
 
 
@@ -612,7 +613,7 @@ def saved(path: Path) -> list[str]:
     return sorted(folder.name for folder in (path / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_saves_and_says_how_to_go_on(training, farspan: Farspan, number: signal.Signals):
     process, path = training
     expect(farspan("resume", str(path)), "run-busy", str(path))

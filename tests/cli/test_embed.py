@@ -48,6 +48,7 @@ def embedding(run: Path, tmp_path: Path, farspan: Farspan, environment: dict[str
         process.communicate()
 
 
+@pytest.mark.slow
 def test_meanwhile_the_old_index_answers_and_a_second_embed_is_refused(embedding, farspan: Farspan):
     process, path = embedding
     found = farspan("search", "time school", "--run", str(path), "--json")
@@ -63,6 +64,7 @@ def test_meanwhile_the_old_index_answers_and_a_second_embed_is_refused(embedding
     assert sorted(entry.name for entry in path.glob("index*")) == ["index"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_that_the_same_command_goes_on(embedding, farspan: Farspan):
     process, path = embedding
     process.send_signal(signal.SIGINT)

@@ -13,6 +13,16 @@ from farspan.domain.problems import EXIT_CODES
 from tests.cli.conftest import Farspan
 
 
+@pytest.fixture(scope="module")
+def searched(run: Path, tmp_path_factory: pytest.TempPathFactory, farspan: Farspan) -> Path:
+    """A run with an index that no test changes."""
+    folder = tmp_path_factory.mktemp("searched") / "run"
+    path = Path(shutil.copytree(run, folder, ignore=shutil.ignore_patterns("index*")))
+    done = farspan("embed", str(path), "--no-eval")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
 @pytest.fixture
 def indexed(run: Path, tmp_path: Path, here: Farspan) -> Path:
     path = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("index*")))
@@ -82,9 +92,9 @@ def test_a_search_says_that_the_text_has_changed(indexed: Path, here: Farspan, d
 
 @pytest.mark.parametrize("query", ["", "  \n", "x" * (QUERY_CHARS + 1), "time " * 25_000])
 def test_queries_that_ask_nothing_or_everything_are_refused(
-    indexed: Path, here: Farspan, query: str
+    searched: Path, here: Farspan, query: str
 ):
-    refused(here("search", query, "--run", str(indexed)), "usage")
+    refused(here("search", query, "--run", str(searched)), "usage")
 
 
 @pytest.mark.parametrize(
@@ -93,13 +103,13 @@ def test_queries_that_ask_nothing_or_everything_are_refused(
 )
 @pytest.mark.parametrize("system", ["bm25", "fused"])
 def test_odd_queries_and_filters_are_only_words(
-    indexed: Path, here: Farspan, query: str, system: str
+    searched: Path, here: Farspan, query: str, system: str
 ):
     done = here(
         "search",
         query,
         "--run",
-        str(indexed),
+        str(searched),
         "--system",
         system,
         "--where",
@@ -107,4 +117,4 @@ def test_odd_queries_and_filters_are_only_words(
         "--json",
     )
     assert done.returncode == 0 and json.loads(done.stdout)["answer"]["results"] == []
-    assert here("search", query, "--run", str(indexed), "--system", system).returncode == 0
+    assert here("search", query, "--run", str(searched), "--system", system).returncode == 0

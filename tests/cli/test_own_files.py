@@ -119,6 +119,7 @@ def test_a_runs_own_plan_is_trained_again_on_the_same_cluster(
     assert (tmp_path / "run" / "plan.json").read_bytes() == (own / "plan.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_runs_own_plan_is_trained_again_on_this_machine(
     farspan: Farspan, desk: Path, tmp_path: Path
 ) -> None:
