@@ -1,8 +1,17 @@
-"""What farspan says of many seeded questions: `python -m tests.golden.freeze --out FILE [--whole]`.
+"""What farspan says and computes, as a file: `python -m tests.golden.freeze --out FILE [--whole]`.
 
 The dump holds estimates of every engine, the plans that techniques make and that searches choose,
-what `--json` prints, and exit codes. Two trees on one machine and Python are compared by their
-dumps (`--against OLD`); `golden.json.xz` is the part of one that the tests repeat.
+what `--json` prints, and exit codes; and what behaviour.py adds: twenty loss curves, thirty answers
+of an index, the server's OpenAPI, the keys of JSON objects, and bytes over links.
+
+Two trees are compared on one machine, to the last bit of every loss and score:
+
+    git worktree add /tmp/old COMMIT
+    cd /tmp/old && PYTHONPATH=/tmp/old PYTHON -m tests.golden.freeze --whole --out /tmp/old.xz
+    cd NEW && PYTHON -m tests.golden.freeze --whole --against /tmp/old.xz
+
+`golden.json.xz` is the part of a dump that the tests repeat. Bits differ between kinds of
+processors, so the tests compare losses and scores `--loose`.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import os
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +42,9 @@ from farspan.planning.rank import Candidate, Refused, rank
 from farspan.planning.select import SelectionTask, select
 from farspan.planning.why import why
 from farspan_studies.papers import algorithm1
+from tests.golden.behaviour import curves, keys_of, link_bytes, openapi, small_run
 from tests.golden.commands import COMMANDS, desk
+from tests.golden.compare import differences
 from tests.golden.worlds import unplanned, world
 
 GOLDEN = Path(__file__).parent / "golden.json.xz"
@@ -142,10 +153,10 @@ def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
             )
 
 
-def commands() -> Iterator[tuple[str, Any]]:
+def commands(of: Sequence[tuple[str, ...]], name: str) -> Iterator[tuple[str, Any]]:
     """Exit codes of commands, and what they print with `--json`."""
     with desk() as folder:
-        for words in COMMANDS:
+        for words in of:
             out, said = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
                 try:
@@ -153,10 +164,10 @@ def commands() -> Iterator[tuple[str, Any]]:
                 except SystemExit as ended:
                     code = int(ended.code or 0)
             text = out.getvalue().replace(str(folder), "DESK")
-            yield (
-                f"farspan {' '.join(words)}",
-                {"exit": code, "json": json.loads(text) if text.startswith("{") else None},
-            )
+            answer = json.loads(text) if text.startswith("{") else None
+            # Keys once more: those of what is volatile or prose are left out of the answer.
+            keys = {"keys": json.dumps(keys_of(answer))}
+            yield f"{name} {' '.join(words)}", {"exit": code, "json": answer, "all_keys": keys}
 
 
 def _listed(one: Candidate | Refused) -> dict[str, Any]:
@@ -188,26 +199,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def differences(old: Any, new: Any, rel: float, at: str = "") -> Iterator[str]:
-    """Where a dump differs from an older one; keys may have been added."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key, part in old.items():
-            if key in new:
-                yield from differences(part, new[key], rel, f"{at}.{key}")
-            else:
-                yield f"{at}.{key} is gone"
-    elif isinstance(old, list) and isinstance(new, list):
-        if len(old) != len(new):
-            yield f"{at}: {len(old)} and now {len(new)}"
-        for index, (a, b) in enumerate(zip(old, new, strict=False)):
-            yield from differences(a, b, rel, f"{at}[{index}]")
-    elif isinstance(old, float) and isinstance(new, int | float) and not isinstance(new, bool):
-        if not math.isclose(old, new, rel_tol=rel, abs_tol=1e-300):
-            yield f"{at}: {old!r} and now {new!r}"
-    elif old != new or type(old) is not type(new):
-        yield f"{at}: {old!r} and now {new!r}"
-
-
 def without_prose(value: Any) -> Any:
     """A dump without what may be said better."""
     match value:
@@ -220,27 +211,40 @@ def without_prose(value: Any) -> Any:
     return value
 
 
-#: The parts of a dump, each begun by its name; what the tests repeat of them.
+#: Commands of several seconds; none needs what another has written.
+SLOW = tuple(
+    words
+    for words in COMMANDS
+    if words[:2] in (("reproduce", "fabric"), ("reproduce", "slm-cost"), ("plan", "--fit"))
+    or "70B" in words
+)
+QUICK = tuple(words for words in COMMANDS if words not in SLOW)
+BEHAVIOUR = {"curves": curves, "bytes": link_bytes, "small": small_run, "openapi": openapi}
+#: The parts of a dump; what the tests repeat of them.
 PARTS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
     "rank": lambda folder: rankings(folder, range(0, WORLDS, 9)),
     "estimate": lambda folder: estimates(folder, range(0, UNPLANNED, 4)),
     "select": lambda folder: selections(folder, range(3)),
-    "farspan": lambda folder: commands(),
+    "farspan": lambda folder: commands(QUICK, "farspan"),
+    "slow farspan": lambda folder: commands(SLOW, "slow farspan"),
+    **BEHAVIOUR,
 }
 WHOLE = {
     "rank": lambda folder: rankings(folder, range(WORLDS)),
     "estimate": lambda folder: estimates(folder, range(UNPLANNED)),
     "select": lambda folder: selections(folder, range(SELECTED)),
-    "farspan": lambda folder: commands(),
+    "farspan": lambda folder: commands(QUICK, "farspan"),
+    "slow farspan": lambda folder: commands(SLOW, "slow farspan"),
+    **BEHAVIOUR,
 }
 
 
 def dump(*, whole: bool) -> dict[str, Any]:
-    """All of it, or what the tests repeat."""
-    with tempfile.TemporaryDirectory() as name:
-        found = {}
-        for part in (WHOLE if whole else PARTS).values():
-            for key, value in part(Path(name)):
+    """All of it, or what the tests repeat. Each key begins with the name of its part."""
+    found = {}
+    for part in (WHOLE if whole else PARTS).values():
+        with tempfile.TemporaryDirectory() as folder:
+            for key, value in part(Path(folder)):
                 found[key] = plain(value)
                 print(key, file=sys.stderr)
     return found
@@ -259,6 +263,9 @@ def _main() -> int:
     )
     parser.add_argument("--no-prose", action="store_true", help="without sentences for people")
     parser.add_argument("--against", type=Path, help="say how it differs from this older dump")
+    parser.add_argument(
+        "--loose", action="store_true", help="the older dump is of another kind of processor"
+    )
     given = parser.parse_args()
     found = dump(whole=given.whole)
     if given.no_prose:
@@ -267,7 +274,7 @@ def _main() -> int:
         given.out.write_bytes(lzma.compress(json.dumps(found, sort_keys=True).encode()))
     if given.against:
         old = without_prose(read(given.against)) if given.no_prose else read(given.against)
-        lines = list(differences(old, found, 1e-12))
+        lines = list(differences(old, found, 1e-12, loose=given.loose))
         print("\n".join([*lines, f"{len(old)} entries, {len(lines)} differences"]))
         return int(bool(lines))
     return 0
