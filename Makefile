@@ -60,7 +60,6 @@ stores: $(VENV)/.stores
 # it took a quarter of an hour.
 gradients: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.all_plans
-	FARSPAN_PAIRS=60 $(BIN)/python -m pytest tests/runtime/test_moving.py
 
 # The figures of docs/benchmarks.md: an hour on two cores with nothing else running, without `quality`, which
 # trains six models (an hour and a half) and goes on where it was stopped.

@@ -15,6 +15,8 @@ NO_CLOCK = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.t
 hypothesis.settings.register_profile("fast", max_examples=30, derandomize=True, **NO_CLOCK)
 hypothesis.settings.register_profile("thorough", max_examples=300, **NO_CLOCK)
 hypothesis.settings.load_profile("fast")
+#: Files and tests of half a minute and more in `make test`.
+LONGEST = ("tests/test_readme.py", "tests/golden/test_golden.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,3 +29,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker(pytest.mark.property)
+    # The longest begin first: at the end of a run one process would wait for the other.
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
