@@ -53,7 +53,7 @@ check: $(VENV)/.test
 	$(BIN)/lint-imports
 
 # The contract of stores on every store there is, with its speed: a few minutes. Writes benchmarks/results/stores.md.
-stores: $(VENV)/.stores
+stores: $(VENV)/.test
 	$(BIN)/python -m benchmarks.stores
 
 # Hundreds of plans, by hand, of every technique and at random, twenty steps of each against one process. With five steps
@@ -109,11 +109,6 @@ $(VENV)/.demo: constraints.txt pyproject.toml | $(VENV)/.made
 $(VENV)/.test: constraints.txt pyproject.toml | $(VENV)/.demo
 	$(BIN)/python tools/download_size.py '.[all,test]'
 	$(PIP) install -c constraints.txt -e '.[all,test]'
-	touch $@
-
-$(VENV)/.stores: constraints.txt pyproject.toml | $(VENV)/.test
-	$(BIN)/python tools/download_size.py '.[all,test,stores]'
-	$(PIP) install -c constraints.txt -e '.[all,test,stores]'
 	touch $@
 
 $(VENV)/.made:

@@ -127,7 +127,11 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def spot(self, path: Path) -> Spot:
         """Where the store of the index at `path` lies."""
-        return Spot(folder=path / self.files / STORE, location=self.store[1], name=self.table)
+        return Spot(
+            folder=path / self.files / STORE,
+            location=self.store[1],
+            name=self.table or stores.EMBEDDED_TABLE,
+        )
 
     @property
     def store(self) -> tuple[str, str]:

@@ -23,6 +23,9 @@ from farspan.domain.problems import Refusal, nearest
 #: What `index.store: auto` means; docs/decisions/0001-vector-database.md says why.
 DEFAULT = "qdrant"
 
+#: The table or collection of a store that has a folder to itself.
+EMBEDDED_TABLE = "farspan"
+
 #: What a key of a payload looks like: a word that no store reads as more than a name.
 FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -60,7 +63,7 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: Path
     location: str = ""
-    name: str = "farspan"
+    name: str = EMBEDDED_TABLE
 
 
 class Store(Protocol):
@@ -166,11 +169,13 @@ def load(name: str) -> StoreModule:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("farspan"):
             raise
+        # Metadata has names of extras with hyphens; pip before 23.3 finds none by an underscore.
+        extra = name.replace("_", "-")
         raise Refusal(
             "extra-missing",
             what=f"the store {name} needs a library that is not installed",
             where=f"index.store: {name}",
             fact=f"there is no module {error.name}",
-            remedy=f"pip install 'farspan[{name}]'",
+            remedy=f"pip install 'farspan[{extra}]'",
             key="index.store",
         ) from None
