@@ -39,7 +39,7 @@ PARTS_farspan_lab := lab launch
 PARTS_farspan_studies := studies report
 PART ?= $(sort $(foreach folder,$(CHANGED),$(or $(PARTS_$(folder)),$(error no parts are known for $(folder)))))
 
-# What is marked slow, and every property with ten times as many examples as in `make test`.
+# What is marked slow, and every property with seven times as many examples as in `make test`.
 test-slow: $(VENV)/.test
 	tools/system-packages.sh
 	$(BIN)/python -m pytest -m "slow or property" --hypothesis-profile thorough --durations 30 \

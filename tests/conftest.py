@@ -2,7 +2,7 @@
 
 `make test` runs what is not marked `slow`; each property gets the 30 examples of the profile
 `fast`, the same in every run. `make test-slow` runs what is marked `slow`, and every property once
-more with the 300 new examples of the profile `thorough`.
+more with the 200 new examples of the profile `thorough`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 # How long an example takes, or how long hypothesis needs to make it, says nothing of farspan.
 NO_CLOCK = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("fast", max_examples=30, derandomize=True, **NO_CLOCK)
-hypothesis.settings.register_profile("thorough", max_examples=300, **NO_CLOCK)
+hypothesis.settings.register_profile("thorough", max_examples=200, **NO_CLOCK)
 hypothesis.settings.load_profile("fast")
 #: Files and tests of half a minute and more in `make test`.
 LONGEST = ("tests/test_readme.py", "tests/golden/test_golden.py")

@@ -13,7 +13,7 @@ FAST = 30
 
 
 def few(count: int) -> hypothesis.settings:
-    """Settings of a costly property: `count` examples in `make test`, ten times as many later."""
+    """Settings of a costly property: `count` examples in `make test`, seven times as many later."""
     scale = hypothesis.settings().max_examples / FAST
     return hypothesis.settings(max_examples=max(1, round(count * scale)))
 

@@ -11,6 +11,7 @@ import pytest
 from farspan.app.indexing import QUERY_CHARS
 from farspan.domain.problems import EXIT_CODES
 from tests.cli.conftest import Farspan
+from tests.examples import slow_after
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def refused(done, code: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("what", ["model", "tokenizer"])
+@pytest.mark.parametrize("what", slow_after(1, ["model", "tokenizer"]))
 def test_an_index_of_another_model_is_refused_and_made_again(
     indexed: Path, here: Farspan, what: str
 ):

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from farspan.domain.problems import Refusal
 from farspan.retrieval import stores
 from farspan.retrieval.stores import About, Spot
-from tests.examples import few, slow_but
+from tests.examples import few, slow_after, slow_but
 from tests.retrieval import servers
 from tests.waiting import LIMIT_S
 
@@ -383,7 +383,7 @@ def _do(store: stores.Store, model: dict, what: str, of) -> None:
         np.testing.assert_allclose([hit.score for hit in found], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("acknowledged", [1, 40])
+@pytest.mark.parametrize("acknowledged", slow_after(1, [1, 40]))
 def test_what_was_acknowledged_survives_kill_9(place, acknowledged):
     spot = place.spot()
     words = [place.name, str(spot.folder), spot.location, spot.name, "100000"]
