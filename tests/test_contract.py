@@ -125,3 +125,11 @@ def test_nothing_unpickles():
     files = sorted(ROOT.rglob("*.py"))
     assert len(files) > 100
     assert {str(file): what for file in files if (what := unpickling(file.read_text()))} == {}
+
+
+def test_no_file_asks_the_formatter_to_skip_lines():
+    folders = ("farspan", "farspan_lab", "farspan_studies", "tests", "benchmarks", "tools")
+    files = [file for folder in folders for file in sorted((ROOT.parent / folder).rglob("*.py"))]
+    asked = "fmt: " + "skip"
+    assert len(files) > 500
+    assert [str(file) for file in files if asked in file.read_text()] == []

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.manifest import MANIFEST, Corrupt, TrainingProgress, checksum_of
 from tests.runtime import stored_tensors
+from tests.waiting import LIMIT_S
 
 #: Instants of saves at which their process is killed. `python -m tests.runtime.test_writer_killed
 #: 500` takes a minute.
@@ -63,11 +65,66 @@ def kill_saves(folder: Path, kills: int) -> int:
     return remains
 
 
+#: What a save does to files, as Python audits it.
+FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def save_until_operation(folder: Path, number: int) -> None:
+    """Save step 3 in this process, which is killed just before file operation `number`."""
+    operations = itertools.count(1)
+
+    def watch(event: str, arguments: object) -> None:
+        if event in FILE_OPERATIONS and next(operations) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    values = {f"{kind}/w": torch.randn(30, 40) for kind in ("model", "exp_avg", "exp_avg_sq")}
+    sys.addaudithook(watch)
+    progress = TrainingProgress(step=3, plan="p", elapsed_s=1.0)
+    stored_tensors.write(folder, values, progress, keep=2)
+
+
+def kill_each_operation(folder: Path) -> list[int]:
+    """Save step 3 beside steps 1 and 2, killed before each file operation in turn.
+
+    Returns the newest step that could be read after each kill.
+    """
+    before = folder / "before"
+    for step in (1, 2):
+        values = {"model/w": torch.randn(30, 40)}
+        progress = TrainingProgress(step=step, plan="p", elapsed_s=1.0)
+        stored_tensors.write(before, values, progress, keep=2)
+    found = []
+    for number in itertools.count(1):
+        saves = Path(shutil.copytree(before, folder / f"killed-{number}"))
+        if (process := os.fork()) == 0:
+            save_until_operation(saves, number)
+            os._exit(0)
+        _, status = os.waitpid(process, 0)
+        checkpoint.mend(saves)
+        assert not list(saves.glob(".*"))
+        readable = [checkpoint.verify(path).step for path in checkpoint.newest_first(saves)]
+        assert readable[0] in (2, 3) and len(readable) >= 2
+        if status == 0:
+            assert readable == [3, 2]
+            return found
+        found.append(readable[0])
+
+
+def test_save_killed_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    # In a process of its own, which has no threads to lose when it forks.
+    words = [sys.executable, "-m", "tests.runtime.test_writer_killed", "operations", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    newest = done.stdout.split()
+    # Up to the rename that completes it the step before is the newest, and afterwards this one.
+    assert newest == sorted(newest) and {*newest} == {"2", "3"} and len(newest) > 8
+
+
 @pytest.mark.slow
 def test_a_save_that_is_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     # In a process of its own, which has no threads to lose when it forks.
     words = [sys.executable, "-m", "tests.runtime.test_writer_killed", str(KILLS), str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > KILLS / 10, "kills that met no save show nothing"
 
@@ -137,8 +194,8 @@ def test_a_part_of_a_large_tensor_is_read_by_the_block(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(
-        kill_saves(
-            Path(sys.argv[2]) if sys.argv[2:] else Path(tempfile.mkdtemp()), int(sys.argv[1])
-        )
-    )
+    checkpoints = Path(sys.argv[2]) if sys.argv[2:] else Path(tempfile.mkdtemp())
+    if sys.argv[1] == "operations":
+        print(*kill_each_operation(checkpoints))
+    else:
+        print(kill_saves(checkpoints, int(sys.argv[1])))
