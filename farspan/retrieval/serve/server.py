@@ -95,6 +95,8 @@ def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
         proxy_headers=False,
         ws="none",
         lifespan="off",
+        # Whatever else is installed: uvloop resets connections whose requests were a fault.
+        loop="asyncio",
         http=Protocol,
         h11_max_incomplete_event_size=_HEAD_BYTES,
         limit_concurrency=limits.connections,
