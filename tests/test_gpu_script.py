@@ -108,7 +108,7 @@ def test_stage_that_crashes_is_recorded_with_its_rows_and_its_log(gpu, tmp_path,
     assert "  crashes: one\n" in printed
 
 
-def test_results_are_written_after_every_stage_and_say_where_they_are_from(gpu, tmp_path):
+def test_gpu_results_are_written_after_every_stage_with_device_and_commit(gpu, tmp_path):
     stages = Stages(
         gpu,
         tmp_path,

@@ -55,7 +55,7 @@ def test_a_script_needs_no_guard(papers: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_select_gave_is_trained(papers: Path) -> None:
+def test_train_runs_the_plan_chosen_by_select(papers: Path) -> None:
     keys = {**SMALL, "parallel": {"workers": 2}, "train": {"steps": 3}}
     selection = farspan.select("papers", budget_s=0.0, **keys)
     run = farspan.train("papers", plan=selection, **keys)
@@ -129,7 +129,7 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
-def test_what_cannot_be_is_raised(papers: Path) -> None:
+def test_train_with_invalid_arguments_raises_a_refusal(papers: Path) -> None:
     for arguments, code in (
         ({"data": "paper"}, "path-missing"),
         ({"data": "papers", "sizes": "tiny"}, "unknown-key"),

@@ -25,7 +25,7 @@ def seen(problem: Problem = LOST, step: int = 7, at: float = 0.0) -> Seen:
 
 
 @pytest.mark.parametrize("code", sorted(EXIT_CODES))
-def test_what_another_start_cannot_cure_ends_the_run_at_once(code):
+def test_run_ends_at_once_for_errors_that_a_restart_cannot_fix(code):
     problem = replace(LOST, code=code)
     ended = Faults().end(seen(problem), trained=True)
     assert (ended is None) == (code in CURABLE)
@@ -38,7 +38,7 @@ def test_an_error_of_a_workers_own_ends_the_run():
     assert Faults().end(seen(replace(LOST, cause="exchange")), trained=True) is None
 
 
-def test_what_was_never_there_is_refused_at_once():
+def test_host_unreachable_before_the_first_step_ends_the_run_at_once():
     away = replace(LOST, code="host-unreachable")
     assert Faults().end(seen(away), trained=False) == away
     assert Faults().end(seen(away), trained=True) is None

@@ -64,7 +64,7 @@ def stopped_early(path: str) -> None:
 
 
 @pytest.mark.usefixtures("papers")
-def test_what_one_technique_began_another_ends_with_the_same_losses(tmp_path: Path) -> None:
+def test_run_resumed_with_another_technique_reaches_the_same_losses(tmp_path: Path) -> None:
     Path("run.yaml").write_text(CONFIG)
     Path("other.yaml").write_text(OTHER)
     done = call("train", "--run", "whole")

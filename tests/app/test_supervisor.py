@@ -130,7 +130,7 @@ def test_an_error_in_code_is_not_tried_again(tmp_path):
     ) and "index out of range" in problem.fact
 
 
-def test_who_asks_to_stop_while_the_run_recovers_is_heard(tmp_path):
+def test_stop_request_during_fault_recovery_interrupts_the_run(tmp_path):
     watched = Watched(
         made(tmp_path / "run", TWO),
         lambda w, step: step == 60 and w.signal(1, signal.SIGKILL),
@@ -262,7 +262,7 @@ def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
 
 
 @pytest.mark.slow
-def test_spares_end_with_who_started_them(tmp_path):
+def test_spare_workers_end_when_their_supervisor_process_dies(tmp_path):
     run = made(tmp_path / "run", TWO)
     program = f"""
 import os, time

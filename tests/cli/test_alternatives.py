@@ -59,7 +59,7 @@ def test_the_best_plan_of_those_allowed_is_run_and_named(capsys) -> None:
     )
 
 
-def test_on_one_device_there_is_nothing_to_say_but_what_it_takes(capsys) -> None:
+def test_best_plan_on_one_device_prints_nothing_except_its_table(capsys) -> None:
     asked = ParallelConfig(allow=("data",))
     best_plan(resolved((FAST,)), asked, Show(Console(json=False)))
     assert capsys.readouterr().out == ""
@@ -77,7 +77,7 @@ def test_a_technique_that_is_named_runs_on_all_devices() -> None:
         assert planned.plan.technique == name and len(planned.plan.devices) == 4
 
 
-def test_what_is_no_plan_here_is_refused_with_its_reason() -> None:
+def test_technique_without_a_plan_on_this_cluster_is_refused_with_the_reason() -> None:
     with pytest.raises(Refusal) as caught:
         best_plan(
             resolved((FAST, FAST)), ParallelConfig(allow=("diloco",)), Show(Console(json=False))

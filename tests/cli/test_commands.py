@@ -29,7 +29,7 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("name", main.names())
-def test_each_option_says_what_it_is_and_its_default(name: str):
+def test_each_option_has_a_help_text_with_its_default(name: str):
     def lacking(parser: argparse.ArgumentParser):
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -79,7 +79,7 @@ def test_json_is_taken_at_every_level():
     assert parser.parse_args(["up", "--json"]).json
 
 
-def test_resuming_a_finished_run_says_so_and_changes_nothing(run: Path, farspan: Farspan):
+def test_resuming_a_finished_run_reports_it_and_changes_no_file(run: Path, farspan: Farspan):
     before = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
     done = farspan("resume", str(run))
     assert done.returncode == 0 and "nothing is left to train" in done.stdout
@@ -134,7 +134,7 @@ def test_a_run_is_not_made_over_the_folder_that_it_leads_back_to(
     assert refusal.value.problem.code == "run-exists"
 
 
-def test_plan_prices_the_run_and_says_where_each_value_came_from(
+def test_plan_command_estimates_the_run_and_reports_the_origin_of_each_value(
     run: Path, farspan: Farspan, tmp_path: Path
 ):
     done = farspan("plan", "--resolved", "--out", str(tmp_path / "plan.json"), "--json")

@@ -49,7 +49,7 @@ def embedding(run: Path, tmp_path: Path, farspan: Farspan, environment: dict[str
 
 
 @pytest.mark.slow
-def test_meanwhile_the_old_index_answers_and_a_second_embed_is_refused(embedding, farspan: Farspan):
+def test_old_index_answers_and_second_embed_is_refused_during_embed(embedding, farspan: Farspan):
     process, path = embedding
     found = farspan("search", "time school", "--run", str(path), "--json")
     assert found.returncode == 0 and json.loads(found.stdout)["answer"]["results"]
@@ -65,7 +65,7 @@ def test_meanwhile_the_old_index_answers_and_a_second_embed_is_refused(embedding
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_that_the_same_command_goes_on(embedding, farspan: Farspan):
+def test_embed_interrupted_by_ctrl_c_resumes_with_the_same_command(embedding, farspan: Farspan):
     process, path = embedding
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGCONT)

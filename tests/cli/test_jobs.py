@@ -102,7 +102,7 @@ def state(call: Farspan, run: RunFolder) -> dict[str, Any]:
     return dict(found)
 
 
-def test_a_job_goes_on_alone_saves_when_it_is_stopped_and_is_taken_up_again(
+def test_detached_job_saves_when_stopped_and_resumes_from_that_step(
     call: Farspan, going: RunFolder
 ):
     begun = state(call, going)
@@ -204,7 +204,7 @@ def test_now_is_now_and_another_job_is_refused_meanwhile(call: Farspan, going: R
     assert not workers(going)
 
 
-def test_who_does_not_end_in_time_is_named_busy(call: Farspan, going: RunFolder):
+def test_stop_reports_a_job_that_does_not_end_in_time_as_busy(call: Farspan, going: RunFolder):
     job = jobs.job_of(going)
     assert job is not None
     os.kill(job.pid, signal.SIGSTOP)
@@ -267,7 +267,7 @@ def test_ctrl_c_while_it_waits_stops_what_was_started(office: Path, environment:
     )
 
 
-def test_a_refusal_is_told_as_always(call: Farspan, office: Path):
+def test_detached_train_is_refused_with_the_same_message_as_attached(call: Farspan, office: Path):
     words = ("train", "--set", "data=nothing", "--run", "runs/refused")
     plain, detached = call(*words), call(*words, "--detach")
     assert (detached.returncode, detached.stderr) == (

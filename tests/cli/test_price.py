@@ -120,7 +120,7 @@ def test_people_read_the_step_its_parts_memory_and_what_is_assumed(
         assert words in text, words
 
 
-def test_what_does_not_fit_is_said(here: Farspan, plans: Path) -> None:
+def test_plan_price_reports_devices_short_of_memory(here: Farspan, plans: Path) -> None:
     path = plans / "large.yaml"
     path.write_text(
         "model: opt-6.7b\ntrain: {batch: 4, precision: fp16}\nstages: [{on: [vm1, vm2]}]\n"
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_said(here: Farspan, plans: Path) -> None:
         (("--engine", "alpa2022", "--model", "gpt2", *CLUSTER), "usage", "--price"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
+def test_plan_price_refuses_bad_or_conflicting_options_with_a_fix(
     here: Farspan, plans: Path, words: tuple[str, ...], code: str, remedy: str
 ) -> None:
     done = here("plan", *words, "--json", cwd=plans)

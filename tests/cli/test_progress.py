@@ -87,7 +87,7 @@ def test_facts_by_hand(peak_flops, shown):
     )
 
 
-def test_one_slow_step_hardly_moves_speed_and_time_to_go():
+def test_time_left_is_hardly_changed_by_a_few_slow_steps():
     plan, clock = make_plan(1000), Clock()
     progress = TrainingDisplay(plan, piped(), clock)
     progress.show(started(START, 0, plan))
@@ -120,7 +120,7 @@ def test_steps_may_arrive_while_the_display_is_drawn():
         assert look()
 
 
-def test_a_resumed_run_says_from_where():
+def test_display_of_a_resumed_run_names_the_step_resumed_from():
     plan, console = make_plan(1000), piped()
     with TrainingDisplay(plan, console, Clock()) as progress:
         progress.show(started(START, 400, plan))
@@ -176,7 +176,7 @@ def test_before_anything_happened_there_is_something_to_see():
     assert lines_of(probe) == ["starting workers", "first step"]
 
 
-def test_every_reason_to_end_is_told():
+def test_display_reports_the_end_of_a_run_for_every_reason():
     for reason in ("done", "deadline", "early-stop", "interrupted", "failed", "some new reason"):
         console = piped()
         TrainingDisplay(make_plan(10), console, Clock()).show(
@@ -202,7 +202,7 @@ def test_steps_in_all_and_time_to_go_are_those_that_the_time_budget_has_now():
     ]
 
 
-def test_a_validation_says_on_how_many_tokens_it_is():
+def test_display_of_a_validation_includes_its_number_of_tokens():
     console = piped()
     progress = TrainingDisplay(make_plan(10), console, Clock())
     progress.show(one_step(START, 4))

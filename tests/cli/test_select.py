@@ -58,7 +58,7 @@ SHORT = (
 )
 
 
-def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
+def test_select_measures_trials_and_writes_the_fastest_plan_which_trains(farspan, desk, lab):
     asked = ("select", "run.yaml", "--cluster", f"lab:{lab}", *SHORT, *LARGER, "--json")
     found = answer(farspan(*asked, "--budget", "40s", "-o", "chosen.json"))
     assert found["tried"] and all(one["trial"]["status"] == "ok" for one in found["tried"])
@@ -147,7 +147,7 @@ def test_a_plan_is_not_written_over(farspan, desk):
     assert (desk / "there.json").read_text() == "{}"
 
 
-def test_one_machine_is_no_question_for_the_papers_rule(farspan):
+def test_select_with_the_paper_algorithm_refuses_a_single_machine(farspan):
     done = farspan(
         "select", "run.yaml", "--algorithm", "paper", "--set", "parallel.workers=1", "--json"
     )

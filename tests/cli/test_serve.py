@@ -103,7 +103,7 @@ def test_a_file_that_names_another_host_is_not_followed(indexed, monkeypatch):
         (indexed / NAME).unlink()
 
 
-def test_without_an_index_the_server_says_how_to_make_one(run, tmp_path, farspan):
+def test_serve_without_an_index_is_refused_naming_the_embed_command(run, tmp_path, farspan):
     path = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("index*"))
     done = farspan("serve", str(path), "--port", "0")
     assert done.returncode == EXIT_CODES["no-index"] and "farspan embed" in done.stderr

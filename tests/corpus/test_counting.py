@@ -54,7 +54,7 @@ def test_counts_are_the_textbooks(seed: int, order: int):
     assert ngram_probabilities(train, val, V, order) == pytest.approx(told, rel=1e-9)
 
 
-def test_a_piece_tells_of_itself_what_it_has_said():
+def test_cache_probabilities_are_those_counted_in_the_piece_so_far():
     pieces = np.random.default_rng(0).integers(0, V * V, (3, PIECE))
     single, pair = cache_probabilities(pieces)
     for i in [*range(0, 3 * PIECE, 97), PIECE, PIECE + 1]:

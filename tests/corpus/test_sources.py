@@ -307,7 +307,7 @@ def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
     assert refused(tmp_path / "bad.parquet").code == "source-unreadable"
 
 
-def test_what_is_not_text_is_skipped_and_other_encodings_are_refused(tmp_path: Path) -> None:
+def test_files_with_nul_bytes_are_skipped_and_non_utf8_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "junk.txt").write_bytes(b"PK\x03\x04\0\0\xff\xfe")
     (tmp_path / "page.html").write_bytes(b"<p>\0\xff")

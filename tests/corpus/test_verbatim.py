@@ -16,7 +16,7 @@ from farspan.corpus.verbatim import verbatim_share
     written=st.lists(st.integers(0, 2), max_size=20),
     least=st.integers(1, 6),
 )
-def test_it_is_what_a_search_by_hand_finds(corpus, written, least):
+def test_verbatim_share_is_what_a_search_by_hand_finds(corpus, written, least):
     covered = set()
     for i in range(len(written) - least + 1):
         gram = written[i : i + least]

@@ -250,7 +250,7 @@ def test_quantities_are_read_in_their_units(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(tmp_path, text, code, words):
+def test_cluster_file_with_a_bad_value_is_refused_by_key(tmp_path, text, code, words):
     with pytest.raises(Refusal) as refusal:
         read(tmp_path, text)
     assert refusal.value.problem.code == code
@@ -483,7 +483,7 @@ def test_a_measured_product_is_of_the_sheets_order_and_has_its_source():
     assert catalog.devices()["h100"].device("h100").sheet.measured["bf16"] == 794.5e12
 
 
-def test_what_joins_devices_has_a_rate_and_a_share_of_it_that_rings_reach():
+def test_catalogue_interconnects_have_a_rate_and_a_ring_rate_below_it():
     for name, entry in catalog.interconnects().items():
         assert entry.source and entry.checked.startswith("202") and entry.shares, name
     for kind, device in catalog.devices().items():

@@ -9,7 +9,7 @@ from farspan.domain.epoch import Epoch, Ledger
 from farspan.domain.problems import Refusal
 
 
-def test_each_start_has_a_number_and_the_ledger_says_up_to_where_earlier_ones_count(tmp_path):
+def test_epoch_ledger_records_the_last_valid_step_of_each_earlier_start(tmp_path):
     path = tmp_path / "epochs.json"
     assert [epoch.advance(path, newest) for newest in (-1, 40, 40, 90)] == [1, 2, 3, 4]
     ledger = epoch.read_ledger(path)
@@ -25,7 +25,7 @@ def test_each_start_has_a_number_and_the_ledger_says_up_to_where_earlier_ones_co
     assert ledger.counts(4, 10**6) and ledger.counts(0, 10**6), "earlier versions have no epochs"
 
 
-def test_who_was_replaced_may_not_write(tmp_path):
+def test_superseded_worker_may_not_write(tmp_path):
     path = tmp_path / "epochs.json"
     epoch.require(path, 0)
     epoch.advance(path, -1)
@@ -38,7 +38,7 @@ def test_who_was_replaced_may_not_write(tmp_path):
     assert refusal.value.problem.code == "superseded" and refusal.value.problem.exit_code == 45
 
 
-def test_a_worker_is_told_its_epoch_by_its_environment():
+def test_worker_reads_its_epoch_from_the_environment():
     assert epoch.given({}) is None
     assert epoch.given({epoch.EPOCH: '{"number":3,"skip":[7]}'}) == Epoch(number=3, skip=(7,))
     with pytest.raises(Refusal):

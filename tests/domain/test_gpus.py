@@ -144,7 +144,7 @@ def test_gpus_that_none_can_be_used_of_are_refused_with_driver_wheel_and_fix(gpu
         ((RTX4090,), seen(RTX4090, archs=())),
     ],
 )
-def test_gpus_that_are_used_and_those_that_the_user_leaves_out_say_nothing(gpus, wheel):
+def test_usable_and_deliberately_hidden_gpus_give_no_finding(gpus, wheel):
     assert judge(Nvidia(gpus=gpus), wheel) == (None, ())
 
 

@@ -181,7 +181,7 @@ def test_by_hand(case):
     assert transfer(held, wanted, site.__getitem__) == (first, second)
 
 
-def test_what_nobody_holds_is_an_error():
+def test_transfer_of_a_range_that_no_rank_holds_is_an_error():
     with pytest.raises(ValueError, match=r"nobody holds \[5, 8\), which ranks 1, 2 want"):
         transfer([HeldRange(0, 0, 5)], [HeldRange(1, 0, 8), HeldRange(2, 3, 8)], str)
 

@@ -33,7 +33,7 @@ def test_figures_follow_from_the_step_and_the_workload():
 
 
 @pytest.mark.parametrize("unknown", [(), ("usd", "kwh", "mfu")])
-def test_an_estimate_of_an_earlier_version_says_the_same(tmp_path, unknown):
+def test_estimate_of_an_earlier_version_reads_back_with_the_same_values(tmp_path, unknown):
     old = OLD | dict.fromkeys(unknown)
     (path := tmp_path / "estimate.json").write_text(json.dumps(old))
     event = msgspec.to_builtins(started(0.0)) | {"estimate": old}
@@ -49,7 +49,7 @@ def test_an_estimate_of_an_earlier_version_says_the_same(tmp_path, unknown):
 @pytest.mark.parametrize(
     "text", ['{"step_s": 1}', "[]", '{"step_s": 0, "run_s": 1, "memory": []}', "{"]
 )
-def test_what_is_no_estimate_is_refused(tmp_path, text):
+def test_malformed_estimate_file_is_refused(tmp_path, text):
     (path := tmp_path / "estimate.json").write_text(text)
     with pytest.raises(Refusal):
         load_estimate(path)

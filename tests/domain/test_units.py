@@ -34,12 +34,12 @@ from farspan.domain.units import (
         (short_time(0.0881), "88.1 ms"),
     ],
 )
-def test_what_rounds_up_to_the_next_prefix_has_it(said, text):
+def test_formatted_number_takes_the_prefix_that_it_rounds_to(said, text):
     assert said == text
 
 
 @pytest.mark.parametrize("form", [format_count, format_bytes, format_rate, format_flops])
-def test_nothing_within_its_prefixes_is_told_in_powers_of_ten(form):
+def test_formatted_numbers_within_the_prefixes_use_no_exponent(form):
     for power in range(6, 14):
         for share in (0.999, 0.9994, 0.99949, 0.9995, 0.99951, 0.9999, 1.0, 1.001):
             assert "e" not in form(share * 10**power).replace("bit", "").replace("FLOP", "")
@@ -68,7 +68,7 @@ def test_times_are_read_as_people_write_them(text, seconds):
 
 
 @pytest.mark.parametrize("seconds", [30, 200, 7500])
-def test_a_time_that_was_said_is_read(seconds):
+def test_formatted_times_are_parsed_back(seconds):
     assert parse_seconds(format_seconds(seconds)) == seconds
 
 
@@ -87,12 +87,12 @@ def test_a_time_that_was_said_is_read(seconds):
         ("", "does not start"),
     ],
 )
-def test_what_is_no_time_says_why(text, why):
+def test_malformed_time_is_refused_with_the_reason(text, why):
     with pytest.raises(ValueError, match=why):
         parse_seconds(text)
 
 
-def test_one_of_a_thing_is_one():
+def test_counted_nouns_are_singular_only_for_one():
     assert [counted(1, "step"), counted(1400, "step"), counted(0, "host")] == [
         "1 step",
         "1,400 steps",

@@ -43,7 +43,7 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
     assert shares.kernels(moved).computing == pytest.approx(4.0 + 8.0)
 
 
-def test_launches_go_on_beside_what_was_launched_but_on_cpus():
+def test_kernel_launches_overlap_computation_on_gpus_but_not_on_cpus():
     three = BIG._replace(launches=3)
     gpu, cpu, half = (
         DeviceSpeed(one, "fp32", plain(launch_s=0.5))
@@ -74,7 +74,7 @@ def test_power_holds_arithmetic_down():
         ).computing == pytest.approx(seconds)
 
 
-def test_fp32_products_are_tf32_where_plan_or_engine_say_so_and_the_device_has_it():
+def test_fp32_products_use_tf32_if_plan_or_engine_asks_and_device_supports_it():
     ampere = device(flops={"fp32": 1e12, "tf32": 4e12})
     usual, allowing = plain(), plain(tf32=True)
     for one, dtype, using, seconds in (
@@ -131,7 +131,7 @@ def test_unknown_devices_are_taken_for_slow_ones():
     ) == pytest.approx(1.0)
 
 
-def test_pace_and_crowding_multiply_every_time():
+def test_measured_slowdown_and_core_sharing_multiply_every_time():
     rates = DeviceSpeed(device(pace=3.0), "fp32", plain(launch_s=0.5), slowdown=2.0)
     assert rates.kernels(BIG) == pytest.approx((6 * 4.0, 6 * 0.5))
     # Four workers of two threads on a host of four cores: every core does the work of two.
@@ -199,7 +199,7 @@ def test_products_and_attention_of_a_block_by_hand():
 
 
 @pytest.mark.parametrize("width", [4, 2])
-def test_what_other_kernels_move_by_hand(width):
+def test_bytes_moved_by_memory_bound_kernels_equal_those_counted_by_hand(width):
     rows, s, d, f, v, heads = 3, 16, 64, 256, 96, 4
     tokens, cast = rows * s, 0 if width == 4 else 4 + width
 

@@ -86,7 +86,7 @@ def test_near_the_end_a_run_is_expected_to_end_where_it_is():
     assert corrected == pytest.approx(plain + 0.5 * 0.3)
 
 
-def test_what_the_fit_does_not_know_is_not_told():
+def test_loss_forecast_is_none_without_counted_text_or_decay():
     assert (
         forecast((), parameters=3e6, unique_tokens=100.0, tokens=100.0, steps=1, bigram_nats=5.0)
         is None

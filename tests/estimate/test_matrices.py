@@ -26,7 +26,7 @@ PLANS = [*HAND_PICKED.values(), *(random_plan(seed) for seed in range(30))]
 
 
 @pytest.mark.parametrize("number", range(len(PLANS)))
-def test_what_is_priced_is_what_workers_own(number):
+def test_priced_matrix_updates_equal_those_of_the_busiest_worker(number):
     """Bytes of each stage's matrices and the arithmetic of its busiest worker, as the runtime
     divides its buckets."""
     plan = PLANS[number]

@@ -217,7 +217,7 @@ def test_replicas_keep_what_they_last_agreed_on_and_the_outer_momentum():
         assert with_sync.optimizer - without.optimizer == 8 * graph.parameters()
 
 
-def test_what_replicas_keep_is_divided_where_zero_divides_the_state():
+def test_zero_divides_the_outer_optimizer_state_of_replicas():
     there = cluster(
         [[device()] * 2], [[device()] * 2], links=(Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6),)
     )
@@ -256,7 +256,7 @@ def test_coordinates_hold_their_own_rows():
     assert found.memory_bytes == found.memory[0].total
 
 
-def test_what_is_no_tensor_is_named_by_what_holds_it():
+def test_non_tensor_memory_is_itemized_as_workspace_communicators_fragmentation():
     nvlink = Interconnect(kind="nvlink", rate=3e11)
     there = cluster([[device(interconnect=nvlink)] * 4, [device(interconnect=nvlink)] * 4])
     using = costs(there, plain(workspace=7, channel_bytes=10, slack=1.25, overhead=1.0))

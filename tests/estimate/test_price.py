@@ -49,7 +49,7 @@ def single(on, rows, microbatches=1, **changes) -> Replica:
     return Replica(stages=(stage(on, rows, **changes),), microbatches=microbatches)
 
 
-def test_what_nobody_knows_is_foretold_widely():
+def test_prediction_interval_is_wider_for_devices_with_unknown_figures():
     def interval(**changes) -> tuple[float, float]:
         there = cluster([[device(**changes)]])
         engine = plain(interval=(0.7, 1.5))
@@ -66,7 +66,7 @@ def test_what_nobody_knows_is_foretold_widely():
     assert interval(backend="cpu", rates=probed) == (0.82, 1.22)
 
 
-def test_networks_that_were_measured_are_told_narrowly():
+def test_prediction_interval_is_narrower_for_measured_networks():
     def interval(origin, local_rate):
         link = msgspec.structs.replace(WIDE, origin=origin)
         there = cluster([[device()] * 2], [[device()] * 2], links=(link,))
@@ -283,7 +283,7 @@ def test_pipeline_step_by_hand():
     assert sent_by(replica, using) == {"A": 4 * 8 * 16 * 64, "B": 4 * 8 * 16 * 64}
 
 
-def test_tied_tables_meet_while_other_stages_work():
+def test_tied_embedding_sync_overlaps_with_the_work_of_other_stages():
     there = sites()
     replica = pipeline([stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))], 1, (1, 1))
     table = 4 * 96 * 64 / 1e6 + 1e-3 + 0.05

@@ -57,7 +57,7 @@ def test_between_the_published_settings_shares_are_linear_in_logarithms():
     )
 
 
-def test_meeting_later_costs_more_and_meeting_sooner_no_less():
+def test_loss_excess_grows_with_longer_outer_sync_intervals_as_published():
     assert excess(1e9, 2, 100) == pytest.approx(excess(1e9, 2, 30) + LATER[2])
     assert excess(1e9, 4, 300) == pytest.approx(
         excess(1e9, 4, 30) + LATER[4] * math.log(10) / math.log(10 / 3)

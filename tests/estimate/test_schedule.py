@@ -99,7 +99,7 @@ def test_equal_stages_without_delays_take_microbatches_plus_stages_less_one(stag
     assert max(found) == found[0] == (microbatches + stages - 1) * 3
 
 
-def test_one_microbatch_in_flight_goes_there_and_back_alone():
+def test_pipeline_with_one_microbatch_in_flight_overlaps_nothing():
     hop = Hop(0.5, 0.25)
     found = ends([1.0, 2.0], [3.0, 4.0], [hop], [hop], 3, [1, 1])
     assert found[0] == 3 * (1 + 0.75 + 2 + 4 + 0.75 + 3)

@@ -68,24 +68,24 @@ def test_every_message_of_every_round_wakes_its_threads():
     assert woken(2, 10**4, 4) == pytest.approx(4 * 0.5 * math.ceil(whole / 10**4))
 
 
-def test_one_bucket_is_encoded_by_one_worker_of_a_site():
+def test_single_bucket_is_encoded_by_one_worker_per_site():
     using = sites(2, 2)
     whole = 4 * using.graph.parameters()
     more = summed(using, bucket_bytes=10**9).busy - summed(using).busy
     assert more == pytest.approx(MOVE_COST * PASSES[32] * whole / 2 / 1e9)
 
 
-def test_where_others_than_processors_compute_nothing_is_taken_from_them():
+def test_gradient_sync_takes_no_compute_time_from_devices_other_than_cpus():
     there = cluster([[device()] * 2], [[device()] * 2], links=(LINK,))
     using = costs(there, plain(cpu={"move_cost": MOVE_COST}, coding_passes=PASSES, direct=True))
     assert summed(using).busy == 0
 
 
-def test_a_link_of_which_neither_probe_nor_engine_says_anything_takes_nothing():
+def test_link_without_a_measured_or_engine_cpu_cost_takes_no_cpu_time():
     assert summed(sites(2, 2, busy_s=None)).busy < summed(sites(2, 2)).busy
 
 
-def test_an_unknown_link_takes_what_the_engine_says_of_the_part_of_a_core_that_a_site_has():
+def test_unmeasured_link_takes_the_cpu_time_that_the_engine_assumes_per_core():
     def busy(share, cpus):
         slow = CPU.but(share=share)
         there = cluster(
@@ -129,7 +129,7 @@ def test_fewer_bits_fill_no_fewer_buckets():
     assert summed(using, 8).each == summed(using, 32).each
 
 
-def test_the_way_of_the_last_sum_never_hides_behind_arithmetic():
+def test_latency_of_the_last_gradient_bucket_is_always_exposed():
     """Of what goes straight the last bucket still has a whole way before it, however long the
     passes are."""
     using = sites(2, 2)
@@ -146,7 +146,7 @@ def test_the_way_of_the_last_sum_never_hides_behind_arithmetic():
     )
 
 
-def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():
+def test_sending_activations_takes_cpu_time_of_both_stages_in_both_passes():
     using = sites(1, 1)
     replica = pipeline([stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))], 4, (2, 1))
     size = using.graph.size("bsd", b=2, s=using.train.seq_len) * 4

@@ -51,7 +51,7 @@ def test_a_unit_takes_what_it_was_timed_at_and_lies_on_a_line_between():
     assert block_s(*times, rows=2, pace=1.5) == pytest.approx((0.15, 0.3))
 
 
-def test_what_was_timed_otherwise_says_nothing():
+def test_unit_times_of_another_model_dtype_length_or_unit_are_ignored():
     usual = block_s(rows=2)
     other = {"model": "another", "dtype": "bf16", "seq_len": 32, "unit": "head"}
     for key, value in other.items():
@@ -59,7 +59,7 @@ def test_what_was_timed_otherwise_says_nothing():
         assert block_s(one, rows=2) == usual
 
 
-def test_neighbours_count_as_they_were_timed_together():
+def test_unit_times_are_those_measured_with_as_many_co_located_workers():
     alone, together = timed(2, 0.1, 0.2), timed(2, 0.15, 0.5, together=2)
     assert block_s(alone, together, rows=2) == pytest.approx((0.15, 0.5))
     # Three were timed together, two are at work: threads and cores say what they get.

@@ -140,7 +140,7 @@ def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_cause(lab
     assert result.ended_s is not None
 
 
-def test_who_stops_a_run_that_waits_for_a_host_is_heard(lab, calm, tmp_path):
+def test_stop_request_while_waiting_for_a_host_interrupts_the_run(lab, calm, tmp_path):
     if "three" in lab:
         pytest.skip("two sites are enough")
     run = twin(calm("data"), tmp_path / "disturbed")
@@ -188,7 +188,7 @@ def test_a_fault_reads_as_it_is_written(text):
 @pytest.mark.parametrize(
     "text", ["", "kill", "kill:a@3", "cut:1@3", "kill:1", "stop:1@now", "cut:a@5", "kill:1@20+"]
 )
-def test_what_is_no_fault_is_refused(text):
+def test_malformed_fault_is_refused(text):
     with pytest.raises(Refusal, match="this is no fault"):
         parse(text)
 

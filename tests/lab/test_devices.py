@@ -147,7 +147,7 @@ def test_cores_are_kept_apart_as_far_as_they_go(cpus, expected):
     assert [device.cpus for site in placed.sites for device in site.devices] == expected
 
 
-def test_what_the_machine_cannot_give_is_said():
+def test_lab_notes_report_limits_that_the_machine_cannot_enforce():
     enough = devices.placed(parsed(FOUR), list(range(6)), [Path("/groups")])
     short = devices.placed(parsed(FOUR), [3, 7], [Path("/groups")])
     without = devices.placed(parsed(FOUR), list(range(6)), [])

@@ -87,7 +87,7 @@ def test_down_ends_all_that_runs_inside_and_nothing_else(start: Start):
     assert beside.process.wait(timeout=LIMIT_S) == -signal.SIGKILL
 
 
-def test_after_a_sigkill_the_lab_says_so_and_down_removes_what_is_left(start: Start):
+def test_lab_killed_by_sigkill_is_reported_and_removed_by_down(start: Start):
     lab = start(two("life"))
     inside = Peer(lab, "utah", "echo")
     os.kill(lab.pid, signal.SIGKILL)

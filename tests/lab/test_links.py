@@ -50,7 +50,7 @@ def test_every_site_has_its_name_and_all_know_it(lab):
         }
 
 
-def test_sites_without_a_link_cannot_reach_each_other_and_hear_so_at_once(lab):
+def test_sites_without_a_link_get_network_unreachable(lab):
     assert play(lab, "utah", "ping", "mass", 3) == {"error": "Network is unreachable"}
     assert "utah and mass" in lab.lab.notes[0]
 
@@ -96,7 +96,7 @@ def test_a_stream_outlives_a_cut_and_arrives_whole(lab, loss):
     change(lab, "utah", "star", loss=0.0, bandwidth=None)
 
 
-def test_what_is_lost_is_the_share_asked_for(lab):
+def test_lossy_link_drops_the_configured_share_of_datagrams(lab):
     change(lab, "utah", "star", delay_s=0.005, loss=0.1, one_way=True)
     while (before := traffic(lab, "utah", "star")) and time.sleep(0.5) is None:
         if traffic(lab, "utah", "star") == before:
@@ -146,7 +146,7 @@ def test_jitter_varies_the_delay_and_keeps_the_order(lab):
     )  # 8 tenths of an even spread over 20 ms; order takes some of it
 
 
-def test_tcp_has_what_the_status_says(lab):
+def test_lab_status_reports_tcp_congestion_control_and_a_sufficient_window(lab):
     status = state.status(lab.lab.name)
     assert status.lab.congestion == "reno"
     assert status.lab.window == lab.lab.window >= 1.5 * 0.020 * 10e9 / 8

@@ -71,7 +71,7 @@ BAD = [
 @pytest.mark.parametrize(
     ("text", "code", "word"), BAD, ids=[text[-48:].strip() for text, _, _ in BAD]
 )
-def test_what_cannot_be_a_lab_is_refused_with_its_place(text, code, word):
+def test_invalid_lab_file_is_refused_with_the_key(text, code, word):
     with pytest.raises(Refusal) as refusal:
         parsed(text)
     assert refusal.value.problem.code == code and code in EXIT_CODES
@@ -99,7 +99,7 @@ def test_a_window_fills_the_longest_link_unless_it_is_given():
     assert parsed(text + "window: 3MB").window == 3_000_000
 
 
-def test_the_labs_of_the_published_slices_have_their_round_trips_and_unlike_devices():
+def test_labs_of_the_published_slices_have_their_round_trips_and_device_speeds():
     labs = {name: spec.load_lab(name) for name in spec.named()}
     assert {name: round(2000 * lab.links[0].delay_s, 1) for name, lab in labs.items()} == {
         "fabric/bris-star": 95.9,

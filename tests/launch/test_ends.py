@@ -134,7 +134,7 @@ def test_first_weights_that_are_gone_are_named(far, far_run, tmp_path):
         RemoteRun(far, plan, far_run, run_folder(far, plan, far_run)).send()
 
 
-def test_what_an_earlier_start_said_on_another_host_is_not_the_cause(far, tmp_path):
+def test_problem_file_of_an_earlier_start_on_a_remote_host_is_ignored(far, tmp_path):
     plan = tiny.plan(TRAIN, rows=(4, 4), micro_rows=2)
     plan = replace(plan, devices=(plan.devices[0], replace(plan.devices[1], host="far")))
     run = tiny.run_folder(tmp_path / "run", plan)
@@ -149,7 +149,7 @@ def test_what_an_earlier_start_said_on_another_host_is_not_the_cause(far, tmp_pa
     assert (problem.code, problem.what) == ("device-missing", "rank 1 on far was lost")
 
 
-def test_what_workers_on_another_host_say_names_the_run_where_farspan_was_asked(far, tmp_path):
+def test_remedy_from_remote_workers_names_the_run_folder_of_the_launcher(far, tmp_path):
     plan = tiny.plan(LONG, rows=(4, 4), micro_rows=2)
     plan = replace(plan, devices=(replace(plan.devices[0], host="far"),) * 2)
     run, two = tiny.run_folder(tmp_path / "my run", plan), replace(far, devices=far.devices * 2)
@@ -186,7 +186,7 @@ def first_event(path):
     return path.read_bytes()
 
 
-def test_after_half_an_event_the_next_start_is_heard_from_its_first_on(tmp_path):
+def test_events_of_the_next_start_are_all_read_after_an_incomplete_line(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     first_event(run.events)
     with open(run.events, "ab") as events:
@@ -219,13 +219,13 @@ def test_half_an_event_stays_on_the_host_where_it_was_written(far, far_run, tmp_
     ("code", "found"),
     [(137, -9), (143, -15), (139, -11), (130, 130), (255, 255), (128, 128), (24, 24), (0, 0)],
 )
-def test_the_code_of_a_signal_is_told_from_others(tmp_path, code, found):
+def test_exit_codes_of_killing_signals_are_converted_and_others_kept(tmp_path, code, found):
     (host,) = tiny.this_machine(tiny.plan(TRAIN)).hosts
     with open(tmp_path / "log", "wb") as log:
         process = HostProcess(
             host, (0,), ["sh", "-c", f"exit {code}"], log=log, keep_open=log.fileno()
         )
-        process.wait(timeout=60)
+        process.wait(timeout=LIMIT_S)
     assert process.poll() == found
 
 
@@ -233,7 +233,7 @@ class Held(Scripted):
     held = True
 
 
-def test_a_worker_that_was_killed_behind_a_client_is_said_to_be(tmp_path):
+def test_worker_killed_behind_a_client_process_is_reported_as_killed(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     problem = ended(scripted(run, "kill -9 $$", kind=Held))
     assert problem.code == "worker-lost"
@@ -287,7 +287,7 @@ class Torchrun(torchrun.Launch):
         )
 
 
-def test_what_torchrun_said_of_an_earlier_start_is_not_the_cause(tmp_path):
+def test_torchrun_output_of_an_earlier_start_is_not_the_cause(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
     (run.logs / "rank-0.log").write_text(EARLIER)
     problem = ended(scripted(run, kind=Torchrun))
@@ -315,7 +315,7 @@ def test_a_worker_sees_the_gpu_that_ray_gave_and_no_command_line_shows_its_secre
         given = Path(f"/proc/{actor._process.pid}/environ").read_bytes().split(b"\0")
     finally:
         actor.signal(signal.SIGKILL)
-        actor._process.wait(timeout=60)
+        actor._process.wait(timeout=LIMIT_S)
     assert b"RANK=0" in given
     assert b"CUDA_VISIBLE_DEVICES=1" in given
     assert b"0b5e55ed" not in line + b"".join(given)

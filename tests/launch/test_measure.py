@@ -28,7 +28,7 @@ def test_loss_by_hand(arrived, loss):
     assert measure.lost(arrived) == loss
 
 
-def test_datagrams_that_do_not_arrive_where_streams_do_say_nothing(monkeypatch):
+def test_packet_loss_is_unknown_where_no_datagrams_arrive(monkeypatch):
     monkeypatch.setattr(measure, "DATAGRAMS", 20)
     here, there = (
         Host(name=name, devices=(), enter=(), address="127.0.0.1") for name in ("here", "there")

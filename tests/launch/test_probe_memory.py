@@ -23,7 +23,7 @@ from farspan_lab import devices, state
 from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_the_killed_probe_of_one_of_two_devices_is_named_and_the_other_is_kept(t
     wait_for(lambda: len(probes()) == 2, "two probes", process)
     pids = probes()
     os.kill(pids[1], signal.SIGKILL)
-    out, said = process.communicate(timeout=300)
+    out, said = process.communicate(timeout=LIMIT_S)
     problem = problem_of(out)
     assert (process.returncode, problem.code, problem.where) == (
         21,
@@ -117,7 +117,7 @@ def test_devices_with_little_memory_are_measured_as_far_as_it_goes(tmp_path):
     up(f"name: {name}\nsites: {{utah: {{devices: [{{memory: 60MB}}, {{memory: 420MB}}, {{}}]}}}}\n")
     try:
         process = probe(tmp_path, f"lab:{name}")
-        out, said = process.communicate(timeout=600)
+        out, said = process.communicate(timeout=LIMIT_S)
     finally:
         state.down(name)
     problem, text = problem_of(out), (tmp_path / "measured.yaml").read_text()
@@ -150,7 +150,7 @@ def held() -> int:
     )
 
 
-def test_what_would_need_more_than_is_allowed_is_left_out_and_nothing_of_it_stays(monkeypatch):
+def test_unit_timing_skips_sizes_beyond_the_memory_limit_and_frees_its_memory(monkeypatch):
     monkeypatch.setattr(unit_timing, "LONG_S", 1e9)  # However slow the machine is.
     monkeypatch.setattr(unit_timing, "TIMED_S", 0.1)
     cpu, before = torch.device("cpu"), held()

@@ -15,7 +15,7 @@ from farspan.launch.launchers import launch
 from farspan.launch.launchers.ray import installed
 from tests import tiny
 from tests.launch.test_launchers import TRAIN
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def _ray():
         pytest.skip("waits for farspan[ray]")
 
 
-def test_the_token_of_a_job_is_said_to_each_host(tmp_path):
+def test_ray_token_of_a_job_is_sent_to_each_host_by_standard_input(tmp_path):
     found = given(tmp_path, "ray", ["node", "driver"])
     (token,) = {said.splitlines()[0] for _, said in found.values()}
     secret = found["driver"][1].splitlines()[
@@ -89,7 +89,7 @@ def test_the_token_of_a_user_stands_on_no_command_line(tmp_path, monkeypatch, ho
     assert said.splitlines()[0] == SECRET and SECRET not in words and "RAY_AUTH_TOKEN" not in words
 
 
-def test_a_cluster_without_tokens_is_said_none(tmp_path, monkeypatch):
+def test_ray_cluster_with_authentication_disabled_gets_no_token(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     words, said = given(tmp_path, "ray:10.0.0.1:6379", ["driver"])["driver"]
     assert said.splitlines()[0] == "" and "RAY_AUTH_MODE=disabled" in words
@@ -119,5 +119,5 @@ def test_a_node_takes_the_token_from_its_input_and_its_folder_with_it(tmp_path):
         folder = Path(words[2].removeprefix("--temp-dir="))
         assert folder.is_dir() and len(str(folder)) < 20
         node.stdin.close()
-        assert node.wait(timeout=60) == 143
+        assert node.wait(timeout=LIMIT_S) == 143
     assert not folder.exists()

@@ -80,7 +80,7 @@ def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
     assert not left(sites)
 
 
-def test_what_leaves_a_site_goes_no_faster_than_the_plan_says(sites, corpus):
+def test_traffic_leaving_a_site_is_limited_to_the_wan_rate_of_the_plan(sites, corpus):
     """Half of a site's gradients go over each of its two connections: half a second at as many
     bytes a second."""
     plan = planned()
@@ -98,7 +98,7 @@ def test_what_leaves_a_site_goes_no_faster_than_the_plan_says(sites, corpus):
     assert step_s(None) < 0.4 < step_s(4 * parameters(plan.model))
 
 
-def test_replicas_meet_as_often_as_the_plan_says(sites, corpus):
+def test_trial_of_replicas_weights_outer_sync_by_the_interval_of_the_plan(sites, corpus):
     made = trial(divided("replicas"), corpus, sites, "local", FEW)
     assert made.status == "ok", made.problem
     # Rounds of 4 steps, 20 ms apart: a meeting's share of 5 steps.
@@ -106,7 +106,7 @@ def test_replicas_meet_as_often_as_the_plan_says(sites, corpus):
     assert made.step_s < sum(made.steps) / len(made.steps)
 
 
-def test_the_share_of_a_meeting_by_hand():
+def test_outer_sync_share_of_a_trial_step_equals_that_computed_by_hand():
     plan = replace(divided("replicas"), sync=Sync(every=100))
     short = shortened(plan, 3)
     assert (short.sync.every, short.train.steps) == (4, 13)
@@ -154,7 +154,7 @@ def test_a_trial_that_does_not_end_is_ended(sites, corpus):
     ).stdout
 
 
-def test_what_kills_the_process_of_a_cell_is_a_result(sites, tmp_path):
+def test_trial_whose_process_dies_is_a_failed_result(sites, tmp_path):
     nowhere = str(tmp_path / "no-corpus")
     made = apart(
         TrialQuery(plan=planned(), corpus=nowhere, cluster=sites, launcher="local", within=FEW)
@@ -188,7 +188,7 @@ def test_limits_follow_the_prediction(sites, corpus):
     assert start_s(plan, sites, corpus) == pytest.approx(120 + state_s + size / 1e6)
 
 
-def test_replicas_have_the_time_of_the_meetings_that_a_trial_adds(sites):
+def test_trial_deadline_of_replicas_includes_its_more_frequent_outer_syncs(sites):
     """Over a slow line a meeting takes far longer than a step: a hundredth of it a step in the run,
     a quarter here."""
     slow = replace(sites, links=tuple(replace(link, bandwidth=1e4) for link in sites.links))
@@ -214,7 +214,7 @@ def alone(tmp_path_factory):
     return losses(run, "local", tiny.this_machine(run.load_plan()))
 
 
-def test_a_run_on_the_far_site_goes_on_where_it_stopped_and_comes_back_whole(
+def test_run_on_a_remote_site_resumes_from_its_step_and_is_fetched_complete(
     sites, alone, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("farspan.launch.remote_run.PULL_S", 0.1)

@@ -155,7 +155,7 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "line", [b"\xff\xfe", b"{}", b"[" * 100_000, b'{"event": "step", "at": "never"}']
 )
-def test_what_is_no_event_is_refused_by_name(sent, line):
+def test_malformed_event_from_a_remote_host_is_refused(sent, line):
     run, away, there = sent
     there.events.write_bytes(line + b"\n")
     away.pull()
@@ -213,7 +213,7 @@ def farspan(*words):
     )
 
 
-def test_a_run_that_somebody_else_made_starts_nothing_before_it_was_looked_at(entering, tmp_path):
+def test_run_made_by_another_user_starts_nothing_until_it_is_trusted(entering, tmp_path):
     done = farspan("resume", entering.path)
     assert done.returncode == 42, done.stderr
     assert f"touch {tmp_path}/ran" in done.stderr and "--trust" in done.stderr
@@ -246,7 +246,7 @@ def test_a_seal_is_of_this_user_this_machine_and_these_files(entering, tmp_path,
 
 
 @pytest.mark.parametrize("change", ["python", "ssh", "device", "ray"])
-def test_whatever_a_run_would_start_has_to_be_trusted(entering, change):
+def test_run_that_starts_other_programs_or_hosts_requires_trust(entering, change):
     bare = Host(name="here", devices=(CPU,), enter=())
     hosts = {
         "python": replace(bare, enter=("env",), python="/tmp/evil"),
@@ -279,7 +279,7 @@ def test_a_host_whose_name_looks_like_an_option_is_none_to_ssh():
 #   -----------------------------------------------------------------------------------------------
 
 
-def test_an_agent_listens_where_others_call_it_and_answers_who_knows_its_secret():
+def test_agent_listens_on_its_address_only_and_requires_its_secret():
     here, there = (
         Host(name=name, devices=(), enter=(), address="127.0.0.1") for name in ("here", "there")
     )
@@ -307,7 +307,7 @@ def test_an_agent_listens_where_others_call_it_and_answers_who_knows_its_secret(
         assert reach(a, b, pings=3).failed is None
 
 
-def test_an_agent_that_nobody_calls_listens_nowhere():
+def test_agent_without_peers_opens_no_port():
     with Agent(Host(name="here", devices=(), enter=())) as agent:
         pid = agent._process.pid
         listening = subprocess.run(

@@ -52,7 +52,7 @@ def test_the_fabric_models_have_the_papers_shapes(name, layers, d_model, heads):
     )
 
 
-def test_a_shape_that_is_not_its_checkpoints_says_so_and_is_for_plans_alone():
+def test_preset_whose_shape_differs_from_its_checkpoint_is_for_planning_only():
     preset = models.preset("opt-350m")
     assert preset.published is None and preset.planning_only
     assert f"{parameters(preset.spec):,}" in preset.source and "331,196,416" in preset.source

@@ -35,7 +35,7 @@ def test_configuration_and_figures_are_the_plans():
     assert figures["dollars"].ratio == pytest.approx(b.estimate.usd / a.estimate.usd)
 
 
-def test_replicas_are_told_with_their_meetings():
+def test_plan_difference_shows_replicas_with_their_outer_sync_interval():
     one = ranking("FF", "SS")
     index = next(i for i, c in enumerate(one.candidates) if c.technique == "diloco")
     sync = one.candidates[index].plan.sync

@@ -116,7 +116,7 @@ def test_deepspeed_gets_the_plans_own_numbers(name: str, level: int) -> None:
     assert config["scheduler"]["params"]["total_num_steps"] == plan.train.steps
 
 
-def test_deepspeed_clips_nothing_and_keeps_its_rate_where_the_plan_says_so() -> None:
+def test_deepspeed_export_keeps_zero_clipping_and_a_constant_schedule() -> None:
     plan = planned("fsdp", "gpt2m", 4)
     train = REPLACE(
         plan.train,
@@ -222,7 +222,7 @@ def test_torchtitan_divides_operators_as_its_llama_does() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_what_no_other_system_expresses_is_refused_by_name(name: str) -> None:
+def test_export_refuses_plan_features_that_the_other_system_lacks(name: str) -> None:
     plan = planned("fsdp")
     (replica,) = plan.replicas
     rows = (33, 31, *(32,) * 6)
@@ -250,7 +250,7 @@ def test_what_no_other_system_expresses_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_unlike_stages_are_refused(name: str) -> None:
+def test_export_refuses_heterogeneous_stages(name: str) -> None:
     plan = planned("data")
     units = plan.model.layers + 2
     first = stage(range(2), (2,), ("data",), (128, 128), units=(0, 10))

@@ -160,7 +160,7 @@ def test_more_memory_never_fits_less(seed: int, factor: float) -> None:
             assert after is not None and after.best.amount >= before.best.amount
 
 
-def test_a_misfit_is_told_with_what_would_fit() -> None:
+def test_misfit_reports_missing_memory_and_the_model_and_devices_that_would_fit() -> None:
     where = ground(clusters.find("slm-cost/a100-80:2"))
     model = model_of("8B")
     found = misfit(where, model)

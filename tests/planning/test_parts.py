@@ -28,7 +28,7 @@ def test_of_hosts_that_are_alike_the_first_is_tried():
 
 
 @pytest.mark.parametrize("figures", [{"memory": 7 * 10**9}, {"cpus": 2}, {"local_rate": 2.3e11}])
-def test_hosts_of_unlike_figures_are_both_tried(figures):
+def test_hosts_that_differ_in_memory_cores_or_local_rate_are_both_tried(figures):
     assert {"a", "b"} <= names(one_site(host("a", **figures), host("b")))
 
 

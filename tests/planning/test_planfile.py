@@ -99,7 +99,7 @@ def replicas(*stages: dict[str, Any], **keys: Any) -> Callable[[dict[str, Any]],
 #   ------------------------------------------------------------------------------------------------
 
 
-def test_a_short_form_is_the_plan_that_it_says(there: Cluster) -> None:
+def test_short_plan_file_expands_to_the_plan_that_it_describes(there: Cluster) -> None:
     made = read_short(PLAN, "plan.yaml", there)
     names = {
         "tok": "v",
@@ -133,7 +133,7 @@ def test_a_short_form_is_the_plan_that_it_says(there: Cluster) -> None:
     assert made.model == models.preset("gpt2m").spec and not unsound(made)
 
 
-def test_what_is_left_out_is_as_usual(there: Cluster) -> None:
+def test_short_plan_file_takes_defaults_for_missing_keys(there: Cluster) -> None:
     least = {"model": {"layers": 2, "d_model": 64}, "train": {"batch": 10}, "stages": [{"on": "a"}]}
     made = read_short(least, "plan.yaml", there)
     (only,) = made.replicas[0].stages
@@ -199,7 +199,7 @@ def test_models_are_named_as_in_run_yaml(
     assert {name: getattr(spec, name) for name in knobs} == knobs
 
 
-def test_replicas_meet_and_share_the_batch(there: Cluster) -> None:
+def test_replicas_in_a_short_plan_divide_the_batch_and_sync_at_its_interval(there: Cluster) -> None:
     apart = changed(replicas({"on": "a"}, {"on": "b:0-3", "zero": 1}, sync={"every": 30}))
     apart["replicas"][1] |= {"batch": 40, "microbatches": 2}
     made = read_short(apart, "plan.yaml", there)
@@ -388,7 +388,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "code", "place", "fact", "remedy"), REFUSED)
-def test_what_cannot_be_is_refused_at_its_place_with_the_nearest_that_can(
+def test_invalid_short_plan_is_refused_with_its_key_and_a_valid_alternative(
     there: Cluster,
     change: Callable[[dict[str, Any]], object],
     code: str,
@@ -404,7 +404,7 @@ def test_what_cannot_be_is_refused_at_its_place_with_the_nearest_that_can(
     assert fact in f"{problem.what} {problem.fact}" and remedy in problem.remedy, problem
 
 
-def test_a_device_of_which_nothing_says_how_fast_it_is_is_refused(there: Cluster) -> None:
+def test_device_of_unknown_speed_is_refused(there: Cluster) -> None:
     alone = {
         "model": "gpt2m",
         "train": {"batch": 4, "precision": "fp32"},
@@ -468,7 +468,7 @@ def test_a_whole_plan_for_other_devices_is_refused(there: Cluster) -> None:
     )
 
 
-def test_what_does_not_fit_is_priced_and_said(there: Cluster) -> None:
+def test_plan_that_exceeds_memory_is_priced_and_marked_as_not_fitting(there: Cluster) -> None:
     large = {
         "model": "opt-6.7b",
         "train": {"batch": 8, "precision": "fp16"},

@@ -104,7 +104,7 @@ def test_documents_are_reshuffled_where_they_are_read_again():
     assert not settled({"epochs": 2, "reshuffle": False}).train.regular.reshuffle
 
 
-def test_what_a_training_was_known_by_before_is_what_it_is_known_by():
+def test_training_key_of_a_run_without_muon_is_that_of_earlier_versions():
     """A checkpoint of before Muon, whose manifest has this key, goes on."""
     plan = HAND_PICKED["zero 2"]
     train = plan.train

@@ -133,7 +133,7 @@ def test_auto_takes_the_smaller_of_what_corpus_and_machine_pay_for():
     assert slow.origin["model.size"].startswith("corpus and machine")
 
 
-def test_a_preset_takes_the_corpus_vocabulary_and_says_so():
+def test_preset_takes_the_corpus_vocabulary_and_records_that_origin():
     found = run({"model": {"preset": "gpt2-medium", "context": 512}})
     assert (found.model.layers, found.model.d_model, found.model.vocab_size) == (24, 1024, 8192)
     assert found.model.context == found.train.seq_len == 512
@@ -307,7 +307,7 @@ def test_small_corpora_get_shorter_windows_or_are_refused():
     assert problem.code == "corpus-too-small" and problem.remedy == "set parallel.workers: 1"
 
 
-def test_every_value_says_where_it_came_from_and_the_result_is_deterministic():
+def test_resolved_values_record_their_origin_and_are_deterministic():
     first, second = run({"budget": {"time": "1h"}}), run({"budget": {"time": "1h"}})
     assert first == second
     known = ("run.yaml", "default", "corpus", "machine")

@@ -200,7 +200,7 @@ def test_a_plan_that_runs_out_of_memory_leads_to_plans_that_need_less():
     ]
 
 
-def test_where_all_run_out_of_memory_the_largest_model_goes_by_what_they_needed():
+def test_largest_model_follows_memory_used_in_trials_when_all_run_out_of_it():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
     question = asked("gpt2-medium", allow=("data", "zero2"))
     found = select(
@@ -218,7 +218,7 @@ def test_where_all_run_out_of_memory_the_largest_model_goes_by_what_they_needed(
     assert "ran out of memory" in refusal.what and "parameters fit" in refusal.fact
 
 
-def test_where_some_run_out_of_memory_and_others_fail_what_is_short_is_still_told():
+def test_missing_memory_is_reported_when_some_trials_fail_otherwise():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
     crashed = Problem(
         code="worker-lost", what="rank 0 was lost", where="rank 0", fact="a crash", remedy="none"
@@ -253,7 +253,7 @@ def test_machines_are_chosen_among_twenty_devices():
     assert chosen(found).places == tuple(range(12))
 
 
-def test_what_was_measured_stands_in_the_ranking():
+def test_ranking_uses_the_measured_step_time_of_each_trial():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.01)
     world = World(here, seed=3, spread=0.3)
     found = select(here, asked(), world, budget_s=1e6)
@@ -325,7 +325,7 @@ def test_the_papers_algorithm_takes_the_mean_of_steps():
         assert other.tflops == pytest.approx(one.tflops / 2.6)
 
 
-def test_where_one_ran_and_may_not_be_chosen_that_is_told():
+def test_refusal_names_the_lease_that_excludes_the_only_plan_that_ran():
     """At its measured pace a lease ends before the run does; the other plan has failed."""
     here = cluster((FAST, FAST), rtt_s=1e-3)
     question = asked(allow=("data", "zero1"), parts=False)
@@ -341,7 +341,7 @@ def test_where_one_ran_and_may_not_be_chosen_that_is_told():
     assert told.code == "cannot-plan" and "lease" in told.fact
 
 
-def test_a_host_without_devices_is_nobody():
+def test_host_without_devices_is_ignored_by_selection():
     """A head node, listed first."""
     here = cluster((FAST,), (SLOW,), rtt_s=1e-3)
     head = msgspec.structs.replace(here.sites[0].hosts[0], name="login", devices=())
@@ -360,7 +360,7 @@ def test_a_host_without_devices_is_nobody():
     assert first_device(headed) == first_device(here)
 
 
-def test_what_a_link_takes_in_trials_is_not_what_it_carries():
+def test_slowdown_learned_for_a_link_does_not_change_its_sending_rate():
     """Workers send at a rate of the line itself, however slow trials have shown sums over it to
     be."""
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.05, bandwidth=1e8)
@@ -446,7 +446,7 @@ def test_the_loss_at_a_deadline_follows_the_measured_pace():
 #   ------------------------------------------------------------------------------------------------
 
 
-def test_paces_are_found_again():
+def test_learn_recovers_the_true_slowdown_of_devices_and_links():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
     true = with_paces(here, {Paced("device", "h0", "fast"): 1.5, Paced("link", "s0", "s1"): 0.7})
     candidates = asked().rank(here).candidates
@@ -459,7 +459,7 @@ def test_paces_are_found_again():
     assert found.links[0].pace == pytest.approx(0.7, rel=0.15)
 
 
-def test_what_is_missed_of_one_plan_with_stages_is_missed_of_the_next():
+def test_learned_error_of_pipeline_plans_applies_to_other_pipeline_plans():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
     candidates = [
         one for one in asked(allow=SYNCHRONOUS).rank(here).candidates if len(one.places) == 4
@@ -479,7 +479,7 @@ def test_what_is_missed_of_one_plan_with_stages_is_missed_of_the_next():
     assert again.way(whole) > 1.05
 
 
-def test_unlike_devices_of_one_host_are_told_apart_by_what_each_computes():
+def test_learn_separates_heterogeneous_devices_of_one_host_by_compute_time():
     here = cluster((FAST, SLOW))
     true = with_paces(
         here, {Paced("device", "h0", "fast"): 0.8, Paced("device", "h0", "slow"): 1.3}
@@ -494,12 +494,12 @@ def test_unlike_devices_of_one_host_are_told_apart_by_what_each_computes():
     )
 
 
-def test_nothing_seen_changes_nothing():
+def test_learn_without_observations_leaves_the_cluster_unchanged():
     here = cluster((FAST,), (SLOW,))
     assert learn(here, []) == (here, {})
 
 
-def test_a_plan_of_one_site_says_nothing_of_others():
+def test_learning_from_a_plan_on_one_site_leaves_other_sites_unchanged():
     here = cluster((FAST, FAST), (SLOW, SLOW))
     plan = next(
         one.plan for one in asked(allow=("data",)).rank(here).candidates if one.places == (0, 1)
@@ -548,7 +548,7 @@ def test_gap_c_a_tie_takes_zero2_however_slow():
     assert world.step_s(ours.plan) < world.step_s(theirs.plan) / 2
 
 
-def test_gap_d_speed_a_device_does_not_say_who_is_done_first():
+def test_gap_d_two_machines_finish_first_at_a_lower_speed_per_device():
     """A device of one machine is busier than one of two, and yet two are done sooner."""
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.005)
     world = World(here)
@@ -567,7 +567,7 @@ def test_gap_e_more_than_two_machines():
     assert found.ranking.chosen is not None
 
 
-def test_a_kept_hash_knows_a_plan_whatever_its_length():
+def test_plan_key_ignores_the_number_of_steps():
     here = cluster((FAST,), (SLOW,))
     plan = asked(allow=("data",)).rank(here).candidates[0].plan
     longer = msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, steps=7))

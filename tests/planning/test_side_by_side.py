@@ -110,7 +110,7 @@ if __name__ == "__main__":
     globals()[sys.argv[1]]()
 
 
-def test_no_answer_tells_who_made_it():
+def test_side_by_side_results_have_one_type_whichever_process_computed_them():
     """A whole number in a field of fractions is a fraction in every process."""
     for processes in (1, 2):
         assert {

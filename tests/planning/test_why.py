@@ -99,7 +99,7 @@ def test_nothing_is_left_out_where_all_is_used():
     assert why(one).left_out == ()
 
 
-def test_techniques_without_a_plan_say_what_is_short():
+def test_why_reports_the_missing_memory_of_techniques_without_a_plan():
     one = ranking("SS", model="gpt2-xl", allow=("data",))
     (refused,) = one.refused
     problem = refused.problem
@@ -110,7 +110,7 @@ def test_techniques_without_a_plan_say_what_is_short():
     assert verdict(one, refused) == "does not fit"
 
 
-def test_what_lies_inside_the_interval_is_said_to_be_open():
+def test_why_reports_plans_within_the_prediction_interval_as_undecided():
     one = ranking(*PAIR)
     chosen = one.candidates[one.chosen]
     high = chosen.estimate.interval[1]

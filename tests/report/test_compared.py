@@ -45,7 +45,7 @@ def shown(found: Comparison, width: int = 96) -> str:
     return "\n".join("".join(text for text, _ in line) for line in timeline(found, width))
 
 
-def test_a_run_as_predicted_says_so(tmp_path: Path):
+def test_report_of_a_run_as_predicted_places_its_step_inside_the_interval(tmp_path: Path):
     folder = fleet_run(tmp_path / "run")
     found = found_in(folder)
     assert found.steps.inside and found.drifts == () and found.traced == 600
@@ -114,7 +114,7 @@ def test_the_split_is_of_the_device_that_computes_longest(tmp_path: Path):
     assert rows[0][3] == "1.00" and rows[1][3] == "" and rows[3][1] == ""
 
 
-def test_rows_of_unlike_devices_of_one_stage_have_their_own_passes(tmp_path: Path):
+def test_heterogeneous_devices_of_one_stage_are_drawn_with_their_own_passes(tmp_path: Path):
     found = found_in(fleet_run(tmp_path / "run", make=side_by_side))
     assert [row.words.split("; ")[1] for row in found.rows] == ["16 rows", "8 rows", "8 rows"]
     for row in found.rows:
@@ -150,7 +150,7 @@ def test_peak_memory_of_every_device_and_of_the_fullest(tmp_path: Path):
     )
 
 
-def test_what_lies_on_another_host_is_said_and_not_guessed(tmp_path: Path):
+def test_report_notes_missing_logs_of_other_hosts_and_compares_no_parts(tmp_path: Path):
     found = found_in(fleet_run(tmp_path / "run", missing=(1, 2)))
     assert [row.rank for row in found.drawn] == [0]
     assert found.slowest is None and found.parts == ()

@@ -58,7 +58,7 @@ def test_a_link_is_named_without_comparing_clocks(
     )
 
 
-def test_sums_of_gradients_are_told_from_waiting_for_the_slowest(tmp_path: Path):
+def test_slow_gradient_sync_is_distinguished_from_a_slow_device(tmp_path: Path):
     (one,) = drifts(tmp_path / "sums", make=side_by_side, sums=4, clocks=(0, 1, 2))
     assert (one.what, one.who) == ("gradients", "gat, amst and star")
     assert one.factor == pytest.approx(4, rel=0.01)
@@ -79,7 +79,7 @@ def test_nothing_is_claimed_without_data(tmp_path: Path):
     assert drifts(tmp_path / "missing", missing=(2,), **slow) == []
 
 
-def test_starts_that_all_ended_while_they_warmed_up_say_nothing(tmp_path: Path):
+def test_runs_with_warm_up_steps_alone_show_no_drift(tmp_path: Path):
     run = open_run(fleet_run(tmp_path / "run", paces=(1, 1, 3)))
     cold = tuple(msgspec.structs.replace(one, warm=False) for one in run.history.steps)
     found = compare(
@@ -88,7 +88,7 @@ def test_starts_that_all_ended_while_they_warmed_up_say_nothing(tmp_path: Path):
     assert found is not None and not found.drifts
 
 
-def test_a_step_that_stood_still_says_nothing_of_the_others(tmp_path: Path):
+def test_single_stalled_traced_step_is_no_drift_unless_all_are_slow(tmp_path: Path):
     assert drifts(tmp_path / "one", steps=30, traced=(3,), slow={3: 3.0}) == []
     # A traced step that was somewhat slow counts as if it had not been.
     (one,) = drifts(tmp_path / "two", steps=30, traced=(3,), slow={3: 1.2}, paces=(1, 1, 2))
@@ -99,7 +99,7 @@ def test_a_step_that_stood_still_says_nothing_of_the_others(tmp_path: Path):
     assert changed[0].factor == pytest.approx(3, rel=0.1)
 
 
-def test_what_hardly_matters_is_left_out(tmp_path: Path):
+def test_drift_below_a_tenth_of_the_step_is_left_out(tmp_path: Path):
     # The second stage computes for a twelfth of a step: twice as long is not a tenth of one.
     folder = fleet_run(tmp_path / "run", paces=(1, 1, 1))
     found = compare(open_run(folder))
@@ -142,7 +142,7 @@ def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
     assert speed > 1.01 and found.again[1:] in written.read_text()
 
 
-def test_so_it_does_with_a_slow_link(tmp_path: Path):
+def test_planning_again_ranks_with_the_measured_slowdown_of_a_link(tmp_path: Path):
     folder = fleet_run(tmp_path / "run", links=(8, 1))
     (folder / "run.yaml").write_text("data: docs\nparallel: {allow: [data, pipeshard]}\n")
     made = write_report(folder)
@@ -163,7 +163,7 @@ def test_so_it_does_with_a_slow_link(tmp_path: Path):
     assert found.again.startswith("planned again with this pace, ")
 
 
-def test_where_no_plan_is_faster_that_is_said(tmp_path: Path):
+def test_report_states_that_no_plan_would_be_faster(tmp_path: Path):
     slow = {"paces": (1, 1, 2.5), "steps": 30, "traced": (3,)}
     run = open_run(fleet_run(tmp_path / "first", make=side_by_side, **slow))  # type: ignore[arg-type]
     cluster = paced(load_cluster_json(RunFolder(run.folder).cluster), {("star", 0): 2.5})

@@ -34,7 +34,7 @@ def validated(step: int, loss: float, at: float = 0.0) -> Validated:
     )
 
 
-def test_one_start_by_hand(tmp_path):
+def test_figures_of_a_run_with_one_start_equal_those_computed_by_hand(tmp_path):
     plan = make_plan(20)
     events = [started(100.0, plan=plan, peak_flops=4e12)]
     # Ten slow steps would be the median without the warm-up rule: 5 x 9 s, then 2, 1, 2, 4, 2 s.
@@ -94,7 +94,7 @@ def test_each_start_has_its_own_warm_up(tmp_path):
     assert cold == [*range(1, 1 + WARMUP_STEPS), *range(21, 21 + WARMUP_STEPS)]
 
 
-def test_unlike_numbers_of_workers_keep_rates_a_device(tmp_path):
+def test_rate_per_device_is_kept_when_the_number_of_workers_changes(tmp_path):
     one, two = make_plan(40), make_plan(40, world=2)
     events = [started(0.0, 0, one), *(one_step(float(n), n, step_s=0.2) for n in range(1, 21))]
     events += [
@@ -113,7 +113,7 @@ def test_a_whole_run_agrees_with_its_events(tmp_path):
     assert measured.usd == pytest.approx(ESTIMATE.usd / ESTIMATE.run_s * measured.run_s)
 
 
-def test_one_step_is_enough(tmp_path):
+def test_run_of_a_single_step_is_measured(tmp_path):
     plan = make_plan(1)
     measured = measure(
         write_run(tmp_path / "run", [started(0.0), one_step(3.0, 1, step_s=0.5)], plan)
@@ -161,7 +161,7 @@ def test_a_run_that_ended_by_itself_has_nothing_left_to_train(tmp_path, reason):
 
 
 @pytest.mark.parametrize("missing", ["plan.json", "events.jsonl"])
-def test_what_cannot_be_measured_is_refused(tmp_path, missing):
+def test_measure_refuses_a_run_folder_with_missing_files(tmp_path, missing):
     folder = write_run(tmp_path / "run", [started(0.0)], make_plan(5))
     assert measure(folder) is None
     (folder / missing).unlink()

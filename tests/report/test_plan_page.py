@@ -137,14 +137,14 @@ def test_a_pipeline_draws_every_pass_once_and_ends_with_the_step() -> None:
     assert shown.estimate.step_s <= shown.ends <= 1.3 * shown.estimate.step_s
 
 
-def test_replicas_that_do_the_same_share_a_lane_and_their_meetings_are_told() -> None:
+def test_equal_replicas_share_one_lane_labelled_with_their_number() -> None:
     shown, _ = drawn("diloco", "all devices", "FF", "FF")
     names = [lane.alike for lane in shown.lanes]
     assert set(names) == {2}
     assert "2 replicas" in text(shown)
 
 
-def test_one_device_sends_nothing() -> None:
+def test_plan_page_of_a_single_device_has_no_flows() -> None:
     shown, _ = drawn("data", "one fast of h0", "FF", "SS")
     assert "nothing leaves the host" in text(shown)
     assert shown.flows == ()
@@ -156,7 +156,7 @@ def test_the_terminal_keeps_to_its_width(width: int) -> None:
         assert max(map(len, text(shown, width).splitlines())) <= width
 
 
-def test_what_does_not_fit_is_marked_in_both() -> None:
+def test_device_short_of_memory_is_marked_in_terminal_and_page() -> None:
     shown = pipeline(memory=10**9)
     assert not all(box.fits for box in shown.boxes)
     tints = {tint for line in show(shown, 96) for _, tint in line}

@@ -38,7 +38,7 @@ def test_plan_line():
     assert " x 200 epochs" in plan_line(make_plan(216_000), ESTIMATE, CORPUS)
 
 
-def test_the_loss_that_was_expected_stands_beside_the_one_reached(tmp_path):
+def test_report_shows_predicted_and_reached_validation_loss_with_the_difference(tmp_path):
     run = open_run(resumed_run(tmp_path / "run", steps=200))
     counted = tuple(
         Counted(tokens=tokens, few=few, few_again=few, many_again=few)
@@ -64,7 +64,7 @@ def test_the_loss_that_was_expected_stands_beside_the_one_reached(tmp_path):
     assert not [line for line in report(run).splitlines() if line.startswith("validation loss  ")]
 
 
-def test_one_of_a_thing_is_not_many(tmp_path):
+def test_report_uses_singular_nouns_for_one(tmp_path):
     plan = msgspec.structs.replace(make_plan(1), model=msgspec.structs.replace(MODEL, layers=1))
     corpus = msgspec.structs.replace(
         CORPUS, train=msgspec.structs.replace(CORPUS.train, tokens=2048)
@@ -103,7 +103,7 @@ def test_report_of_a_whole_run(tmp_path):
     assert rows["step time"][2:4] == ["90", "ms"]
 
 
-def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
+def test_report_of_a_failed_run_shows_the_error_and_resume_command(tmp_path):
     plan = make_plan(100)
     folder = write_run(
         tmp_path / "my run", train_events(plan, first=0, last=30, at=START, reason="failed"), plan
@@ -182,7 +182,7 @@ def told(folder, *validations, train_loss: float = 6.0) -> tuple[str, str]:
     return report(run), page(run)
 
 
-def test_beside_a_loss_is_on_how_many_tokens_it_is_and_how_sure(tmp_path):
+def test_report_shows_token_count_and_standard_error_of_validation_losses(tmp_path):
     first = validated(2, 4.5, best=True, standard_error=0.08)
     last = validated(
         3,
@@ -211,7 +211,7 @@ def test_beside_a_loss_is_on_how_many_tokens_it_is_and_how_sure(tmp_path):
     assert "4.500 ± 0.080 (standard error)" in html and "on 16,000 of 82,000 tokens" in html
 
 
-def test_where_other_weights_than_the_last_are_the_best_both_are_told(tmp_path):
+def test_report_shows_both_best_and_last_weights_if_they_differ(tmp_path):
     first = validated(2, 4.3, best=True)
     last = validated(3, 4.2, tokens=82_000, sample_loss=4.6, sample_tokens=16_000)
     for text in told(tmp_path / "run", first, last):
@@ -221,7 +221,7 @@ def test_where_other_weights_than_the_last_are_the_best_both_are_told(tmp_path):
         )
 
 
-def test_a_model_above_the_unigram_entropy_is_called_what_it_is(tmp_path):
+def test_report_warns_of_a_loss_above_the_unigram_entropy_with_a_fix(tmp_path):
     for name, train_loss, before, helps in (
         ("little", 6.0, 6.5, "more time"),
         ("heart", 2.0, 6.5, "by heart"),

@@ -49,7 +49,7 @@ def test_runs_that_are_alike_differ_in_nothing(pair):
     assert all(line.best is None for line in found.results)
 
 
-def test_only_what_differs_is_told(pair):
+def test_versus_lists_only_settings_that_differ(pair):
     run = RunFolder(pair[1])
     plan = load(run.plan, Plan)
     train = msgspec.structs.replace(plan.train, seed=7, batch=16)
@@ -61,7 +61,7 @@ def test_only_what_differs_is_told(pair):
     assert found["train.seed"].values == ("0", "7")
 
 
-def test_losses_of_unlike_tokenizers_are_not_put_in_order(pair):
+def test_losses_per_token_with_different_tokenizers_are_not_ranked(pair):
     (pair[1] / "tokenizer.json").write_text('{"words": 2}')
     rewrite(
         RunFolder(pair[1]),
@@ -75,7 +75,7 @@ def test_losses_of_unlike_tokenizers_are_not_put_in_order(pair):
     assert "tokenizer" in lines(found, "configuration")
 
 
-def test_losses_on_unlike_texts_are_not_put_in_order(pair):
+def test_losses_on_different_validation_texts_are_not_ranked(pair):
     run = RunFolder(pair[1])
     corpus = load(run.corpus, CorpusManifest)
     val = msgspec.structs.replace(corpus.val, text_bytes=corpus.val.text_bytes + 1)
@@ -87,7 +87,7 @@ def test_losses_on_unlike_texts_are_not_put_in_order(pair):
     assert any("unlike texts" in note for note in found.notes)
 
 
-def test_one_corpus_is_one_text_wherever_it_lay(pair):
+def test_losses_on_one_corpus_read_from_two_paths_are_ranked(pair):
     run = RunFolder(pair[1])
     save(msgspec.structs.replace(load(run.corpus, CorpusManifest), source="/elsewhere"), run.corpus)
     rewrite(run, "validated", lambda event: event | {"bits_per_byte": event["bits_per_byte"] / 2})
@@ -95,7 +95,7 @@ def test_one_corpus_is_one_text_wherever_it_lay(pair):
     assert lines(found)["validation loss, bits a byte"].best == 1 and found.notes == ()
 
 
-def test_losses_of_unlike_parts_of_a_text_are_not_put_in_order(pair):
+def test_losses_on_different_samples_of_a_text_are_not_ranked(pair):
     for folder in pair:
         plan = load(RunFolder(folder).plan, Plan)
         train = msgspec.structs.replace(plan.train, validate_tokens=1000)
@@ -121,7 +121,7 @@ def test_losses_of_unlike_parts_of_a_text_are_not_put_in_order(pair):
     assert any("unlike parts" in note for note in found.notes)
 
 
-def test_what_a_smaller_model_takes_is_not_called_better(pair):
+def test_step_time_and_memory_of_a_smaller_model_are_not_ranked_better(pair):
     run = RunFolder(pair[1])
     plan = load(run.plan, Plan)
     save(
@@ -144,7 +144,7 @@ def test_a_step_is_best_only_beyond_its_spread(pair):
     assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best == 0
 
 
-def test_steps_of_unlike_tokens_are_not_put_in_order(pair):
+def test_steps_with_different_numbers_of_tokens_are_not_ranked(pair):
     run = RunFolder(pair[1])
     plan = load(run.plan, Plan)
     save(
@@ -158,7 +158,7 @@ def test_steps_of_unlike_tokens_are_not_put_in_order(pair):
     assert found["step, middle half"].best is None and found["run"].best is None
 
 
-def test_runs_of_one_name_are_told_by_their_paths(tmp_path):
+def test_runs_with_the_same_name_are_named_by_their_paths(tmp_path):
     folders = [finished(tmp_path / name / "run") for name in ("a", "b")]
     for folder in folders:
         tokenizers.train(["alpha beta"] * 50, 300).save(folder / "tokenizer.json")

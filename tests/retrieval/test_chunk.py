@@ -78,7 +78,7 @@ def test_without_paragraphs_cuts_fall_at_sentences():
     assert all(chunk.text.endswith(".") for chunk in chunks)
 
 
-def test_chunks_say_which_document_they_are_of():
+def test_chunks_carry_the_number_and_title_of_their_document():
     documents = [document(SAMPLE * 4, "a"), document("  \n ", "empty"), document("short", "b")]
     chunks = list(chunk_documents(documents, BPE, 40))
     assert [(c.document, c.title) for c in chunks] == [(0, "a")] * (len(chunks) - 1) + [(2, "b")]

@@ -54,7 +54,7 @@ def test_features_are_weighted_means_of_every_stream(model, tokenizer, monkeypat
         )
 
 
-def test_vectors_are_what_the_formula_says(model, tokenizer, documents):
+def test_vectors_equal_the_formula_computed_in_float64(model, tokenizer, documents):
     texts = [document.text for document in documents]
     embedder, vectors = fit(
         model, tokenizer, texts, paired(TITLES, [0, 7, 3], len(texts)), FitSettings()
@@ -120,7 +120,7 @@ def _hit(passages, texts, said, asked, fit) -> float:
     return float(((b @ a.T).argmax(1) == np.arange(500)).mean())
 
 
-def test_what_looks_alike_is_told_apart_where_it_was_given_as_wrong():
+def test_hard_negatives_are_moved_apart_from_texts_like_them():
     """Asked for token 0, passages that have it and token 1 are right, those that have it and token
     2 are not."""
     rng = random.Random(0)
@@ -170,7 +170,7 @@ def test_equal_and_empty_texts_still_get_finite_vectors(model, tokenizer):
     assert np.isfinite(embedder.queries(["", "same", "other"])).all()
 
 
-def test_processes_give_what_one_gives(model, tokenizer, documents):
+def test_several_processes_give_the_vectors_of_one(model, tokenizer, documents):
     texts = [f"{document.text} {n}" for n in range(6) for document in documents]
     embedder, _ = fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
     with Processes(2) as processes:

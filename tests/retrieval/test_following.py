@@ -94,7 +94,7 @@ def test_any_changes_give_the_index_of_what_is_there_in_the_end(folder: Path, se
     other.close()
 
 
-def test_one_changed_document_embeds_its_own_new_chunks_alone(folder: Path):
+def test_single_changed_document_embeds_only_its_new_chunks(folder: Path):
     lines: list[str] = []
     documents = [
         msgspec.structs.replace(
@@ -119,7 +119,7 @@ def test_a_document_that_moved_keeps_its_vectors(folder: Path):
     index.close()
 
 
-def test_what_a_filter_finds_follows_the_columns(folder: Path):
+def test_new_metadata_columns_can_be_filtered_in_every_search_system(folder: Path):
     marked = [
         msgspec.structs.replace(d, metadata={"year": str(n % 3)})
         for n, d in enumerate(making.DOCUMENTS)

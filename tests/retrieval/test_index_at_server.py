@@ -70,7 +70,7 @@ def test_a_new_fit_and_another_store_leave_no_table_behind(server: str, tmp_path
     index.close()
 
 
-def test_what_a_killed_build_did_not_clear_is_cleared_by_the_next(
+def test_next_build_removes_server_tables_left_by_a_killed_build(
     server: str, tmp_path: Path, monkeypatch
 ):
     folder, before = tmp_path / "index", tables(server)

@@ -74,7 +74,7 @@ def test_documents_are_named_by_title_or_by_place(written, qrels):
         ),
     ],
 )
-def test_what_cannot_be_judged_by_is_refused(written, qrels, queries, code, said):
+def test_malformed_qrels_or_queries_are_refused(written, qrels, queries, code, said):
     with pytest.raises(Refusal, match=re.escape(said)) as refused:
         read_judged(*written(qrels, queries), DOCUMENTS)
     assert refused.value.problem.code == code
@@ -134,7 +134,7 @@ def test_a_small_corpus_keeps_half_of_its_training_documents_to_be_fitted_to(ask
     assert len([n for n in range(76) if n not in queries.relevant]) >= 38
 
 
-def test_an_index_is_tuned_anew_for_queries_of_ones_own(tmp_path):
+def test_index_is_tuned_again_for_given_queries(tmp_path):
     path = tmp_path / "index"
     own = [Query(document.title, (n,), "own") for n, document in enumerate(making.DOCUMENTS[:20])]
     _, first = making.make(path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from farspan.retrieval.metrics import bootstrap, hit, mrr, ndcg, ranks, recall
 
 
-def test_by_hand():
+def test_metrics_are_those_computed_by_hand():
     scores = np.array([0.1, 0.9, 0.5, 0.5, 0.3])
     assert ranks(scores, [1]).tolist() == [1]
     assert ranks(scores, [2]).tolist() == [3], "a tie is lost"

@@ -71,7 +71,7 @@ def test_the_path_is_of_the_headings_above():
     assert path(found, 0) == ("Tea",) and path([], 5) == ()
 
 
-def test_passages_begin_at_headings_and_say_where_they_stand():
+def test_passages_begin_at_headings_and_carry_their_line_and_heading_path():
     sections = [f"## Part {n}\n\n" + f"Sentence number {n} says this. " * 6 for n in range(8)]
     text = "# All\n\nFirst.\n\n" + "\n\n".join(sections)
     words = train([text] * 3, 400)

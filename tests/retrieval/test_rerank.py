@@ -35,7 +35,7 @@ def plain(model, query: str, passage: str) -> float:
 @pytest.mark.parametrize(
     "query", ["school", "how much time is there for school and work", "word " * 60]
 )
-def test_likelihoods_are_a_plain_loop_s(query, monkeypatch):
+def test_likelihoods_are_those_of_a_plain_loop(query, monkeypatch):
     monkeypatch.setattr("farspan.retrieval.rerank.bf16_is_fast", lambda device: False)
     model, passages = (
         making.model(5),
@@ -47,7 +47,7 @@ def test_likelihoods_are_a_plain_loop_s(query, monkeypatch):
     )
 
 
-def test_a_query_or_a_list_without_anything_likes_all_the_same():
+def test_empty_query_gives_every_passage_the_same_likelihood():
     model = making.model(5)
     assert log_likelihoods(model, making.TOKENIZER, "", ["a", "b"]).tolist() == [0, 0]
     assert log_likelihoods(model, making.TOKENIZER, "a", []).tolist() == []

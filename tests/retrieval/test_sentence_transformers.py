@@ -144,7 +144,7 @@ def test_vectors_equal_the_embedders(written, documents):
     )
 
 
-def test_so_do_those_of_fitted_maps(trained, fitted, documents, tmp_path):
+def test_vectors_of_fitted_maps_equal_the_embedders(trained, fitted, documents, tmp_path):
     texts = TEXTS + [document.text for document in documents]
     model = loaded(write(tmp_path / "made", trained, fitted))
     # Whitening takes small directions up a thousand times, and with them the rounding that another

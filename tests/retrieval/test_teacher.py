@@ -38,14 +38,14 @@ def static(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_static_model_says_which_words_are_alike(static):
+def test_static_teacher_gives_similar_words_similar_vectors(static):
     found = word_vectors(static, [" ship", "boat", "tree", "oak tree", "", "  "])
     assert found.shape == (6, 16) and not found[4:].any()
     torch.testing.assert_close(found[:4].norm(dim=1), torch.ones(4))
     assert found[0] @ found[1] > 0.9 and found[2] @ found[3] > 0.9 and found[0] @ found[2] < 0.5
 
 
-def test_what_no_pair_says_a_teacher_does():
+def test_teacher_gives_likeness_that_pairs_lack():
     """Tokens 0 and 5 are in no pair, and never in one passage."""
     bags, asked = [[0, 1], [2, 3], [5, 6]] * 4, [[1], [3]]
     pooled = tuple(
@@ -109,7 +109,7 @@ def test_an_index_with_another_teacher_is_another_index(tmp_path, static):
         (lambda folder: folder.rename(folder.with_name("gone")), "path-missing"),
     ],
 )
-def test_what_is_no_teacher_is_refused(static, spoil, code):
+def test_malformed_or_missing_teacher_model_is_refused(static, spoil, code):
     spoil(static)
     with pytest.raises(Refusal) as refused:
         word_vectors(static, ["ship", "boat"])

@@ -177,7 +177,7 @@ KINDS = st.sampled_from(
     seed=st.integers(0, 10**6),
     schedule=KINDS,
 )
-def test_whatever_the_pace_the_run_ends_with_its_deadline_and_its_learning_rate_only_falls(
+def test_run_at_any_speed_ends_at_its_deadline_with_a_falling_learning_rate(
     deadline_s,
     fit,
     planned,
@@ -250,7 +250,7 @@ def test_a_machine_as_fast_as_its_trial_follows_the_plan():
     )
 
 
-def test_one_slow_step_is_no_trend_and_one_line_says_what_was_planned_anew():
+def test_single_slow_step_does_not_change_the_schedule_replanned_with_one_line():
     run = Machine(
         deadline_s=1000.0, planned=900, step_s=2.0, forward=0.3, save_s=0.5, val_tokens=20_000
     )

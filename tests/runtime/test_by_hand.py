@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from farspan.domain.results import Event, Finished, Saved, Step, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import TrainSpec
 from tests import tiny, waiting
+from tests.retrieval.servers import reserved_port
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
@@ -44,27 +44,22 @@ sys.exit(worker.main())
 @contextmanager
 def by_hand(run: RunFolder, world: int, first: str = "") -> Iterator[list[subprocess.Popen[bytes]]]:
     """The workers of a run, each of which does something `first`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(probe.getsockname()[1]),
-            "WORLD_SIZE": str(world),
-            "FARSPAN_SECRET": "of these workers alone",
-        }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER.format(first=first), str(run.plan), str(run.path)],
-            env={**os.environ, **place, "RANK": str(rank)},
-        )
-        for rank in range(world)
-    ]
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    place = {"WORLD_SIZE": str(world), "FARSPAN_SECRET": "of these workers alone"}
+    with reserved_port() as port:
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WORKER.format(first=first), str(run.plan), str(run.path)],
+                env={**os.environ, **place, "RANK": str(rank)},
+            )
+            for rank in range(world)
+        ]
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
 
 
 def wait_for(run: RunFolder, kind: type[Event], after: int = -1) -> None:
@@ -115,7 +110,7 @@ def test_a_worker_that_stands_still_is_named_by_the_others(tmp_path):
         assert isinstance(finished, Finished) and finished.reason == "failed"
 
 
-def test_so_is_one_that_stands_still_before_the_first_step(tmp_path):
+def test_worker_that_hangs_before_the_first_step_is_named_by_the_others(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     stands_still = """
 def build(*given, build=worker.build):
@@ -138,7 +133,7 @@ def named(run: RunFolder, rank: int = 0) -> str:
     return problem["what"]
 
 
-def test_workers_of_which_some_never_come_say_so(tmp_path):
+def test_rendezvous_with_a_missing_worker_fails_and_reports_how_many_came(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     with by_hand(
         run, 2, "collective.START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from textwrap import indent
 import pytest
 
 from farspan.runtime.comm.collective import backend
+from tests.retrieval.servers import reserved_port
 from tests.waiting import LIMIT_S
 
 SILENCE_S = 5.0
@@ -47,31 +47,25 @@ with Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET)) as group
 def members(
     world: int, program: str, member: str = MEMBER
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(world),
-        "OMP_NUM_THREADS": "1",
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", member + indent(program, "    ")],
-            env={**os.environ, **place, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+    place = {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    with reserved_port() as port:
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", member + indent(program, "    ")],
+                env={**os.environ, **place, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        try:
+            yield started
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+                process.stdout.close()
 
 
 @pytest.mark.parametrize("texts", [("", "a disk is full"), ("a", ""), ("", ""), ("b", "cc")])
@@ -112,7 +106,7 @@ group.sum(1.0)
         assert started[still].poll() is None
 
 
-def test_whom_rank_0_has_lost_it_tells_the_others_and_what_fails_thereby_is_not_the_reason():
+def test_rank_0_names_the_hung_rank_to_the_others_despite_a_broken_connection():
     program = """
 if rank == 2:
     stand_still()
@@ -151,7 +145,7 @@ with group.step():
             assert saved == "saved" and (code == 1 or (lost[0] == "lost" and lost[1] in "012"))
 
 
-def test_workers_of_unlike_devices_meet():
+def test_workers_on_heterogeneous_devices_communicate_over_gloo():
     program = """
 assert collective.dist.get_backend() == "gloo"
 assert group.sum(rank, 1.0) == [1.0, 2.0]
@@ -174,7 +168,7 @@ STARTING = MEMBER.partition("with Group(")[0]
 
 
 @pytest.mark.parametrize("still", [0, 1])
-def test_who_stands_still_before_all_are_connected_is_lost_and_named(still):
+def test_worker_that_hangs_before_all_are_connected_is_named_as_lost(still):
     """Met, and then nothing: the others wait for connections, which by themselves they would for
     hours. It stands still a second late, when the others have most likely heard it: a worker that
     was never heard is waited for as one that opens its device."""
@@ -190,7 +184,7 @@ Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET), lost)
         assert watcher.stdout.read().split() == ["lost", str(still)]
 
 
-def test_who_cannot_open_its_device_is_named_by_the_others():
+def test_worker_that_cannot_open_its_device_is_named_by_the_others():
     program = """
 met = meet(rank, world, SECRET)
 if rank == 1:
@@ -205,7 +199,7 @@ Group(rank, world, torch.device("cpu"), met, lost)
 
 
 @pytest.mark.slow
-def test_where_rank_0_ends_as_all_open_their_devices_it_is_named():
+def test_rank_0_that_exits_while_workers_open_their_devices_is_named():
     program = """
 from farspan.domain.problems import Refusal
 try:
@@ -226,7 +220,7 @@ except Refusal as refusal:
 
 
 @pytest.mark.slow
-def test_who_opens_its_device_is_waited_for_longer_than_who_is_silent():
+def test_worker_that_opens_its_device_slowly_is_not_reported_lost():
     """And no longer than that."""
     program = f"""
 heartbeat.OPEN_S = {4 * SILENCE_S}

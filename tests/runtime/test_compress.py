@@ -147,7 +147,7 @@ def test_decoding_is_the_scale_times_the_code(bits):
 
 
 @ALL
-def test_what_is_encoded_or_decoded_shares_no_memory(bits):
+def test_encoded_and_decoded_tensors_share_no_memory_with_their_inputs(bits):
     codec, x = Codec(bits), torch.ones(10)
     data = codec.encode(x)
     back = codec.decode(data, 10)

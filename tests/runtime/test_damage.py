@@ -267,7 +267,7 @@ def test_a_newest_of_another_name_is_named_and_the_one_before_is_used(
     "name", ["step-abc", "step-", "step--5", "step-00000010", "step-99999999999999999999999"]
 )
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_what_is_no_checkpoint_beside_whole_ones_stops_nothing(
+def test_entry_that_is_no_checkpoint_is_reported_and_skipped(
     executor: Executor, run: RunFolder, name: str, kind: str
 ):
     path = run.checkpoints / name
@@ -281,7 +281,7 @@ def test_what_is_no_checkpoint_beside_whole_ones_stops_nothing(
     assert step == 4 and f"{name}: it has no manifest.json" in said
 
 
-def test_a_name_that_is_not_text_can_be_said(executor: Executor, run: RunFolder):
+def test_checkpoint_name_that_is_not_utf8_is_reported_printably(executor: Executor, run: RunFolder):
     (run.checkpoints / os.fsdecode(b"step-\xff")).mkdir()
     step, (said,) = find(executor, run.checkpoints)
     assert step == 4 and said.encode()
@@ -459,7 +459,7 @@ def test_a_damaged_later_checkpoint_takes_no_place_of_one_that_is_written(
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link to nothing"])
-def test_what_stands_where_a_checkpoint_belongs_is_replaced(run: RunFolder, kind: str):
+def test_damaged_entry_at_the_path_of_a_checkpoint_is_replaced(run: RunFolder, kind: str):
     OF_WEIGHTS[kind](run.checkpoints / "step-00000004")
     assert save_step(run, 4, keep=3) == [4, 3, 2]
     assert checkpoint.verify(run.checkpoints / "step-00000004").step == 4

@@ -135,7 +135,7 @@ def test_matrices_are_updated_as_one_process_would(fleet: Fleet, folder: Path, n
 
 
 @pytest.mark.parametrize("name", slow_but(REGULARIZED_KEPT, REGULARIZED))
-def test_what_is_dropped_masked_reshuffled_and_averaged_is_the_same_in_every_plan(
+def test_dropout_masking_reshuffling_and_averaging_are_the_same_in_every_plan(
     fleet: Fleet, folder: Path, name: str
 ):
     plan = HAND_PICKED[name]
@@ -219,7 +219,7 @@ def cluster(plan: Plan) -> Cluster:
     return Cluster(sites=tuple(sites), links=tuple(links))
 
 
-def test_whatever_runs_has_a_price():
+def test_every_plan_that_workers_can_run_has_a_finite_estimate():
     for plan in (*HAND_PICKED.values(), *map(random_plan, range(100))):
         found = estimate(plan, models.graph(plan.model), cluster(plan), engine("farspan"))
         assert 0 < found.step_s < math.inf and len(found.memory) == len(plan.devices)

@@ -51,7 +51,7 @@ def notices(tmp_path: Path) -> Notices:
     return Notices(dist.FileStore(str(tmp_path / "store"), 1), SECRET)
 
 
-def test_only_what_was_said_with_the_secret_is_heard(notices: Notices, tmp_path: Path):
+def test_notices_without_a_signature_by_the_secret_are_ignored(notices: Notices, tmp_path: Path):
     other = Notices(dist.FileStore(str(tmp_path / "store"), 1), b"another secret of theirs")
     other.say("lost", "1 silence")
     assert notices.heard("lost") is None
@@ -87,7 +87,7 @@ def attack(store: dist.TCPStore, until: float) -> None:
 
 
 @pytest.mark.slow
-def test_whoever_reaches_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_path: Path):
+def test_hostile_client_of_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_path: Path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     ports = tmp_path / "port"
     note = f"open({str(ports)!r}, 'w').write(os.environ['MASTER_PORT'])"
@@ -149,7 +149,7 @@ def test_a_worker_without_the_secret_is_refused(tmp_path: Path):
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 39
         assert "FARSPAN_SECRET" in done.stderr
@@ -187,7 +187,7 @@ def offer(port: int) -> ShipmentOffer:
     return ShipmentOffer(plan="", corpus="", address="127.0.0.1", port=port)
 
 
-def test_plan_and_tokens_go_to_who_holds_the_secret(server: ship._Server, tmp_path: Path):
+def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: ship._Server, tmp_path: Path):
     for part in NAMES:
         ship._fetch(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
     assert (tmp_path / "got-corpus" / "train.bin").read_bytes() == (
@@ -200,7 +200,7 @@ def test_plan_and_tokens_go_to_who_holds_the_secret(server: ship._Server, tmp_pa
     assert server.sent > 0
 
 
-def test_to_others_goes_nothing_and_what_they_say_ends_no_thread(
+def test_peer_without_the_secret_receives_nothing_and_stops_no_server_thread(
     server: ship._Server, tmp_path: Path
 ):
     for garbage in (b"", b"\xff" * 300, b"0" * 64 + b"run\n", b"GET / HTTP/1.1\r\n\r\n"):
@@ -238,7 +238,7 @@ def test_a_shipment_that_was_changed_on_its_way_is_refused(server: ship._Server,
     between.close()
 
 
-def test_what_is_written_in_pieces_is_read_whole():
+def test_authenticated_stream_written_in_pieces_is_read_complete():
     ours, theirs = socket.socketpair()
     content = os.urandom(3 * PIECE + 17)
 

@@ -342,7 +342,7 @@ def refusal(folder):
         ("opt", {"do_layer_norm_before": False}),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(name, change, tmp_path, tokenizer):
+def test_import_refuses_configs_with_unsupported_keys_by_name(name, change, tmp_path, tokenizer):
     folder = export(tmp_path / "hf", decoder(build(name)), tokenizer)
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))

@@ -31,7 +31,7 @@ def ranges(rng: random.Random, size: int) -> list[Send]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_it_is_the_most_of_sent_less_received_before_any_element(seed):
+def test_ahead_is_the_maximum_of_sent_minus_received_elements(seed):
     rng = random.Random(seed)
     sends, receives = ranges(rng, 60), ranges(rng, 60)
 
@@ -41,7 +41,7 @@ def test_it_is_the_most_of_sent_less_received_before_any_element(seed):
     assert _ahead(sends, receives) == max(before(sends, p) - before(receives, p) for p in range(61))
 
 
-def test_who_receives_what_it_sends_is_never_ahead():
+def test_ahead_is_zero_for_a_rank_that_receives_what_it_sends():
     parts = [Send(0, 1, 0, 10), Send(0, 1, 20, 50)]
     assert _ahead(parts, parts) == 0
 

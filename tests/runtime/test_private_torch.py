@@ -56,7 +56,7 @@ def test_the_backward_pass_of_softmax_is_the_formulas():
     torch.testing.assert_close(torch._softmax_backward_data(dp, p, -1, p.dtype), expected)
 
 
-def test_the_processor_says_what_it_computes():
+def test_torch_reports_whether_the_cpu_supports_amx_and_bf16():
     """`torch.cpu._is_amx_tile_supported` in retrieval/pooling.py and
     `torch.ops.mkldnn._is_mkldnn_bf16_supported` in runtime/device.py. Instead: the flags of
     /proc/cpuinfo."""

@@ -19,7 +19,7 @@ from farspan.runtime.probe import MeasureQuery, measure, quick
 from tests import tiny
 
 
-def test_of_few_steps_the_quickest_is_told_and_of_more_their_lower_quartile():
+def test_quick_is_the_minimum_of_few_steps_and_the_lower_quartile_of_more():
     assert quick([3.0, 2.0]) == 2.0
     assert quick([3.0, 2.0, 9.0]) == 2.0
     assert quick([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0]) == 2.0

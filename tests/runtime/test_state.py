@@ -53,7 +53,7 @@ def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
 
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.02), ("fp32", 1e-5)])
 @pytest.mark.parametrize("zero", [0, 2])
-def test_gradients_accumulate_in_fp32_over_backward_passes_and_begin_anew(precision, bound, zero):
+def test_gradients_accumulate_in_fp32_over_backward_passes_until_cleared(precision, bound, zero):
     model, whole = _model(), _model()
     state = TrainState(model, precision, division=Division(zero=zero))
     exact = dict(whole.named_parameters())
@@ -181,7 +181,7 @@ def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_by
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_what_fills_up_a_bucket_stays_zero_and_counts_in_no_norm(zero):
+def test_bucket_padding_stays_zero_and_counts_in_no_norm(zero):
     model, whole = _model(), _model()
     state = TrainState(
         model, "fp32", division=Division(zero=zero, ways=1 if zero == 0 else 2, index=0)

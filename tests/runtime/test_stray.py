@@ -43,7 +43,7 @@ def drawn(rng, rows, level=4.0):
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (4, 4), (16, 2, 1), (8, 8, 8, 8, 0)])
-def test_chance_alone_blames_nobody_long_enough(rows):
+def test_random_loss_fluctuations_do_not_reach_the_patience_for_outliers(rows):
     rng = np.random.default_rng(sum(rows))
     for _ in range(5):
         strays = LossOutliers(replica(*rows), SEQ_LEN)
@@ -51,7 +51,7 @@ def test_chance_alone_blames_nobody_long_enough(rows):
         assert max((one.steps for one in found if one), default=0) < PATIENCE
 
 
-def test_one_that_stays_far_above_is_named_step_after_step():
+def test_rank_whose_loss_stays_far_above_is_named_at_every_step():
     rng, strays = np.random.default_rng(0), LossOutliers(replica(8, 8, 4), SEQ_LEN)
     for _ in range(FIRST):
         strays.look(drawn(rng, (8, 8, 4)))
@@ -65,7 +65,7 @@ def test_one_that_stays_far_above_is_named_step_after_step():
     assert strays.look(drawn(rng, (8, 8, 4))) is None
 
 
-def test_what_all_suffer_and_a_worker_alone_are_nobodys_fault():
+def test_loss_jump_of_all_ranks_or_of_a_single_worker_is_no_outlier():
     rng, strays = np.random.default_rng(0), LossOutliers(replica(8, 8), SEQ_LEN)
     assert [strays.look(drawn(rng, (8, 8), level=4 + 6 * (step > 50))) for step in range(100)] == [
         None

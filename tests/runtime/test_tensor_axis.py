@@ -357,7 +357,7 @@ def test_loss_gradients_and_bytes_are_those_of_the_whole_model_and_of_the_price(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_a_rank_holds_what_the_estimator_says(case):
+def test_rank_of_a_tensor_axis_holds_the_parameters_that_the_estimator_counts(case):
     graph = models.graph(case.spec)
     for units, part in zip(case.stages, case.parts(case.ways - 1), strict=True):
         here = sum(parameter.numel() for parameter in part.parameters())
@@ -416,7 +416,7 @@ def test_slices_of_grouped_heads_and_gated_matrices_by_hand():
     }
 
 
-def test_what_does_not_divide_is_refused():
+def test_tensor_axis_refuses_heads_units_or_rows_that_do_not_divide_evenly():
     with pytest.raises(ValueError, match="divided evenly over a tensor axis of 4"):
         Decoder(spec("llama", 2), axis=TensorAxis(None, 4, 0, {"attn": "n"}))
     with pytest.raises(ValueError, match="cannot be split over 'f'"):

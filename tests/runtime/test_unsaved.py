@@ -112,7 +112,7 @@ def test_three_intervals_without_a_save_end_the_run(run: RunFolder):
     assert again.train()[0] == "done" and again.steps[0].step == 6
 
 
-def test_a_run_without_any_checkpoint_says_so(run: RunFolder):
+def test_refusal_of_a_failed_save_states_that_there_is_no_checkpoint(run: RunFolder):
     start = Broken(run, lambda step: True)
     assert "15 of 33 steps are trained, there is no checkpoint" in start.refused().problem.fact
 

@@ -104,7 +104,7 @@ def test_the_last_validation_reads_the_whole_split_and_those_before_it_a_sample_
     assert read.read(0, 20).standard_error(val.count) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_sample_of_unequal_windows_says_how_sure_it_is():
+def test_standard_error_of_unequal_windows_equals_the_observed_deviation():
     """Over many samples their mean strays from the whole's by about the standard error that each
     tells."""
     rng, count, size = np.random.default_rng(0), 200, 40
@@ -198,7 +198,7 @@ def test_the_best_weights_are_judged_by_the_sample_and_not_by_the_end(tmp_path, 
     assert checkpoint.verify(start.run.best).step == 20
 
 
-def test_a_budget_without_time_for_the_whole_split_reads_a_larger_sample_and_says_so(
+def test_final_validation_short_of_time_reads_a_sample_and_gives_its_standard_error(
     tmp_path, monkeypatch
 ):
     """A validation's windows take time here; the last one may take its share of the deadline, and
@@ -236,7 +236,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_workers_together_read_each_window_once(fleet: Fleet, folder: Path, name: str):
+def test_workers_together_read_each_validation_window_once(fleet: Fleet, folder: Path, name: str):
     case = Case(
         folder,
         replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, validate_tokens=0)),

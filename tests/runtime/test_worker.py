@@ -100,7 +100,7 @@ def _mean_loss(model: Decoder, windows: Windows, which: np.ndarray) -> torch.Ten
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
-def test_one_worker_equals_a_plain_float64_loop(whole):
+def test_single_worker_gives_the_losses_of_a_plain_float64_loop(whole):
     run, events = whole
     losses, val = plain_loop(run.path.parent / "corpus")
     assert [event.loss for event in steps_of(events)] == pytest.approx(losses, rel=1e-5)
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
     assert checkpoint.verify(folder / "step-00000003").step == 3
 
 
-def test_what_a_kill_put_aside_while_a_folder_was_replaced_comes_back(tmp_path):
+def test_checkpoint_moved_aside_by_a_killed_replacement_is_restored(tmp_path):
     best, progress = tmp_path / "best", TrainingProgress(step=1, plan="p", elapsed_s=1.0)
     checkpoint.write(best, stored_tensors.slices(_tensors()), progress, keep=1)
     best.rename(tmp_path / ".best.old")
@@ -237,7 +237,7 @@ def _tensors(spec: ModelSpec = tiny.SPEC) -> dict[str, torch.Tensor]:
     }
 
 
-def test_resuming_from_a_damaged_checkpoint_says_what_was_lost(tmp_path):
+def test_resuming_past_a_damaged_checkpoint_reports_the_lost_steps(tmp_path):
     train = replace(TRAIN, steps=20, validate_every=1000, checkpoint_every_s=0.001)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
     launch(run)
@@ -327,7 +327,7 @@ def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
         ({0: (1.0, 3.0), 1: (0.0, math.inf), 2: (1.0, 4.0)}, [1]),
     ],
 )
-def test_a_gradient_that_others_are_part_of_blames_nobody_whose_loss_is_finite(by_rank, faulty):
+def test_non_finite_shared_gradient_blames_ranks_by_their_own_loss_first(by_rank, faulty):
     assert Outcome(sum(loss for loss, _ in by_rank.values()), NAN, by_rank).faulty == faulty
 
 
@@ -461,7 +461,7 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
         (RuntimeError("Error creating /dev/shm/nccl-AbC: No space left on device"), "worker-lost"),
     ],
 )
-def test_what_ends_a_worker_is_told_for_what_it_is(tmp_path, error, code):
+def test_worker_errors_become_problems_with_the_right_code_and_a_file(tmp_path, error, code):
     run = RunFolder(tmp_path / "run")
     told = as_problem(error, tiny.plan(TRAIN), run, 0)
     assert told.code == code

@@ -150,7 +150,7 @@ ANYTHING = st.recursive(
 
 
 @given(data=st.data(), value=ANYTHING, vouched=st.booleans())
-def test_a_manifest_in_which_anything_was_changed_is_read_as_it_was_or_refused(
+def test_changed_checkpoint_manifest_gives_the_same_weights_or_is_refused(
     whole, data, value, vouched
 ) -> None:
     path = whole.parent / "best"

@@ -161,7 +161,7 @@ def test_the_map_has_every_passage(server):
     assert len(found["ids"]) == len(found["xy"]) == len(found["origins"]) == len(texts())
 
 
-def test_what_is_served(server):
+def test_server_serves_about_health_and_report(server):
     about = server.get("/api/about").json()
     assert about["name"] == "papers" and about["index"]["documents"] == len(texts())
     assert about["fields"] == ["origin", "title", "kind", "lang"] and about["report"] is True
@@ -205,7 +205,7 @@ def test_a_body_that_cannot_be_is_refused(server, body, status, words):
     assert words in " ".join(problem(answer).values())
 
 
-def test_a_fault_is_said_without_its_traceback(server):
+def test_internal_error_is_answered_with_500_without_a_traceback(server):
     answer = server.get("/api/search", params={"q": "fault"})
     assert answer.status_code == 500 and problem(answer)["code"] == "fault"
     assert "secret" not in answer.text

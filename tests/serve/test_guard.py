@@ -40,14 +40,14 @@ def raw(server: Server, head: str, body: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "a@evil"]
 )
-def test_another_name_is_refused(server, host):
+def test_request_with_a_foreign_host_header_is_refused(server, host):
     """DNS rebinding: a name of somebody else's that leads here."""
     answer = raw(server, f"GET /api/search?q=river HTTP/1.1\nHost: {host}\nConnection: close")
     assert answer.split()[1] in (b"403", b"400"), answer
     assert b"Rhine" not in answer
 
 
-def test_its_own_names_are_taken(server):
+def test_request_with_a_local_host_header_is_accepted(server):
     for host in ("localhost", f"localhost:{server.port}", "127.0.0.1:1", "[::1]:8000", "LOCALHOST"):
         assert server.get("/api/search?q=river", headers={"host": host}).status_code == 200
 
@@ -75,7 +75,7 @@ def test_a_page_of_another_site_gets_403(server, origin, path):
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-def test_its_own_page_may_ask(server):
+def test_request_from_the_servers_own_origin_is_accepted(server):
     headers = {"origin": server.url, "sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}
     assert server.post("/api/generate", {"tokens": 1}, headers=headers).status_code == 200
 
@@ -89,7 +89,7 @@ def test_a_request_without_cors_from_another_site_is_refused_and_a_link_followed
         assert server.get("/api/search?q=river", headers=link).status_code == 403
 
 
-def test_a_body_must_be_said_to_be_json(server):
+def test_request_body_without_json_content_type_gets_415(server):
     """A form of another site can send text, but not this without asking first."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         answer = server.client.post(
@@ -101,7 +101,7 @@ def test_a_body_must_be_said_to_be_json(server):
         )
 
 
-def test_what_is_too_large_gets_413(server):
+def test_request_with_too_large_head_or_body_gets_413(server):
     long = raw(
         server, f"GET /api/search?q={'a' * 1_000_000} HTTP/1.1\nHost: localhost\nConnection: close"
     )
@@ -149,7 +149,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(start):
     assert held.answer().status_code == 200
 
 
-def test_what_is_not_http_is_survived(server):
+def test_server_survives_bytes_that_are_not_http(server):
     for noise in (
         b"\x00" * 100 + b"\r\n\r\n",
         b"GET\r\n\r\n",

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_is_found_while_it_lives_and_ends_cleanly(start, number):
+def test_server_is_found_while_it_runs_and_removes_its_file_at_the_end(start, number):
     server = start(token="a-token-of-24-characters")
     path = server.run / "serve.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -39,7 +39,7 @@ def test_it_is_found_while_it_lives_and_ends_cleanly(start, number):
     assert [entry.name for entry in server.run.iterdir() if "serve" in entry.name] == []
 
 
-def test_what_a_killed_server_left_is_nobody(start):
+def test_server_file_left_by_a_killed_server_is_ignored(start):
     server = start()
     server.process.kill()
     server.process.wait(LIMIT_S)
@@ -71,7 +71,7 @@ def test_finding_a_server_needs_the_standard_library_only():
     }
 
 
-def test_only_its_own_place_is_taken_back(tmp_path):
+def test_server_removes_its_server_file_only_if_not_overwritten_by_another(tmp_path):
     mine = beside.write(tmp_path, "http://127.0.0.1:1", None)
     assert find_server(tmp_path) == ("http://127.0.0.1:1", None)
     beside.write(tmp_path, "http://127.0.0.1:2", None)

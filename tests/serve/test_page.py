@@ -72,7 +72,7 @@ def titles(page: chromium.Browser) -> list[str]:
     return page.run("[...document.querySelectorAll('.hit .open')].map((e) => e.innerText)")
 
 
-def test_it_begins_with_what_there_is(page):
+def test_page_begins_with_the_corpus_summary_and_example_passages(page):
     assert page.run("document.title") == "papers · farspan"
     assert "29 documents" in page.text("#about") and "llama-like" in page.text("#about")
     assert page.run("document.activeElement.id") == "query"
@@ -209,7 +209,7 @@ def test_the_map_is_walked_by_arrow_keys_and_pointer_and_has_a_list(page):
     page.until("document.querySelectorAll('#map-titles li').length === 29")
 
 
-def test_the_model_writes_and_goes_on_from_a_passage(page):
+def test_model_generates_text_from_a_passage_prompt(page):
     ask(page, "volga")
     page.click(".open")
     page.until("document.querySelector('.actions')")
@@ -255,7 +255,7 @@ def test_other_scripts_run_their_own_way_and_marks_follow_emoji(page):
     assert "untitled.txt" in titles(page)
 
 
-def test_it_fits_a_phone(page, server):
+def test_page_fits_a_phone_screen_without_overflow(page, server):
     page.show(360, 740)
     for address in ("/", "/?q=kayak", "/?q=river&lang=en", "/?q=zzz", "/?q=heron"):
         page.go(server.url + address)
@@ -291,7 +291,7 @@ def test_both_themes_can_be_read(page, server, dark):
     assert page.run(FAINT) != [], "what is faint is found"
 
 
-def test_what_is_refused_is_shown_with_its_remedy(browser, server):
+def test_page_shows_a_refused_search_with_its_remedy(browser, server):
     browser.show()
     browser.go(f"{server.url}/?q=river&langg=en")
     browser.until("document.querySelector('.failed')")
@@ -302,7 +302,7 @@ def test_what_is_refused_is_shown_with_its_remedy(browser, server):
     browser.complaints.clear()
 
 
-def test_a_busy_server_is_asked_again_and_one_that_has_gone_is_said_so(browser, start):
+def test_page_retries_a_busy_server_and_reports_one_that_does_not_answer(browser, start):
     server = start(limits={"searching_waiting": 0, "look_s": 60.0})
     browser.show()
     browser.go(f"{server.url}/")

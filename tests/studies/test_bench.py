@@ -133,7 +133,7 @@ def test_a_device_that_cannot_be_tried_is_predicted(farspan, folder):
     assert "cannot be tried there" in farspan("bench", "matrix.yaml", "--retry", cwd=folder).stdout
 
 
-def test_what_was_interrupted_goes_on(farspan, folder, environment):
+def test_bench_resumes_after_an_interrupt_keeping_measured_rows(farspan, folder, environment):
     process = subprocess.Popen(
         [sys.executable, "-m", "farspan", "bench", "matrix.yaml"],
         cwd=folder,
@@ -163,7 +163,7 @@ links: [{between: [a, b], rtt: 20ms}]
 """
 
 
-def test_what_was_killed_leaves_a_lab_that_the_next_bench_removes(farspan, folder, environment):
+def test_bench_removes_the_lab_left_by_a_killed_bench(farspan, folder, environment):
     """Killed, a bench can end nothing itself: its trial ends when it misses it, its lab when
     another bench begins."""
     up(LAB.replace("two", name := f"bench-{os.getpid()}-any"))  # Or skips.
@@ -206,7 +206,7 @@ def workers_of(lab: str) -> list[int]:
     return found
 
 
-def test_what_only_some_clusters_have_is_a_row_without_a_plan_for_the_others(farspan, folder):
+def test_bench_writes_a_row_without_a_plan_for_clusters_lacking_the_devices(farspan, folder):
     (folder / "large.yaml").write_text(CLUSTER.replace(DEVICE, f"{DEVICE}, {DEVICE}"))
     matrix = MATRIX.replace("here: here.yaml", "here: here.yaml, large: large.yaml").replace(
         "[all, 1]", "[4]"
@@ -231,7 +231,7 @@ def test_a_cluster_that_changed_is_refused(farspan, folder):
     assert problem(done)["code"] == "plan-mismatch" and "changed since" in problem(done)["what"]
 
 
-def test_what_was_measured_without_prices_is_told_at_those_that_come_later(farspan, folder):
+def test_bench_applies_later_prices_to_measurements_made_without_them(farspan, folder):
     without = MATRIX.replace("prices: {cpu-avx2: 0.5}\n", "").replace(
         "[data, 'published:Pipeshard', diloco]", "[data]"
     )
@@ -266,7 +266,7 @@ def test_repeats_of_another_day_and_price_count_together(farspan, folder):
     assert both.span == (min(first.minutes, second.minutes), max(first.minutes, second.minutes))
 
 
-def test_what_was_killed_may_run_another_time():
+def test_killed_cell_is_measured_again_unless_predicted_not_to_fit():
     """Who was killed may have been so for another program's memory; what was predicted not to fit
     will not fit."""
     assert may_pass(made_row(status="failed", cause="a crash"))
@@ -283,7 +283,7 @@ def test_a_folder_takes_the_rows_of_one_bench_at_a_time(farspan, folder):
     assert not (folder / "bench/small/rows.jsonl").exists()
 
 
-def test_a_matrix_that_changed_asks_anew_and_old_rows_do_not_count(farspan, folder):
+def test_bench_measures_again_for_a_changed_matrix_and_ignores_old_rows(farspan, folder):
     (folder / "matrix.yaml").write_text(
         MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]")
     )
@@ -375,7 +375,7 @@ def test_rows_that_cannot_be_read_are_refused(farspan, folder):
         (("{layers: 2, d_model: 32, vocab: 300, context: 32}", "0M"), "out-of-range", "key models"),
     ],
 )
-def test_what_a_matrix_may_not_say(farspan, folder, change, code, word):
+def test_bench_refuses_invalid_matrix_files_naming_the_key(farspan, folder, change, code, word):
     assert change[0] in MATRIX
     (folder / "matrix.yaml").write_text(MATRIX.replace(*change))
     done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
@@ -385,7 +385,7 @@ def test_what_a_matrix_may_not_say(farspan, folder, change, code, word):
     assert not (folder / "bench" / "small" / "rows.jsonl").exists()
 
 
-def test_thousands_of_cells_are_told_and_not_begun(farspan, folder):
+def test_bench_of_hundreds_of_cells_reports_the_predicted_time_and_does_not_start(farspan, folder):
     many = MATRIX.replace("batch: [4]", f"batch: {list(range(1, 121))}")
     (folder / "matrix.yaml").write_text(
         many.replace("[data, 'published:Pipeshard', diloco]", "[data]")
@@ -399,7 +399,7 @@ def test_thousands_of_cells_are_told_and_not_begun(farspan, folder):
     )
 
 
-def test_of_many_thousands_some_say_what_all_would_take(farspan, folder):
+def test_bench_of_many_thousands_of_cells_is_refused_with_their_number(farspan, folder):
     many = MATRIX.replace(
         "batch: [4]", f"batch: {list(range(1, 31))}\nseq_len: {list(range(1, 33))}\nrepeats: 10"
     )

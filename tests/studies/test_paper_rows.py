@@ -24,7 +24,7 @@ def cost_rows() -> list[Row]:
     return rows("slm-cost")
 
 
-def test_the_fabric_rows_say_what_the_paper_printed():
+def test_fabric_rows_equal_the_figures_printed_in_the_paper():
     for row, printed in zip(fabric_rows(), fabric().rows, strict=True):
         assert (row.cell.cluster, row.cell.technique, row.used) == (
             printed.slice,
@@ -39,7 +39,7 @@ def test_the_fabric_rows_say_what_the_paper_printed():
 
 
 @pytest.mark.parametrize("slice_", list(fabric().clusters))
-def test_the_order_of_the_published_plans_is_foretold_in_every_column(slice_):
+def test_published_plans_are_predicted_in_their_measured_order_on_every_slice(slice_):
     """Table II of arXiv 2602.02632: gpt2m on all four GPUs."""
     here = [
         row
@@ -81,14 +81,14 @@ def test_a_dollar_buys_what_the_cost_study_plotted():
         assert row.tokens_per_usd == pytest.approx(told * 3600 / paper.a100_40_usd_per_hour)
 
 
-def test_what_is_plotted_has_no_setting_that_was_not_told():
+def test_cost_study_plots_omit_settings_that_the_paper_does_not_give():
     found = results.points(as_plotted(cost_rows()))
     assert len(found) == len(cost_study().points)
     assert all({"a device", "attention"}.isdisjoint(one.heads) for one in results.tables(found))
     assert {one.name for one in results.prices(found)} == {"usd-devices", "usd-technique"}
 
 
-def test_what_does_not_fit_is_not_foretold():
+def test_cost_study_rows_out_of_memory_have_no_prediction():
     short = [row for row in cost_rows() if row.status == "oom"]
     assert short and all(row.predicted_s is None for row in short)
     assert all(

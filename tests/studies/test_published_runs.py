@@ -46,7 +46,7 @@ def test_a_block_has_a_shape(block: Block):
     assert block.layers <= block.model.layers
 
 
-def test_what_was_assumed_is_a_field():
+def test_every_assumed_name_is_a_field_of_its_run_block_or_model():
     items: list[Run | Block] = [*published_runs().runs, *published_blocks().blocks]
     for item in items:
         for name in item.assumed:

@@ -73,7 +73,7 @@ def test_out_of_memory_verdicts() -> None:
     assert score.balanced >= 0.8
 
 
-def test_one_data_cell_known() -> None:
+def test_prediction_error_is_small_with_one_data_cell_known() -> None:
     known = fabric_study.one_cell_known(alpa())
     assert len(known) == 4 and all(len(by) == 3 for by in known.values())
     assert statistics.median(abs(error) for by in known.values() for error in by.values()) <= 0.10

@@ -133,7 +133,7 @@ def test_the_table_is_the_papers_with_the_fastest_marked():
     assert results.markdown(four).splitlines()[-1] == "| far | 100 | 300 | 2,000 | **40** |  |"
 
 
-def test_what_varies_is_a_line_of_its_own():
+def test_results_table_has_one_line_per_varying_setting():
     four, *_ = results.tables(results.points(study()))
     assert four.heads == ("", "RTT ms", "a device", "data", "shard", "pipeshard", "zero2")
     lines = {
@@ -167,7 +167,7 @@ def test_clusters_with_too_many_groups_are_named():
     assert "Too many models and devices to draw: near." in results_page([*many, few], "much")
 
 
-def test_what_a_dollar_buys_is_a_table_of_every_setting():
+def test_results_table_gives_tokens_per_dollar_of_every_setting():
     _, _, four, two = results.tables(results.points(study()))
     assert four.title == "gpt2m on 4 devices, tokens for a dollar"
     assert four.heads == ("", "a device", "data", "shard", "pipeshard", "zero2")
@@ -214,7 +214,7 @@ def test_bars_show_the_best_over_what_they_leave_out_and_a_cross_where_nothing_r
     )
 
 
-def test_what_was_foretold_is_drawn_alike():
+def test_predicted_results_are_tabulated_like_measured_ones():
     foretold = results.points(study(), predicted=True)
     four, *_ = results.tables(foretold)
     assert four.rows[1][3:] == (
@@ -243,7 +243,7 @@ def test_latency_is_a_line_a_technique():
     assert chart.scale == "log"
 
 
-def test_steps_of_unlike_tokens_are_lines_of_unlike_figures():
+def test_latency_of_steps_with_different_token_counts_is_drawn_in_separate_figures():
     small = [row(cluster, "pipeshard", step_s=0.1, batch=2, step_tokens=512) for cluster in RTTS]
     whole, part = results.latency(results.points([*study(), *small]))
     assert {one.name: list(one.values) for one in whole.series}["pipeshard"] == [0.25, 0.3, 0.4]
@@ -251,7 +251,7 @@ def test_steps_of_unlike_tokens_are_lines_of_unlike_figures():
     assert [list(one.values) for one in part.series] == [[0.1] * 3]
 
 
-def test_sites_are_told_by_name_and_what_a_cluster_lacks_is_left_out():
+def test_results_are_grouped_by_site_without_clusters_that_lack_it():
     def at(devices, **more):
         made = row(used=2, **more)
         return msgspec.structs.replace(
@@ -321,7 +321,7 @@ def two_sites() -> Drawn:
     )
 
 
-def test_a_cluster_is_drawn_with_its_plan_and_told_as_data():
+def test_cluster_is_drawn_with_its_plan_and_listed_as_csv():
     one = two_sites()
     lines = list(csv.reader(one.csv.splitlines()))
     assert {len(line) for line in lines} == {6}

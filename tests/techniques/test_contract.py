@@ -139,7 +139,7 @@ def test_rows_follow_speed_and_no_other_division_is_much_faster():
     assert seconds(*rows) <= 1.01 * best
 
 
-def test_what_does_not_fit_names_the_device_and_what_it_lacks():
+def test_technique_that_does_not_fit_names_the_device_and_missing_memory():
     small = msgspec.structs.replace(KINDS["tiny"], memory=300_000_000)
     where = cluster((("tiny",),))
     host = msgspec.structs.replace(where.sites[0].hosts[0], devices=(small,))
@@ -160,7 +160,7 @@ def test_a_technique_that_does_not_exist_is_refused_with_the_nearest():
         techniques.technique("pipeshar")
 
 
-def test_replicas_of_unlike_shape_meet_unrounded():
+def test_replicas_of_different_shape_sync_in_fp32():
     """Workers round only what all of them round alike (runtime/parallel/outer_step.py)."""
 
     def bits(*sites: tuple[tuple[str, ...], ...]) -> int:
@@ -174,7 +174,7 @@ def test_replicas_of_unlike_shape_meet_unrounded():
     assert bits((("fast",),), (("fast", "fast"),)) == 32
 
 
-def test_replicas_leave_room_for_what_they_keep_between_meetings():
+def test_diloco_plan_leaves_memory_for_the_outer_optimizer_state():
     """A site's own plan would fill its device and leave none: then it is divided into more
     microbatches."""
     model = random_model(random.Random(1), layers=6)
@@ -201,7 +201,7 @@ def test_replicas_leave_room_for_what_they_keep_between_meetings():
     assert shortage(asked, made, price(made, asked.costs))[0] <= 0
 
 
-def test_replicas_meet_often_enough_to_hear_that_they_shall_stop():
+def test_outer_sync_interval_is_short_enough_to_receive_a_stop_request():
     """They hear it, save and end where they meet, and a launcher that was interrupted kills after
     ten minutes."""
 

@@ -37,7 +37,7 @@ def by_rows(plan: Plan) -> list[tuple[Replica, int]]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_techniques_emit_divides_every_microbatch_evenly(seed: int):
+def test_plans_of_all_techniques_divide_every_microbatch_evenly(seed: int):
     assert all(even(*stage) for plan in planned(seed) for stage in by_rows(plan))
 
 
