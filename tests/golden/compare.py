@@ -15,14 +15,15 @@ from typing import Any
 def differences(
     old: Any, new: Any, rel: float, at: str = "", *, loose: bool = False
 ) -> Iterator[str]:
-    """Lines that each name a place and what stands there; keys may have been added.
+    """Lines that each name a place and what stands there. Entries may have been added.
 
-    Three objects are read by their one key: `keys` holds nested keys as text, `answers` the results
-    of a search, and `bits` a number in hexadecimal with the `rel` or `abs` that `loose` allows.
+    Three objects are read by their one key: `keys` holds types and keys of a JSON value as text, in
+    which none may have been added; `answers` the results of a search; and `bits` a number in
+    hexadecimal with the `rel` or `abs` that `loose` allows.
     """
     match old, new:
         case {"keys": str() as before}, {"keys": str() as after}:
-            yield from _gone_keys(json.loads(before), json.loads(after), at)
+            yield from _other_keys(json.loads(before), json.loads(after), at, loose)
         case {"answers": [*before]}, {"answers": [*after]}:
             yield from _other_answers(before, after, rel, at, loose)
         case {"bits": str()}, {"bits": str()}:
@@ -55,13 +56,29 @@ def _same_number(old: dict[str, Any], new: dict[str, Any], loose: bool) -> bool:
     return math.isclose(a, b, rel_tol=old.get("rel", 0.0), abs_tol=old.get("abs", 0.0))
 
 
-def _gone_keys(old: dict[str, Any], new: dict[str, Any], at: str) -> Iterator[str]:
-    """Keys that are no longer there. What is null or empty on this machine has none to compare."""
-    for key, part in old.items():
-        if key not in new:
-            yield f"{at}.{key} is gone"
-        elif part and new[key]:
-            yield from _gone_keys(part, new[key], f"{at}.{key}")
+def _other_keys(old: dict[str, Any], new: dict[str, Any], at: str, loose: bool) -> Iterator[str]:
+    """Types and keys that are gone or new. `loose`: what one of two machines lacks is null or an
+    empty list there."""
+    before, after = set(old), set(new)
+    if loose:
+        before, after = before - {"null"}, after - {"null"}
+        if not before or not after:
+            return
+    for type_ in sorted(before - after):
+        yield f"{at}: type {type_} is gone"
+    for type_ in sorted(after - before):
+        yield f"{at}: type {type_} is new"
+    if "array" in before & after:
+        yield from _other_keys(old["array"], new["array"], f"{at}[]", loose)
+    if "object" in before & after:
+        fields, now = old["object"], new["object"]
+        for key in sorted({*fields, *now}):
+            if key not in now:
+                yield f"{at}.{key} is gone"
+            elif key not in fields:
+                yield f"{at}.{key} is new"
+            else:
+                yield from _other_keys(fields[key], now[key], f"{at}.{key}", loose)
 
 
 def _other_answers(

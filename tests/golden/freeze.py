@@ -1,14 +1,24 @@
 """What farspan says and computes, as a file: `python -m tests.golden.freeze --out FILE [--whole]`.
 
 The dump holds estimates of every engine, the plans that techniques make and that searches choose,
-what `--json` prints, and exit codes; and what behaviour.py adds: twenty loss curves, thirty answers
-of an index, the server's OpenAPI, the keys of JSON objects, and bytes over links.
+what `--json` prints, and exit codes; and what behaviour.py adds: twenty loss curves, the answers of
+an index to thirty questions, the server's OpenAPI, keys and types of JSON objects, and bytes over
+links.
 
-Two trees are compared on one machine, to the last bit of every loss and score:
+Two trees are compared on one machine, to the last bit of every loss and score. PYTHON is the one
+interpreter for both, such as that of NEW/.venv; PYTHONPATH puts the old tree before the
+installed one, also in the workers that it starts:
 
     git worktree add /tmp/old COMMIT
     cd /tmp/old && PYTHONPATH=/tmp/old PYTHON -m tests.golden.freeze --whole --out /tmp/old.xz
-    cd NEW && PYTHON -m tests.golden.freeze --whole --against /tmp/old.xz
+    cd NEW && PYTHONPATH=NEW PYTHON -m tests.golden.freeze --whole --against /tmp/old.xz
+    git worktree remove /tmp/old
+
+The first line that each prints names the package that it dumps. Where COMMIT's own freeze.py knows
+fewer parts, put today's beside the old code first: `cp -r NEW/tests/golden /tmp/old/tests/`, and
+with it the helpers of tests/ that it imports, should these fail there. `--parts` dumps and compares
+only some parts. It ends with 1 where anything differs. What the new dump has in addition is no
+difference, but a new key of a JSON object is.
 
 `golden.json.xz` is the part of a dump that the tests repeat. Bits differ between kinds of
 processors, so the tests compare losses and scores `--loose`.
@@ -32,6 +42,7 @@ from typing import Any
 
 import msgspec
 
+import farspan
 from farspan import models
 from farspan.cli.main import main
 from farspan.domain.engine import engine
@@ -42,7 +53,7 @@ from farspan.planning.rank import Candidate, Refused, rank
 from farspan.planning.select import SelectionTask, select
 from farspan.planning.why import why
 from farspan_studies.papers import algorithm1
-from tests.golden.behaviour import curves, keys_of, link_bytes, openapi, small_run
+from tests.golden.behaviour import curves, keys_of, link_bytes, openapi, priced_bytes, small_run
 from tests.golden.commands import COMMANDS, desk
 from tests.golden.compare import differences
 from tests.golden.worlds import unplanned, world
@@ -96,6 +107,15 @@ def rankings(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
                     "why": why(found),
                 },
             )
+            if name == "farspan":
+                yield (
+                    f"rank bytes {asked.name}",
+                    [
+                        priced_bytes(one.plan, asked.cluster, name)
+                        for one in found.listed
+                        if isinstance(one, Candidate)
+                    ],
+                )
 
 
 def estimates(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
@@ -107,6 +127,7 @@ def estimates(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
                 f"estimate {seed} {name}",
                 estimate(plan, models.graph(plan.model), cluster, engine(name)).as_json(),
             )
+        yield f"estimate bytes {seed}", priced_bytes(plan, cluster, "farspan")
 
 
 def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
@@ -239,15 +260,21 @@ WHOLE = {
 }
 
 
-def dump(*, whole: bool) -> dict[str, Any]:
-    """All of it, or what the tests repeat. Each key begins with the name of its part."""
+def dump(names: Sequence[str], *, whole: bool) -> dict[str, Any]:
+    """These parts, or of them what the tests repeat. Each key begins with the name of its part."""
     found = {}
-    for part in (WHOLE if whole else PARTS).values():
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            for key, value in part(Path(folder)):
+            for key, value in (WHOLE if whole else PARTS)[name](Path(folder)):
                 found[key] = plain(value)
                 print(key, file=sys.stderr)
     return found
+
+
+def part_of(key: str) -> str:
+    """The part that makes this entry of a dump."""
+    first = key.split()[0]
+    return "slow farspan" if first == "slow" else first
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -266,14 +293,20 @@ def _main() -> int:
     parser.add_argument(
         "--loose", action="store_true", help="the older dump is of another kind of processor"
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these (default: all)")
     given = parser.parse_args()
-    found = dump(whole=given.whole)
+    print(f"of {Path(farspan.__file__).parent}", file=sys.stderr)
+    found = dump(given.parts or list(PARTS), whole=given.whole)
     if given.no_prose:
         found = without_prose(found)
     if given.out:
         given.out.write_bytes(lzma.compress(json.dumps(found, sort_keys=True).encode()))
     if given.against:
-        old = without_prose(read(given.against)) if given.no_prose else read(given.against)
+        old = read(given.against)
+        if given.parts:
+            old = {key: value for key, value in old.items() if part_of(key) in given.parts}
+        if given.no_prose:
+            old = without_prose(old)
         lines = list(differences(old, found, 1e-12, loose=given.loose))
         print("\n".join([*lines, f"{len(old)} entries, {len(lines)} differences"]))
         return int(bool(lines))

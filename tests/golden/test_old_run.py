@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 pytestmark = pytest.mark.slow
 
 
@@ -34,14 +36,16 @@ def answer(old: Path, *words: str) -> dict[str, object]:
         cwd=old,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
 
 
-def test_it_reports_exports_generates_resumes_and_embeds(old: Path) -> None:
+def test_run_folder_of_an_older_version_is_reported_exported_generated_from_resumed_and_embedded(
+    old: Path,
+) -> None:
     assert answer(old, "report", "run")["measurement"]
     assert (
         answer(old, "generate", "time", "--run", "run", "--tokens", "4")["step"] == 1000
