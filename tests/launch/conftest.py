@@ -13,6 +13,7 @@ from farspan.domain.problems import Refusal
 from farspan_lab import spec, state
 from farspan_lab.cluster import of_lab
 from farspan_lab.lab import Status
+from tests.waiting import LIMIT_S
 
 
 def up(text: str) -> Status:
@@ -24,6 +25,20 @@ def up(text: str) -> Status:
     return state.up(
         spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml")
     )
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine is too busy for a host to answer in time."""
+    monkeypatch.setattr("farspan.launch.hosts.START_S", LIMIT_S)
+    monkeypatch.setattr("farspan.launch.remote_run.ANSWER_S", LIMIT_S)
+    monkeypatch.setattr("farspan.launch.examine.REACH_S", LIMIT_S)
+
+
+@pytest.fixture
+def impatient(_patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that do not come about are waited for through two SYNs, not three."""
+    monkeypatch.setattr("farspan.launch.examine.REACH_S", 3.0)
 
 
 @pytest.fixture

@@ -32,8 +32,6 @@ from farspan_lab import spec, state
 from tests import smi
 from tests.waiting import LIMIT_S, wait_for
 
-pytestmark = pytest.mark.slow
-
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)
 
 
@@ -61,12 +59,7 @@ def change(lab, values, *, one_way=False):
     )
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Connections that do not come about are waited for through two SYNs, not three."""
-    monkeypatch.setattr("farspan.launch.examine.REACH_S", 3.0)
-
-
+@pytest.mark.slow
 def test_two_healthy_sites_have_no_findings_and_the_figures_of_their_link(cluster):
     found = examine(cluster, streams=(1, 8))
     assert refused(cluster, found) == []
@@ -79,6 +72,7 @@ def test_two_healthy_sites_have_no_findings_and_the_figures_of_their_link(cluste
         assert all(1e6 < rate < 140e6 for rate in way.bandwidth.values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("direction", [("utah", "star"), ("star", "utah")])
 def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lab, cluster, direction):
@@ -89,6 +83,8 @@ def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lab, cluster, di
     assert [finding.where for finding in cut] == [f"link {direction[0]} -> {direction[1]}"]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
 def test_a_link_that_is_cut_both_ways_is_named_twice(lab, cluster):
     state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
     cut = [
@@ -99,9 +95,11 @@ def test_a_link_that_is_cut_both_ways_is_named_twice(lab, cluster):
     assert {finding.where for finding in cut} == {"link utah -> star", "link star -> utah"}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.skipif(not shutil.which("nft", path="/usr/sbin:/usr/bin"), reason="waits for nftables")
 @pytest.mark.parametrize("verdict", ["drop", "reject with tcp reset"])
-def test_a_firewall_says_who_must_open_what(lab, cluster, verdict):
+def test_firewall_finding_names_the_host_and_the_address_to_open(lab, cluster, verdict):
     rule = f"ip saddr 10.77.1.1 tcp flags syn / syn,ack {verdict}"
     nft = (
         "PATH=$PATH:/usr/sbin; nft add table ip f && nft 'add chain ip f i { type filter hook "
@@ -115,7 +113,8 @@ def test_a_firewall_says_who_must_open_what(lab, cluster, verdict):
     assert "10.77.1.1" in finding.remedy
 
 
-def test_a_name_that_one_host_does_not_know(cluster):
+@pytest.mark.slow
+def test_address_that_one_host_cannot_resolve_is_refused(cluster):
     sites = list(cluster.sites)
     star = msgspec.structs.replace(sites[1].hosts[0], address="star.invalid")
     sites[1] = msgspec.structs.replace(sites[1], hosts=(star,))
@@ -126,8 +125,9 @@ def test_a_name_that_one_host_does_not_know(cluster):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interface", ["eth99", "lo"])
-def test_an_interface_that_cannot_be_used(cluster, interface):
+def test_interface_that_is_missing_or_loopback_is_refused(cluster, interface):
     sites = list(cluster.sites)
     utah = msgspec.structs.replace(sites[0].hosts[0], interface=interface)
     sites[0] = msgspec.structs.replace(sites[0], hosts=(utah,))
@@ -137,7 +137,7 @@ def test_an_interface_that_cannot_be_used(cluster, interface):
     assert interface in finding.what
 
 
-def test_a_host_whose_command_fails_is_unreachable_with_its_words():
+def test_host_whose_enter_command_fails_is_unreachable_with_its_error_message():
     host = Host(
         name="far", devices=(CPU,), enter=("sh", "-c", "echo 'no such container: far' >&2; exit 3")
     )
@@ -147,14 +147,14 @@ def test_a_host_whose_command_fails_is_unreachable_with_its_words():
     assert "no such container" in finding.fact
 
 
-def test_a_host_that_never_answers_ends_at_the_deadline(monkeypatch):
+def test_host_that_never_answers_is_given_up_after_the_start_limit(monkeypatch):
     monkeypatch.setattr("farspan.launch.hosts.START_S", 1.0)
     host = Host(name="far", devices=(CPU,), enter=("sh", "-c", "sleep 100000"))
     found = examine(Cluster(sites=(Site(name="a", hosts=(host,)),)), streams=())
     assert "within 1 s" in found.unreachable["far"].fact
 
 
-def test_a_host_whose_shell_prints_as_it_starts_is_told_how_to_be_silent():
+def test_host_whose_shell_prints_at_start_is_refused_with_the_remedy():
     enter = ("sh", "-c", 'echo "Welcome to far"; exec "$@"', "sh")
     host = Host(name="far", devices=(CPU,), enter=enter, python=sys.executable)
     with pytest.raises(Refusal) as met, Agent(host):
@@ -169,7 +169,7 @@ def test_a_host_whose_shell_prints_as_it_starts_is_told_how_to_be_silent():
 @pytest.mark.parametrize(
     ("reads", "resets", "failed"), [(0, True, "route"), (1, True, "route"), (1, False, "timeout")]
 )
-def test_a_connection_that_is_reset_or_silent_is_a_way_that_failed(reads, resets, failed):
+def test_reset_or_silent_connection_is_reported_as_a_failed_path(reads, resets, failed):
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
         def answer():
@@ -195,11 +195,11 @@ def test_a_connection_that_is_reset_or_silent_is_a_way_that_failed(reads, resets
     assert found["failed"] == failed and found["fact"]
 
 
-def test_a_timeout_of_an_old_python_is_one():
+def test_timeout_message_of_old_pythons_is_recognized():
     assert agent.failure(OSError("timed out"), "silent") == {"failed": "timeout", "fact": "silent"}
 
 
-def test_an_agent_ends_with_who_asks_it():
+def test_agent_ends_when_its_standard_input_closes():
     with Agent(Host(name="here", devices=(), enter=())) as agent:
         pid = agent._process.pid
         agent._process.stdin.close()
@@ -256,7 +256,7 @@ def test_versions_refuse_majors_and_minors_and_warn_of_patches(package, version,
         assert f"a {facts().packages[package]}, b {version}" in found[0].fact
 
 
-def test_other_findings_of_a_host():
+def test_findings_of_old_python_missing_torch_full_disk_missing_gpu_and_clock_skew():
     assert [f.code for f in pair(facts(), facts(python="3.9.1"))] == [
         "version-mismatch",
         "version-mismatch",
@@ -271,7 +271,7 @@ def test_other_findings_of_a_host():
     assert docker == ()
 
 
-def test_gpus_that_a_hosts_pytorch_cannot_use_stop_a_run_on_them_alone():
+def test_gpus_that_pytorch_cannot_use_are_refused_only_if_the_cluster_has_gpu_devices():
     there = {
         "nvidia": Nvidia(gpus=(Gpu(name="NVIDIA A30", driver="580.95.05"),)),
         "wheel": Wheel(torch="2.13.0+cpu", cuda=None),
@@ -288,13 +288,13 @@ def test_gpus_that_a_hosts_pytorch_cannot_use_stop_a_run_on_them_alone():
 @pytest.mark.parametrize(
     ("python", "old"), [("3.11.3", True), ("3.11.4", False), ("3.12.0", False)]
 )
-def test_a_python_is_old_by_all_of_its_version(python, old):
+def test_python_version_is_compared_up_to_the_patch_number(python, old):
     found = pair(facts(python=python), facts(python=python))
     assert [(f.severity, f.code) for f in found] == [("refused", "version-mismatch")] * 2 * old
     assert all("farspan needs 3.11.4" in f.fact for f in found)
 
 
-def test_the_package_asks_for_the_python_that_doctor_asks_for():
+def test_doctor_and_the_package_require_the_same_python():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["requires-python"].split(",")[0] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
 
@@ -302,7 +302,7 @@ def test_the_package_asks_for_the_python_that_doctor_asks_for():
 @pytest.mark.parametrize(
     ("given", "why"), [("en0", None), ("lo0", "interface lo0 is seen by that machine alone")]
 )
-def test_an_interface_of_a_system_that_names_none_is_taken_as_given(given, why):
+def test_given_interface_is_accepted_where_the_system_lists_none(given, why):
     host = Host(name="a", devices=(CPU,), interface=given)
     cluster = Cluster(sites=(Site(name="s", hosts=(host,)),))
     found = findings(
@@ -311,7 +311,7 @@ def test_an_interface_of_a_system_that_names_none_is_taken_as_given(given, why):
     assert [f.what for f in found] == ([why] if why else [])
 
 
-def test_an_interface_that_cannot_be_named_is_to_be_given():
+def test_unknown_interface_asks_for_interface_in_the_cluster_file():
     a, b = (Host(name=name, devices=(CPU,), address=f"10.0.0.{name}") for name in "ab")
     way = HostPath(a="a", b="b", rtt_s=0.01, interface=None)
     with pytest.raises(Refusal) as refusal:
@@ -341,7 +341,7 @@ def test_interfaces_that_only_one_machine_sees_are_refused(interface):
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_rounds_hold_every_pair_once_and_no_name_twice(count):
+def test_rounds_have_every_pair_once_and_each_host_once_a_round(count):
     names = [str(i) for i in range(count)]
     found = rounds(names)
     assert sorted(tuple(sorted(p)) for r in found for p in r) == sorted(
@@ -439,12 +439,14 @@ def doctor_over_ssh(lab, folder, key="user", port=22, name="star"):
     return msgspec.json.decode(done.stdout)
 
 
+@pytest.mark.slow
 def test_doctor_over_ssh_sees_both_hosts(lab, ssh):
     found = doctor_over_ssh(lab, ssh)
     assert [f for f in found["findings"] if f["severity"] == "refused"] == []
     assert {(way["a"], way["b"]) for way in found["ways"]} == {("utah", "star"), ("star", "utah")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "cause", "remedy"),
     [
@@ -453,7 +455,7 @@ def test_doctor_over_ssh_sees_both_hosts(lab, ssh):
         ({"name": "nowhere"}, "name", "~/.ssh/config"),
     ],
 )
-def test_what_ssh_fails_at_is_told_apart(lab, ssh, wrong, cause, remedy):
+def test_ssh_failures_of_key_port_and_name_have_their_own_remedies(lab, ssh, wrong, cause, remedy):
     found = doctor_over_ssh(lab, ssh, **wrong)
     (finding,) = [f for f in found["findings"] if f["severity"] == "refused"]
     assert finding["what"].endswith(f"cannot be reached: {cause}")
@@ -466,7 +468,7 @@ def test_ssh_gets_its_command_in_one_quoted_word():
     assert subprocess.run(words[-1], shell=True, capture_output=True, text=True).stdout == "a b\n"
 
 
-def test_a_client_of_a_process_is_told_from_the_process():
+def test_by_client_is_true_for_ssh_and_containers_only():
     """What a lab enters by becomes the command; ssh and containers' tools stay, and signals end
     them alone."""
     device = CPU.but(enter=("docker", "exec", "-i", "gpu1"))
@@ -552,7 +554,7 @@ PLAIN = {"capability": None, "uuid": "", "mig": False}
         ((), {"seconds": 60}, [], "has not answered within 1 s"),
     ],
 )
-def test_what_nvidia_smi_was_recorded_to_say(tmp_path, monkeypatch, cards, how, gpus, failure):
+def test_recorded_output_of_nvidia_smi_is_parsed(tmp_path, monkeypatch, cards, how, gpus, failure):
     monkeypatch.setenv("PATH", f"{smi.install(tmp_path, *cards, **how)}:{os.environ['PATH']}")
     monkeypatch.setattr(agent, "DRIVER_S", 1.0 if how.get("seconds") else LIMIT_S)
     said = agent.nvidia()

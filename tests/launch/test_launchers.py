@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,6 @@ from farspan.domain.run import HOME
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.launch.launchers import launch, names
 from farspan.launch.launchers.ray import (
-    PATIENT,
     installed,
     refuse_public,
     require_ray,
@@ -38,6 +36,7 @@ from farspan_lab.cluster import of_lab
 from tests import tiny
 from tests.examples import slow_but
 from tests.launch.conftest import up
+from tests.launch.ray_nodes import TOKEN, end_node, ray_environment, start_head, start_node
 from tests.waiting import LIMIT_S, wait_for
 
 TRAIN = TrainSpec(
@@ -52,6 +51,8 @@ TRAIN = TrainSpec(
 )
 #: Longer than any test waits.
 LONG = replace(TRAIN, steps=100_000, validate_every=100_000)
+#: As long, with validations: a test ends it when it has seen enough steps.
+ENDLESS = replace(LONG, validate_every=3)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,34 @@ def losses(run, launcher, cluster):
     return [event.loss for event in events if isinstance(event, Step | Validated)]
 
 
+def losses_until(step, run, cluster):
+    """The losses of a run that is interrupted once it has made `step`, by step and split."""
+    found = {}
+    with launch("local", run.load_plan(), run, cluster) as workers:
+        for event in workers:
+            if isinstance(event, Step):
+                found[event.step, "train"] = event.loss
+                if event.step == step:
+                    workers.interrupt()
+            elif isinstance(event, Validated):
+                found[event.step, "validation"] = event.loss
+            last = event
+    assert isinstance(last, Finished) and last.reason == "interrupted"
+    return found
+
+
+def assert_resumed(before, after, expected):
+    """Two parts of a run have each step once, with the losses of a run that was not interrupted."""
+    resumed = before | after
+    assert len(resumed) == len(before) + len(after), "no step is made twice"
+    assert resumed.keys() == {key for key in expected if key[0] <= last_step(resumed)}
+    assert resumed == pytest.approx({key: expected[key] for key in resumed}, abs=1e-6)
+
+
+def last_step(losses):
+    return max(step for step, split in losses if split == "train")
+
+
 @pytest.mark.parametrize("launcher", slow_but(["local", "torchrun"], ["local", "torchrun", "ray"]))
 def test_two_sites_of_two_workers_lose_what_one_process_loses(sites, alone, tmp_path, launcher):
     if launcher == "ray":
@@ -125,7 +154,7 @@ def test_two_sites_of_two_workers_lose_what_one_process_loses(sites, alone, tmp_
     assert there.plan.read_bytes() == run.plan.read_bytes()
     sent = Path(sites[1].hosts[1].folder) / "cache" / "corpora" / "sent-tiny"
     assert (sent / "train.bin").read_bytes() == (tmp_path / "corpus" / "train.bin").read_bytes()
-    assert not left_over(run)
+    wait_until_all_ended(run)
 
 
 @pytest.mark.slow
@@ -138,41 +167,24 @@ def test_divided_models_on_two_sites_lose_what_one_process_loses(sites, alone, t
     assert not [log.name for log in run.logs.glob("*.log") if "Warning" in log.read_text()]
 
 
-def left_over(run):
-    """Processes of a run, or of a Ray cluster on its hosts, that do not end."""
+def wait_until_all_ended(run):
+    """No process of a run, or of a Ray cluster on its hosts, is left."""
     far = run_folder(Host(name="star", devices=(), folder="/"), run.load_plan(), run).path.name
     words = [
         "pgrep",
         "-af",
         rf"{run.path.parent.name}|/runs/{far}|ray_node.*farspan-host=(utah|star)",
     ]
-    deadline = time.monotonic() + LIMIT_S
-    while (
-        found := subprocess.run(words, capture_output=True, text=True).stdout
-    ) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
+    wait_for(lambda: not subprocess.run(words, capture_output=True).stdout, "all have ended")
 
 
 @pytest.mark.slow
-def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, tmp_path):
-    train = replace(
-        TRAIN, steps=30, validate_every=10
-    )  # Far more than are made before it can be interrupted.
-    whole = tiny.run_folder(tmp_path / "whole" / "run", planned(train))
-    expected = losses(whole, "local", sites[1])
-    run = tiny.run_folder(tmp_path / "cut" / "run", planned(train))
-    with launch("local", run.load_plan(), run, sites[1]) as workers:
-        first = []
-        for event in workers:
-            first.append(event)
-            if isinstance(event, Step) and event.step == 3:
-                workers.interrupt()
-    done = max(event.step for event in first if isinstance(event, Step))
-    assert done < train.steps, "it ended before it could be interrupted"
-    again = losses(run, "local", sites[1])
-    before = [event.loss for event in first if isinstance(event, Step | Validated)]
-    assert before + again == pytest.approx(expected, abs=1e-6)
+def test_resumed_run_on_two_sites_has_the_losses_of_an_uninterrupted_one(sites, tmp_path):
+    cut = tiny.run_folder(tmp_path / "cut" / "run", planned(ENDLESS))
+    before = losses_until(4, cut, sites[1])
+    after = losses_until(last_step(before) + 4, cut, sites[1])
+    whole = tiny.run_folder(tmp_path / "whole" / "run", planned(ENDLESS))
+    assert_resumed(before, after, losses_until(last_step(after), whole, sites[1]))
 
 
 def worker_of(run, rank):
@@ -221,7 +233,7 @@ def test_a_killed_worker_is_named_with_host_rank_and_cause(sites, tmp_path, laun
     problem = lost(run, launcher, sites[1], lambda: os.kill(worker_of(run, 3), signal.SIGKILL))
     assert (problem.code, problem.what) == ("worker-lost", "rank 3 on star was lost")
     assert "SIGKILL" in problem.fact
-    assert not left_over(run)
+    wait_until_all_ended(run)
 
 
 @pytest.mark.slow
@@ -265,7 +277,9 @@ def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "host"), [(0, "utah"), (3, "star")])
 @pytest.mark.parametrize("kind", ["pipeline", "replicas"])
-def test_whatever_the_plan_a_killed_worker_ends_all_and_is_named(sites, tmp_path, kind, rank, host):
+def test_killed_worker_ends_all_others_and_is_named_for_any_kind_of_plan(
+    sites, tmp_path, kind, rank, host
+):
     run = tiny.run_folder(
         tmp_path / f"{kind}-{rank}", divided(kind, replace(LONG, checkpoint_every_s=0.01))
     )
@@ -273,15 +287,15 @@ def test_whatever_the_plan_a_killed_worker_ends_all_and_is_named(sites, tmp_path
     assert (problem.code, problem.what) == ("worker-lost", f"rank {rank} on {host} was lost")
     assert "SIGKILL" in problem.fact
     assert "resume" in problem.remedy
-    assert not left_over(run)
+    wait_until_all_ended(run)
     assert all(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
 
 
 @pytest.mark.slow
-def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, tmp_path):
+def test_pipeline_run_ends_when_its_link_is_cut_mid_step_and_resumes_later(sites, tmp_path):
     lab, cluster = sites
     run = tiny.run_folder(
-        tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=30, checkpoint_every_s=0.01))
+        tmp_path / "cut-pipe", divided("pipeline", replace(ENDLESS, checkpoint_every_s=0.01))
     )
     try:
         problem = lost(
@@ -295,9 +309,9 @@ def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, 
     assert problem.code == "worker-lost" and re.fullmatch(
         r"rank [23] on star was lost", problem.what
     )
-    losses(run, "local", cluster)
-    *_, last = read_events(run.events)
-    assert isinstance(last, Finished) and last.reason == "done"
+    made = [event.step for event in read_events(run.events) if isinstance(event, Step)]
+    resumed = losses_until(max(made) + 3, run, cluster)
+    assert min(step for step, _ in resumed) <= max(made) + 1
 
 
 @pytest.mark.slow
@@ -328,10 +342,11 @@ def test_a_link_that_is_cut_far_from_rank_0_ends_all_workers_too(tmp_path):
         r"rank (1 on star|2 on gpn) was lost", problem.what
     )
     assert "connection" in problem.fact
-    assert not left_over(run)
+    wait_until_all_ended(run)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
 def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(sites, tmp_path):
     lab, cluster = sites
     run = tiny.run_folder(tmp_path / "unreachable", planned())
@@ -346,9 +361,9 @@ def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(sites, tmp_
 
 
 @pytest.mark.slow
-def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, alone):
+def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, sites):
     """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and a secret are all that a worker needs; rank 1
-    has no folder yet."""
+    has no folder yet. In a site, whose ports nobody else takes."""
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
     elsewhere = tmp_path / "elsewhere" / "run"
     environment = {
@@ -362,6 +377,7 @@ def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, alone)
     processes = [
         subprocess.Popen(
             [
+                *state.enter(sites[0], "utah"),
                 sys.executable,
                 "-m",
                 "farspan.runtime.worker",
@@ -372,7 +388,7 @@ def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, alone)
         )
         for rank, folder in enumerate((run.path, elsewhere))
     ]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    assert [process.wait(timeout=LIMIT_S) for process in processes] == [0, 0]
     assert (elsewhere / "plan.json").read_bytes() == run.plan.read_bytes()
 
 
@@ -434,40 +450,14 @@ def ray_home(tmp_path_factory):
     if installed("ray") is None:
         pytest.skip("waits for farspan[ray]")
     folder = tmp_path_factory.mktemp("ray-home")
-    token, where = folder / "token", "127.0.0.1:26379"
-    token.write_text("0123456789abcdef" * 4)
-    environment = {
-        **os.environ,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_worker_niceness": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        **PATIENT,
-        "FARSPAN_CACHE": str(folder / "cache"),
-    }
-    nodes, head = [], ["--head", "--port=26379", "--include-dashboard=false"]
-    for name, joins in (("one", head), ("two", [f"--address={where}"])):
-        start = [
-            *joins,
-            "--node-ip-address=127.0.0.1",
-            "--num-cpus=1",
-            "--disable-usage-stats",
-            f"--labels=farspan-host={name},site=home",
-        ]
-        nodes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "farspan.launch.ray_node", *start],
-                env=environment,
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-            )
-        )
-        nodes[-1].stdin.write(token.read_bytes() + b"\n")
+    (folder / "token").write_text(TOKEN)
+    environment = ray_environment(folder) | {"RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+    one, two = (f"--labels=farspan-host={name},site=home" for name in ("one", "two"))
+    head, where = start_head([one], environment, folder / "one.log")
+    node = start_node([f"--address={where}", two], environment, folder / "two.log")
     yield f"ray:{where}", environment
-    for node in reversed(nodes):
-        node.stdin.close()
-        node.wait(timeout=LIMIT_S)
+    end_node(node)
+    end_node(head)
 
 
 def read(where, environment, hosts):
@@ -496,7 +486,7 @@ def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone, ray_home):
         [sys.executable, "-m", "farspan", "cluster", "show", where, "--json"],
         capture_output=True,
         env=environment | {"RAY_AUTH_TOKEN": "x" * 64},
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert b"launcher-unusable" in refused.stdout
     plan = tiny.plan(TRAIN, micro_rows=2)
@@ -505,7 +495,7 @@ def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone, ray_home):
     )
     train = [sys.executable, "-c", DRIVE, str(run.path), where]
     subprocess.run(
-        train, check=True, env=environment, input=msgspec.json.encode(cluster), timeout=300
+        train, check=True, env=environment, input=msgspec.json.encode(cluster), timeout=LIMIT_S
     )
     found = [event.loss for event in read_events(run.events) if isinstance(event, Step | Validated)]
     assert found == pytest.approx(alone, abs=1e-6)

@@ -18,8 +18,9 @@ from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.gpus import Gpu
 from farspan.domain.problems import Refusal
-from farspan.launch.launchers.ray import PATIENT, Job, Node, _host, installed
+from farspan.launch.launchers.ray import Job, Node, _host, installed
 from tests import smi, tiny
+from tests.launch.ray_nodes import TOKEN, end_node, ray_environment, start_head
 from tests.launch.test_launchers import DRIVE, TRAIN
 from tests.waiting import LIMIT_S, wait_for
 
@@ -110,41 +111,17 @@ def gpu_node(tmp_path_factory):
     if installed("ray") is None:
         pytest.skip("waits for farspan[ray]")
     folder = tmp_path_factory.mktemp("ray-gpus")
-    token, where = "0123456789abcdef" * 4, "127.0.0.1:26479"
     (folder / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
     environment = {
-        **os.environ,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": token,
-        "RAY_worker_niceness": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        **PATIENT,
-        "FARSPAN_CACHE": str(folder / "cache"),
+        **ray_environment(folder),
+        "RAY_AUTH_TOKEN": TOKEN,
         "PATH": f"{smi.install(folder / 'bin', A100, RTX5060)}:{os.environ['PATH']}",
         "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
     }
-    start = [
-        "--head",
-        "--port=26479",
-        "--include-dashboard=false",
-        "--node-ip-address=127.0.0.1",
-        "--num-cpus=1",
-        "--num-gpus=2",
-        "--disable-usage-stats",
-        "--labels=farspan-host=one,site=home",
-    ]
-    with subprocess.Popen(
-        [sys.executable, "-m", "farspan.launch.ray_node", *start],
-        env=environment,
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-    ) as process:
-        assert process.stdin is not None
-        process.stdin.write(f"{token}\n".encode())
-        yield f"ray:{where}", environment, folder
-        process.stdin.close()
-        process.wait(timeout=LIMIT_S)
+    words = ["--num-gpus=2", "--labels=farspan-host=one,site=home"]
+    head, where = start_head(words, environment, folder / "head.log")
+    yield f"ray:{where}", environment, folder
+    end_node(head)
 
 
 def read(where: str, environment: dict[str, str]) -> Cluster:
@@ -173,7 +150,11 @@ def test_ray_gives_each_worker_the_gpu_of_its_plan_alone(tmp_path: Path, gpu_nod
     run = tiny.run_folder(tmp_path / "run", replace(plan, devices=tuple(at)))
     words = [sys.executable, "-c", DRIVE, str(run.path), where]
     done = subprocess.run(
-        words, env=environment, input=msgspec.json.encode(cluster), capture_output=True, timeout=300
+        words,
+        env=environment,
+        input=msgspec.json.encode(cluster),
+        capture_output=True,
+        timeout=LIMIT_S,
     )
     seen = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert seen == [["1", "0", "PCI_BUS_ID"], ["0", "0", "PCI_BUS_ID"]]

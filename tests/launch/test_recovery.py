@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from farspan.domain.results import Finished, Recovered, Saved, Step
+from farspan.domain.results import Finished, Recovered, Saved
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_killed import needs, workers_of
@@ -18,37 +18,41 @@ from tests.launch.test_launchers import TRAIN
 
 pytestmark = pytest.mark.slow
 
-STEPS = replace(TRAIN, steps=300, validate_every=300, checkpoint_every_s=0.3)
+#: Longer than the test waits.
+ENDLESS = replace(TRAIN, steps=100_000, validate_every=100_000, checkpoint_every_s=0.3)
+#: Steps after the last one before the fault.
+MORE = 20
 
 
-def watched(path: Path, launcher: str, *, kill: bool) -> tuple[Watched, list[float]]:
-    """A run, of which a worker is killed once there is a checkpoint; and when that was."""
-    killed = list[float]()
-
-    def at_step(run: Watched, step: int) -> None:
-        if (
-            kill
-            and not killed
-            and step >= 60
-            and any(isinstance(event, Saved) for event in run.events)
-        ):
-            os.kill(max(workers_of(run.run)), signal.SIGKILL)
-            killed.append(time.time())
-
-    plan = tiny.plan(STEPS, rows=(4, 4), micro_rows=4)
-    return Watched(made(path, plan, launcher=launcher), at_step), killed
+def train(path: Path, launcher: str, at_step: Callable[[Watched, int], None]) -> Watched:
+    """A run of two workers, until `at_step` stops it."""
+    plan = tiny.plan(ENDLESS, rows=(4, 4), micro_rows=4)
+    run = Watched(made(path, plan, launcher=launcher), at_step)
+    ending = run.train()
+    assert isinstance(ending, Finished) and ending.reason == "interrupted"
+    return run
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "ray"])
-def test_a_killed_worker_costs_time_and_no_losses(tmp_path, launcher, capsys):
+def test_run_that_recovers_from_a_killed_worker_has_the_same_losses(tmp_path, launcher):
     needs(launcher)
-    calm, _ = watched(tmp_path / "calm" / "run", "local", kill=False)
-    assert isinstance(calm.train(), Finished)
-    run, killed = watched(tmp_path / "hurt" / "run", launcher, kill=True)
-    ending = run.train()
-    assert isinstance(ending, Finished) and ending.reason == "done" and len(run.faulted) == 1
-    assert run.losses == calm.losses
-    again = next(event for event in run.events if isinstance(event, Recovered))
-    back = next(event for event in run.events if isinstance(event, Step) and event.at >= again.at)
-    with capsys.disabled():
-        print(f"\n{launcher}: the next step {back.at - killed[0]:.1f} s after a worker was killed")
+    killed = list[int]()
+
+    def kill_then_stop(run: Watched, step: int) -> None:
+        if not killed and any(isinstance(event, Saved) for event in run.events):
+            killed.append(max(workers_of(run.run)))
+            os.kill(killed[0], signal.SIGKILL)
+        elif run.faulted and step == run.faulted[0].step + MORE:
+            run.supervisor.stop()
+
+    hurt = train(tmp_path / "hurt" / "run", launcher, kill_then_stop)
+    assert len(hurt.faulted) == 1
+    assert any(isinstance(event, Recovered) for event in hurt.events)
+    last = max(hurt.losses)
+
+    def stop_at_last(run: Watched, step: int) -> None:
+        if step == last:
+            run.supervisor.stop()
+
+    calm = train(tmp_path / "calm" / "run", "local", stop_at_last)
+    assert hurt.losses == {step: calm.losses[step] for step in range(1, last + 1)}

@@ -4,19 +4,21 @@ far from here."""
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from farspan import models
+from farspan.domain.cluster import Cluster, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import PlannedDevice, Sync
-from farspan.domain.results import Finished, Step, Validated, read_events
+from farspan.domain.results import Finished, read_events
 from farspan.estimate.price import estimate
-from farspan.launch.launchers import launch
 from farspan.launch.trial import (
     WARMUP,
     Limits,
@@ -28,16 +30,24 @@ from farspan.launch.trial import (
     timed,
     trial,
 )
+from farspan.runtime.checkpoint import checkpoint
 from farspan.semantics.identity import plan_key
 from farspan_lab import state
 from farspan_lab.cluster import of_lab
 from tests import tiny
 from tests.launch.conftest import up
-from tests.launch.test_launchers import TRAIN, divided, losses, planned
+from tests.launch.test_launchers import (
+    ENDLESS,
+    TRAIN,
+    assert_resumed,
+    divided,
+    last_step,
+    losses_until,
+    planned,
+)
+from tests.waiting import LIMIT_S
 
-pytestmark = pytest.mark.slow
-
-FEW = Limits(steps=3, deadline_s=90.0)
+FEW = Limits(steps=3, deadline_s=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +72,23 @@ def at_star(train=TRAIN):
     return replace(plan, devices=(PlannedDevice(host="star", backend="cpu", index=0, threads=1),))
 
 
+def unreachable_sites(bandwidth=1e8) -> Cluster:
+    """This machine as a site, and another that cannot be entered: its client is not installed."""
+    (near,) = tiny.this_machine(planned()).hosts
+    far = replace(near, name="star", enter=("no-such-client", "star"), folder="/tmp/nowhere")
+    link = Link(a="utah", b="star", rtt_s=0.02, bandwidth=bandwidth)
+    hosts = (replace(near, name="utah"), far)
+    return Cluster(
+        sites=tuple(Site(name=host.name, hosts=(host,)) for host in hosts), links=(link,)
+    )
+
+
 def left(cluster):
     """Run folders on the far site's disk."""
     return list(Path(cluster.hosts[1].folder, "runs").glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline", "zero3"])
 def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
     plan = divided(kind)
@@ -80,8 +102,9 @@ def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
     assert not left(sites)
 
 
+@pytest.mark.slow
 def test_traffic_leaving_a_site_is_limited_to_the_wan_rate_of_the_plan(sites, corpus):
-    """Half of a site's gradients go over each of its two connections: half a second at as many
+    """Half of a site's gradients go over each of its two connections: a second at half as many
     bytes a second."""
     plan = planned()
     (stage,) = plan.replicas[0].stages
@@ -95,15 +118,20 @@ def test_traffic_leaving_a_site_is_limited_to_the_wan_rate_of_the_plan(sites, co
         assert made.status == "ok", made.problem
         return made.step_s
 
-    assert step_s(None) < 0.4 < step_s(4 * parameters(plan.model))
+    limited_s = step_s(2 * parameters(plan.model))
+    assert limited_s > 0.8
+    assert limited_s > step_s(None)
 
 
+@pytest.mark.slow
 def test_trial_of_replicas_weights_outer_sync_by_the_interval_of_the_plan(sites, corpus):
     made = trial(divided("replicas"), corpus, sites, "local", FEW)
     assert made.status == "ok", made.problem
-    # Rounds of 4 steps, 20 ms apart: a meeting's share of 5 steps.
+    # Two rounds of 4 steps; a fifth of what their first steps take longer.
     assert len(made.steps) == 8
-    assert made.step_s < sum(made.steps) / len(made.steps)
+    synced = statistics.fmean(made.steps[::4])
+    between = statistics.fmean(step for at, step in enumerate(made.steps) if at % 4)
+    assert made.step_s == pytest.approx(between + max(0.0, synced - between) / 5)
 
 
 def test_outer_sync_share_of_a_trial_step_equals_that_computed_by_hand():
@@ -126,6 +154,7 @@ def test_steps_that_warm_up_do_not_count():
     assert timed(plan, shortened(plan, 1, warmup=1), [9.0, 70.0], warmup=1) == (61.0, (61.0,))
 
 
+@pytest.mark.slow
 def test_a_plan_on_the_far_site_alone_is_measured(sites, corpus):
     made = trial(at_star(), corpus, sites, "local", FEW)
     assert made.status == "ok", made.problem
@@ -133,6 +162,7 @@ def test_a_plan_on_the_far_site_alone_is_measured(sites, corpus):
     assert not left(sites)
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_there_is_a_result(sites, corpus):
     model = models.family("gpt2").shape(d_model=512, layers=8, heads=8, vocab_size=300, context=16)
     train = replace(TRAIN, batch=4)
@@ -144,20 +174,27 @@ def test_memory_that_is_not_there_is_a_result(sites, corpus):
     assert found.step_s is None and not left(sites)
 
 
-def test_a_trial_that_does_not_end_is_ended(sites, corpus):
+@pytest.mark.slow
+def test_a_trial_that_does_not_end_is_ended(sites, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plan = replace(planned(), train=replace(TRAIN, batch=8))
     made = trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=3.0))
     assert made.status == "failed" and "did not end within 3 s" in made.problem.what
-    assert made.took_s < 300
-    assert not subprocess.run(
-        ["pgrep", "-af", "farspan-trial-"], capture_output=True, text=True
-    ).stdout
+    own = ["pgrep", "-af", f"{tmp_path}/farspan-trial-"]
+    assert not subprocess.run(own, capture_output=True, text=True).stdout
+    assert not left(sites)
 
 
-def test_trial_whose_process_dies_is_a_failed_result(sites, tmp_path):
+def test_trial_whose_process_dies_is_a_failed_result(tmp_path):
     nowhere = str(tmp_path / "no-corpus")
     made = apart(
-        TrialQuery(plan=planned(), corpus=nowhere, cluster=sites, launcher="local", within=FEW)
+        TrialQuery(
+            plan=planned(),
+            corpus=nowhere,
+            cluster=unreachable_sites(),
+            launcher="local",
+            within=FEW,
+        )
     )
     assert made.status == "failed" and made.plan == plan_key(planned())
     assert "exit code 1" in made.problem.fact and "no-corpus" in made.problem.fact
@@ -167,18 +204,12 @@ def test_trial_whose_process_dies_is_a_failed_result(sites, tmp_path):
 def test_a_host_that_nothing_here_reaches_is_a_result(corpus, kind):
     """Its client is not installed."""
     plan = at_star() if kind == "far alone" else planned()
-    here = tiny.this_machine(planned())
-    (site,) = here.sites
-    (host,) = site.hosts
-    far = replace(host, name="star", enter=("no-such-client", "star"), folder="/tmp/nowhere")
-    near = replace(host, name="utah")
-    cluster = replace(here, sites=(replace(site, hosts=(near, far)),))
-    made = trial(plan, corpus, cluster, "local", FEW)
+    made = trial(plan, corpus, unreachable_sites(), "local", FEW)
     assert made.status == "failed" and "no-such-client" in made.problem.fact, made.problem
 
 
-def test_limits_follow_the_prediction(sites, corpus):
-    plan = planned()
+def test_limits_follow_the_prediction(corpus):
+    plan, sites = planned(), unreachable_sites()
     assert limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(30 + 4 * 7 * 2.0)
     # The corpus goes to the one host that shares no disk.
     state_s = 16 * parameters(plan.model) / 2e8
@@ -188,10 +219,10 @@ def test_limits_follow_the_prediction(sites, corpus):
     assert start_s(plan, sites, corpus) == pytest.approx(120 + state_s + size / 1e6)
 
 
-def test_trial_deadline_of_replicas_includes_its_more_frequent_outer_syncs(sites):
+def test_trial_deadline_of_replicas_includes_its_more_frequent_outer_syncs():
     """Over a slow line a meeting takes far longer than a step: a hundredth of it a step in the run,
     a quarter here."""
-    slow = replace(sites, links=tuple(replace(link, bandwidth=1e4) for link in sites.links))
+    slow = unreachable_sites(bandwidth=1e4)
     plan = replace(divided("replicas"), sync=Sync(every=100))
     step_s = estimate(plan, models.graph(plan.model), slow, engine("farspan")).step_s
     meeting_s = plan.sync.bits / 8 * parameters(plan.model) / 1e4
@@ -202,35 +233,17 @@ def test_trial_deadline_of_replicas_includes_its_more_frequent_outer_syncs(sites
 #   ------------------------------------------------------------------------------------
 
 
-#: It takes longer than events take to come back.
-MANY = replace(TRAIN, steps=600, validate_every=200)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    run = tiny.run_folder(
-        tmp_path_factory.mktemp("alone") / "run", tiny.plan(MANY, rows=(8,), micro_rows=2)
-    )
-    return losses(run, "local", tiny.this_machine(run.load_plan()))
-
-
+@pytest.mark.slow
 def test_run_on_a_remote_site_resumes_from_its_step_and_is_fetched_complete(
-    sites, alone, tmp_path, monkeypatch
+    sites, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("farspan.launch.remote_run.PULL_S", 0.1)
-    run = tiny.run_folder(tmp_path / "run", at_star(MANY))
-    first = []
-    with launch("local", run.load_plan(), run, sites) as workers:
-        for event in workers:
-            first.append(event)
-            if isinstance(event, Step) and event.step == 1:
-                workers.interrupt()
-    assert max(event.step for event in first if isinstance(event, Step)) < 600, (
-        "it ended before it could be interrupted"
-    )
-    again = losses(run, "local", sites)
-    before = [event.loss for event in first if isinstance(event, Step | Validated)]
-    assert before + again == pytest.approx(alone, abs=1e-6)
-    *_, told = read_events(run.events)
-    assert isinstance(told, Finished) and told.reason == "done"
-    assert (run.checkpoints / f"step-{MANY.steps:08d}" / "manifest.json").exists()
+    run = tiny.run_folder(tmp_path / "far" / "run", at_star(ENDLESS))
+    before = losses_until(1, run, sites)
+    after = losses_until(last_step(before) + 4, run, sites)
+    alone = tiny.run_folder(tmp_path / "alone" / "run", tiny.plan(ENDLESS, rows=(8,), micro_rows=2))
+    here = tiny.this_machine(alone.load_plan())
+    assert_resumed(before, after, losses_until(last_step(after), alone, here))
+    *_, last = read_events(run.events)
+    assert isinstance(last, Finished) and last.step == last_step(after)
+    assert checkpoint.verify(run.checkpoints / f"step-{last.step:08d}")
