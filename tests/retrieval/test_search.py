@@ -66,7 +66,9 @@ def better(index: Index, system: str) -> None:
     with_evaluation(index, default=system, fusion_weight=0.3)
 
 
-def test_the_manifest_says_what_the_index_is(built, model, tokenizer, documents):
+def test_index_manifest_records_origin_counts_fit_and_evaluation(
+    built, model, tokenizer, documents
+):
     manifest, _ = make(built, model, tokenizer, documents)
     assert (manifest.origin, manifest.documents, manifest.recipe.store) == (ORIGIN, 60, "qdrant")
     evaluation = manifest.evaluation
@@ -81,7 +83,7 @@ def test_the_manifest_says_what_the_index_is(built, model, tokenizer, documents)
     assert msgspec.json.decode((built / "index.json").read_bytes(), type=IndexManifest) == manifest
 
 
-def test_the_same_again_does_nothing_and_anything_else_builds_anew(
+def test_equal_index_is_left_as_it_is_and_another_model_or_text_rebuilds_it(
     tmp_path, model, tokenizer, documents
 ):
     path = tmp_path / "index"
@@ -180,7 +182,7 @@ def test_scores_are_those_of_a_plain_loop(index, documents, system):
         assert result.score == pytest.approx(expected[number], abs=2e-2)
 
 
-def test_words_that_are_nowhere_are_answered_by_the_model_and_said(index):
+def test_query_of_unknown_words_is_answered_by_the_model_with_a_note(index):
     better(index, "bm25")
     answer = search(index, "zzz qqq")
     assert answer.system == "model" and answer.why == "no word of the query is in the index"

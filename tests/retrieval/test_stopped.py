@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ import pytest
 from farspan.domain.problems import Refusal
 from farspan.retrieval.work import IndexWork
 from tests.retrieval import making
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -24,17 +22,12 @@ pytestmark = pytest.mark.slow
 BLOCK = 32 + 32 * 4 * 32 * 4
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "tests.retrieval.making", str(folder)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def finish(folder: Path) -> tuple[int, int]:
     """Texts that a process which is left alone embeds, and those that it finds."""
-    process = start(folder)
-    out, err = process.communicate(timeout=300)
+    process = making.start(folder)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
-    embedded, kept = map(int, out.split())
+    embedded, kept = map(int, out.splitlines()[-1].split())
     return embedded, kept
 
 
@@ -42,18 +35,14 @@ def features(folder: Path) -> list[Path]:
     return sorted(folder.with_name("index.building").rglob("*.features"))
 
 
-def on_disk(folder: Path) -> int:
-    return sum(file.stat().st_size for file in features(folder))
-
-
-def stop(folder: Path, at_bytes: int, number: signal.Signals) -> None:
-    """Start a making, and send it a signal as soon as so many bytes of it are on disk."""
-    process = start(folder)
-    while on_disk(folder) < at_bytes:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
+def stop(folder: Path, texts: int, number: signal.Signals) -> None:
+    """Start a making, and send it a signal before it embeds more than so many texts."""
+    process = making.start(folder, halt=texts)
+    making.await_line(process, making.HALTED)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    # Its input stays open: nothing but the signal ends the wait.
+    process.wait(LIMIT_S)
+    process.communicate()
     assert process.returncode != 0
 
 
@@ -88,12 +77,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_stopped_making_embeds_only_what_is_missing(
-    tmp_path: Path, whole, number: signal.Signals
-):
+def test_stopped_build_embeds_only_what_is_missing(tmp_path: Path, whole, number: signal.Signals):
     folder, every = tmp_path / "index", whole[1]
-    for share in sorted(random.Random(number).uniform(0.05, 0.6) for _ in range(2)):
-        stop(folder, int(share * every / 32 * BLOCK), number)
+    rng = random.Random(number)
+    for _ in range(2):
+        stop(folder, int(rng.uniform(0.1, 0.3) * every), number)
         assert not (folder / "index.json").exists()
     blocks = [file.stat().st_size // BLOCK for file in features(folder)]
     embedded, kept = finish(folder)
@@ -104,7 +92,7 @@ def test_a_stopped_making_embeds_only_what_is_missing(
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
 
-def test_features_that_are_damaged_or_torn_are_made_again(tmp_path: Path, whole):
+def test_damaged_or_incomplete_features_are_computed_again(tmp_path: Path, whole):
     folder, rng = tmp_path / "index", random.Random(1)
     interrupt(folder, 500)
     blocks = sum(file.stat().st_size // BLOCK for file in features(folder))
@@ -124,7 +112,7 @@ def test_features_of_other_weights_are_never_used(tmp_path: Path):
     assert making.make(folder, seed=6, evaluate=False)[0].kept == 0
 
 
-def test_what_was_embedded_for_an_evaluation_serves_without_one(tmp_path: Path):
+def test_features_computed_for_an_evaluation_are_reused_without_one(tmp_path: Path):
     folder = tmp_path / "index"
     interrupt(folder, 100)
     assert making.make(folder, evaluate=False)[0].kept >= 100
@@ -135,16 +123,13 @@ def test_what_was_embedded_for_an_evaluation_serves_without_one(tmp_path: Path):
     )
 
 
-def test_two_at_once_are_refused_and_the_old_index_answers_meanwhile(tmp_path: Path):
+def test_second_build_at_once_is_refused_and_the_old_index_answers(tmp_path: Path):
     folder = tmp_path / "index"
     making.make(folder, evaluate=False)
     before = vectors(folder)
-    process = start(folder)
+    process = making.start(folder, halt=64)
     try:
-        while not on_disk(folder):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.001)
-        process.send_signal(signal.SIGSTOP)
+        making.await_line(process, making.HALTED)
         assert vectors(folder) == before
         with pytest.raises(Refusal) as refusal:
             making.make(folder)
@@ -156,7 +141,7 @@ def test_two_at_once_are_refused_and_the_old_index_answers_meanwhile(tmp_path: P
     assert vectors(folder) == before
 
 
-def test_an_open_index_goes_on_answering_when_another_takes_its_place(tmp_path: Path):
+def test_open_index_keeps_answering_after_another_replaces_it(tmp_path: Path):
     folder = tmp_path / "index"
     making.make(folder, evaluate=False)
     old = making.opened(folder)
@@ -168,7 +153,7 @@ def test_an_open_index_goes_on_answering_when_another_takes_its_place(tmp_path: 
     old.close()
 
 
-def test_searches_during_the_change_find_one_index_or_the_other(tmp_path: Path):
+def test_searches_while_an_index_is_replaced_find_the_old_or_the_new(tmp_path: Path):
     """Opened again and again while one index takes the place of another: never a mixture, never a
     failure."""
     folder = tmp_path / "index"
@@ -185,7 +170,7 @@ def test_searches_during_the_change_find_one_index_or_the_other(tmp_path: Path):
     assert making.opened(folder).manifest.evaluation
 
 
-def test_what_killed_makings_left_is_removed_by_the_next(tmp_path: Path):
+def test_leftovers_of_killed_builds_are_removed_by_the_next(tmp_path: Path):
     for left in (
         "index.building/x",
         "index.building/lock",
@@ -199,7 +184,7 @@ def test_what_killed_makings_left_is_removed_by_the_next(tmp_path: Path):
     assert len(list((tmp_path / "index").iterdir())) == 2
 
 
-def test_time_to_go_counts_what_was_found_on_disk_as_done_and_not_as_fast():
+def test_time_to_go_counts_work_found_on_disk_as_done_but_not_as_speed():
     now = [0.0]
     work = IndexWork(lambda: now[0])
     work.expect("embedding", 1000)

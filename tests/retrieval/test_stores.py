@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,8 +45,9 @@ KINDS = {
 }
 AT_SERVERS = [kind for kind, (_, _, server) in KINDS.items() if server]
 EMBEDDED = [kind for kind in KINDS if kind not in AT_SERVERS]
+#: Adds 50 vectors at a time without end, and says how many there are.
 WRITER = """
-import sys, time
+import itertools, sys, time
 from pathlib import Path
 import numpy as np
 from farspan.retrieval import stores
@@ -53,12 +55,11 @@ name, folder, location, table, many = sys.argv[1:]
 about = stores.About(model="a1", tokenizer="b2", fit="c3", dim=16)
 store = stores.load(name).create(stores.Spot(folder=Path(folder), location=location, name=table), about)
 vectors = np.random.default_rng(0).normal(size=(int(many), 16)).astype("float32")
-for start in range(0, len(vectors), 50):
+for start in itertools.count(0, 50):
     ids = range(start, start + 50)
-    store.add(ids, vectors[start : start + 50], [{"document": i} for i in ids])
+    store.add(ids, vectors[start % len(vectors) :][:50], [{"document": i} for i in ids])
     print(start + 50, flush=True)
-    time.sleep(0.005)  # Who kills it must not come too late.
-store.close()
+    time.sleep(0.005)
 """  # noqa: E501
 NASTY = [
     "quoted \"twice\" and 'once'",
@@ -336,7 +337,7 @@ OPERATIONS = st.one_of(
 
 
 @pytest.mark.parametrize("kind", slow_but(EMBEDDED, KINDS))
-def test_any_row_of_operations_does_what_it_does_to_a_dict(kind, tmp_path_factory, location):
+def test_any_sequence_of_operations_gives_what_a_dict_gives(kind, tmp_path_factory, location):
     @hypothesis.settings(few(10), suppress_health_check=[*hypothesis.HealthCheck])
     @hypothesis.given(st.lists(OPERATIONS, min_size=3, max_size=12))
     def check(operations):
@@ -383,13 +384,20 @@ def _do(store: stores.Store, model: dict, what: str, of) -> None:
         np.testing.assert_allclose([hit.score for hit in found], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("acknowledged", slow_after(1, [1, 40]))
-def test_what_was_acknowledged_survives_kill_9(place, acknowledged):
+def start_writer(place: Place, vectors: int) -> subprocess.Popen[str]:
+    """Start a writer of so many different vectors, which waits when it is some 700 lines ahead of
+    whoever reads what it prints."""
     spot = place.spot()
-    words = [place.name, str(spot.folder), spot.location, spot.name, "100000"]
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, *words], stdout=subprocess.PIPE, text=True
+    words = [place.name, str(spot.folder), spot.location, spot.name, str(vectors)]
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, *words], stdout=subprocess.PIPE, text=True, pipesize=4096
     )
+
+
+@pytest.mark.parametrize("acknowledged", slow_after(1, [1, 40]))
+def test_acknowledged_vectors_survive_kill_9(place, acknowledged):
+    spot = place.spot()
+    writer = start_writer(place, 100_000)
     for _ in range(place.most(acknowledged * 50) // 50):
         count = int(writer.stdout.readline())
     os.kill(writer.pid, signal.SIGKILL)
@@ -418,24 +426,24 @@ def test_what_was_acknowledged_survives_kill_9(place, acknowledged):
 def test_two_read_while_one_writes(server_place):
     spot = server_place.spot()
     server_place.module.create(spot, msgspec.structs.replace(ABOUT, dim=16)).close()
-    words = [server_place.name, str(spot.folder), spot.location, spot.name, "3000"]
     vectors = np.random.default_rng(0).normal(size=(3000, 16)).astype("float32")
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, *words], stdout=subprocess.DEVNULL)
+    writer = start_writer(server_place, len(vectors))
     faults: list[str] = []
-    looks = [0, 0]
+    grown, over = [0, 0], threading.Event()
 
     def read(reader: int) -> None:
-        store, before = server_place.module.open_store(spot), 0
+        store, before, look = server_place.module.open_store(spot), 0, 0
         try:
-            while writer.poll() is None:
+            while grown[reader] < 10 and not faults and not over.is_set():
                 count = store.count()
                 if count < before or count % 50:
                     faults.append(f"{count} vectors after {before}")
+                grown[reader] += count > before
                 before = count
-                for hit in store.search(vectors[looks[reader] % 50], 5):
+                for hit in store.search(vectors[look % 50], 5):
                     if hit.payload != {"document": hit.id}:
                         faults.append(f"{hit}")
-                looks[reader] += 1
+                look += 1
         except Exception as error:
             faults.append(repr(error))
         finally:
@@ -444,11 +452,21 @@ def test_two_read_while_one_writes(server_place):
     readers = [threading.Thread(target=read, args=(reader,)) for reader in range(2)]
     for reader in readers:
         reader.start()
+    # It writes for as long as they read.
+    printed, end = "", time.monotonic() + LIMIT_S
+    while any(reader.is_alive() for reader in readers) and time.monotonic() < end:
+        if not (line := writer.stdout.readline()):
+            break
+        printed += line
+    over.set()
     for reader in readers:
         reader.join(LIMIT_S)
-    assert writer.wait(LIMIT_S) == 0 and faults == [] and min(looks) > 0
+    writer.kill()
+    printed += writer.communicate()[0]
+    assert faults == [] and min(grown) == 10
+    acknowledged = int(printed.split("\n")[-2])
     store = server_place.module.open_store(spot)
-    assert store.count() == 3000
+    assert store.count() - acknowledged in (0, 50)
     store.close()
 
 
@@ -504,7 +522,7 @@ def occupy(place: Place, name: str) -> None:
     if place.name == "pgvector":
         import psycopg
 
-        with psycopg.connect(place.location, connect_timeout=5) as connection:
+        with psycopg.connect(place.location) as connection:
             connection.execute(f"CREATE TABLE {name} (id bigint)")
             connection.execute(f"COMMENT ON TABLE {name} IS 'ours'")
     else:
@@ -514,7 +532,7 @@ def occupy(place: Place, name: str) -> None:
         client.create_collection(name, embedding_function=None, metadata={"ours": 1})
 
 
-def test_a_table_of_other_vectors_is_refused_and_one_of_the_same_is_gone_on_with(server_place):
+def test_table_of_other_vectors_is_refused_and_one_of_the_same_is_extended(server_place):
     module, spot = server_place.module, server_place.spot()
     assert module.shared(spot.location)
     vectors = unit_vectors(2)
@@ -534,7 +552,7 @@ def test_a_table_of_other_vectors_is_refused_and_one_of_the_same_is_gone_on_with
 
 
 @pytest.mark.slow
-def test_two_who_make_one_table_at_once_both_have_it(tmp_path, location):
+def test_several_that_create_one_table_at_once_share_it(tmp_path, location):
     place = place_of("pgvector", location, tmp_path)
     with ThreadPoolExecutor(4) as pool:
         made = [*pool.map(lambda _: place.module.create(place.spot(), ABOUT), range(4))]
@@ -557,10 +575,14 @@ def test_qdrant_in_a_folder_is_open_once(tmp_path, location):
 def test_a_server_that_is_not_there_is_refused(kind, tmp_path, location):
     place = place_of(kind, location, tmp_path)
     before = "postgresql://me@" if place.name == "pgvector" else "http://"
-    spot = Spot(folder=tmp_path, location=f"{before}127.0.0.1:{servers.free_port()}")
-    assert place.module.shared(spot.location)
-    for call in (lambda: place.module.open_store(spot), lambda: place.module.create(spot, ABOUT)):
-        assert servers.PASSWORD not in refused("store-unreachable", call)
+    with servers.reserved_port() as port:
+        spot = Spot(folder=tmp_path, location=f"{before}127.0.0.1:{port}")
+        assert place.module.shared(spot.location)
+        for call in (
+            lambda: place.module.open_store(spot),
+            lambda: place.module.create(spot, ABOUT),
+        ):
+            assert servers.PASSWORD not in refused("store-unreachable", call)
 
 
 @pytest.mark.parametrize("kind", slow_but((), AT_SERVERS))
@@ -586,11 +608,11 @@ def test_a_wrong_password_is_refused_and_never_shown(tmp_path, location, monkeyp
 
 
 @pytest.mark.slow
-def test_a_user_who_may_not_make_tables_or_extensions_is_told_so(tmp_path, location):
+def test_user_without_rights_to_tables_or_extensions_is_refused_with_the_reason(tmp_path, location):
     place = place_of("pgvector", location, tmp_path)
     import psycopg
 
-    with psycopg.connect(place.location, connect_timeout=5, autocommit=True) as connection:
+    with psycopg.connect(place.location, autocommit=True) as connection:
         connection.execute(f"CREATE ROLE guest LOGIN PASSWORD '{servers.PASSWORD}'")
         connection.execute("CREATE DATABASE bare")
     guest = place.location.replace(servers.USER, "guest")
@@ -604,7 +626,9 @@ def test_a_user_who_may_not_make_tables_or_extensions_is_told_so(tmp_path, locat
 
 
 @pytest.mark.slow
-def test_what_pgvector_cannot_hold_is_refused(tmp_path, location):
+def test_pgvector_refuses_large_dimensions_and_long_names_and_quotes_table_names(
+    tmp_path, location
+):
     place = place_of("pgvector", location, tmp_path)
     about = msgspec.structs.replace(ABOUT, dim=16_001)
     refused("out-of-range", lambda: place.module.create(place.spot(), about))
@@ -623,7 +647,7 @@ def test_what_pgvector_cannot_hold_is_refused(tmp_path, location):
     store.close()
 
 
-def test_half_a_change_at_the_end_of_a_log_is_passed_over_and_written_over(tmp_path, location):
+def test_incomplete_change_at_the_end_of_a_log_is_ignored_and_overwritten(tmp_path, location):
     place = place_of("faiss", location, tmp_path)
     vectors = unit_vectors(3)
     with place.store() as store:
@@ -640,7 +664,7 @@ def test_half_a_change_at_the_end_of_a_log_is_passed_over_and_written_over(tmp_p
     store.close()
 
 
-def test_what_a_killed_finish_leaves_is_passed_over_and_swept_away(tmp_path, location):
+def test_leftovers_of_a_killed_finish_are_ignored_and_removed(tmp_path, location):
     place = place_of("faiss", location, tmp_path)
     vectors = unit_vectors(3)
     with place.store() as store:

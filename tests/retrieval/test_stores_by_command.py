@@ -3,15 +3,17 @@ those of the default store."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import importlib.util
 import io
 import json
+import os
 import random
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -134,23 +136,45 @@ def embed_and_search_twice(desk: Path, *store: str) -> tuple[Answers, Answers]:
     return first, search_all(desk)
 
 
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that `make` fills in the first process of this run of tests that asks for it."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            making = folder.with_suffix(".making")
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir()
+            make(making)
+            making.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text in `docs`, a cache and a finished run, which no test changes."""
-    desk = tmp_path_factory.mktemp("trained")
-    (desk / "docs").mkdir()
-    write_notes(desk, first_texts())
-    (desk / "run.yaml").write_text(TINY)
-    run_command(desk, "train", "run.yaml")
-    return desk
+
+    def train(desk: Path) -> None:
+        (desk / "docs").mkdir()
+        write_notes(desk, first_texts())
+        (desk / "run.yaml").write_text(TINY)
+        run_command(desk, "train", "run.yaml")
+
+    return make_once(tmp_path_factory, "run-for-stores", train)
 
 
 @pytest.fixture(scope="module")
 def default_answers(
     trained: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Answers, Answers]:
-    desk = tmp_path_factory.mktemp("default") / "desk"
-    return embed_and_search_twice(shutil.copytree(trained, desk))
+    def search_default_store(folder: Path) -> None:
+        answers = embed_and_search_twice(shutil.copytree(trained, folder / "desk"))
+        (folder / "answers.json").write_text(json.dumps(answers))
+
+    folder = make_once(tmp_path_factory, "default-store", search_default_store)
+    first, followed = json.loads((folder / "answers.json").read_text())
+    return first, followed
 
 
 # Of the module, and named first by the test: what is skipped trains no run.
