@@ -120,7 +120,7 @@ COMMANDS = [
 @pytest.mark.parametrize(
     ("words", "code", "parts"), COMMANDS, ids=[" ".join(row[0])[:60] for row in COMMANDS]
 )
-def test_a_command_that_cannot_be_done_says_why(here: Farspan, words, code, parts):
+def test_command_with_bad_arguments_is_refused_with_code_and_fix(here: Farspan, words, code, parts):
     expect(here(*words), code, *parts)
 
 
@@ -310,7 +310,7 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, farspan: Farspan, fil
     expect(farspan("prepare", cwd=tmp_path), code, *parts)
 
 
-def test_skipped_files_are_told_by_kind_and_listed_by_name(
+def test_prepare_counts_skipped_files_by_extension_and_lists_each(
     tmp_path: Path, desk: Path, farspan: Farspan
 ):
     (tmp_path / "text").symlink_to(shutil.copytree(desk / "docs", tmp_path / "docs"))
@@ -348,7 +348,9 @@ def test_a_model_that_cannot_be_is_refused_before_it_is_tried(
     assert "trying" not in done.stdout
 
 
-def test_a_corpus_too_small_says_what_is_there_needed_and_fits(tmp_path: Path, farspan: Farspan):
+def test_corpus_too_small_is_refused_with_available_and_needed_tokens(
+    tmp_path: Path, farspan: Farspan
+):
     (tmp_path / "text").mkdir()
     for number in range(8):
         (tmp_path / "text" / f"{number}.txt").write_text(f"document {number} is short")
@@ -614,7 +616,9 @@ def saved(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGINT]))
-def test_a_signal_saves_and_says_how_to_go_on(training, farspan: Farspan, number: signal.Signals):
+def test_signal_saves_a_checkpoint_and_prints_the_resume_command(
+    training, farspan: Farspan, number: signal.Signals
+):
     process, path = training
     expect(farspan("resume", str(path)), "run-busy", str(path))
     process.send_signal(number)

@@ -1,15 +1,14 @@
-"""`farspan embed` as a person meets it: how far it is, stopped and gone on with, searched
-meanwhile."""
+"""`farspan embed`: its progress, interrupted and resumed, and searches while it runs."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,40 @@ from farspan.cli.index_progress import IndexProgress
 from farspan.domain.problems import EXIT_CODES
 from farspan.retrieval.work import IndexWork
 from tests.cli.conftest import Farspan
+from tests.waiting import LIMIT_S, wait_for
+
+#: `farspan WORDS...`, which stops itself once it has embedded and kept a first batch of texts.
+STOPPING = """
+import os, signal, sys
+from farspan.cli.main import main
+from farspan.retrieval.work import IndexWork
+did, batches = IndexWork.did, []
+def did_then_stop(work, amount, *, kept=False):
+    did(work, amount, kept=kept)
+    if work.kind == "embedding" and not kept:
+        batches.append(amount)
+        if len(batches) == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+IndexWork.did = did_then_stop
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def is_stopped(process: subprocess.Popen[str]) -> bool:
+    flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, flags) is not None
 
 
 @pytest.fixture
 def embedding(run: Path, tmp_path: Path, farspan: Farspan, environment: dict[str, str]):
-    """A run with an index that was not evaluated, and a process held in the middle of making the
-    evaluated one."""
+    """A process stopped in the middle of embedding for an evaluated index, and its run's folder,
+    which has an index that was not evaluated."""
     path = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("index*")))
     done = farspan("embed", str(path), "--no-eval", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["manifest"]["evaluation"] is None
     process = subprocess.Popen(
-        [sys.executable, "-m", "farspan", "embed", str(path)],
+        [sys.executable, "-c", STOPPING, "embed", str(path)],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
@@ -38,10 +59,7 @@ def embedding(run: Path, tmp_path: Path, farspan: Farspan, environment: dict[str
         text=True,
     )
     try:
-        while not any(file.stat().st_size for file in path.glob("index.building/*/*.features")):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.001)
-        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: is_stopped(process), "a first batch of texts", process)
         yield process, path
     finally:
         process.kill()
@@ -69,7 +87,7 @@ def test_embed_interrupted_by_ctrl_c_resumes_with_the_same_command(embedding, fa
     process, path = embedding
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGCONT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == EXIT_CODES["interrupted"] and err.count("error[interrupted]") == 1
     assert f"farspan embed {path}" in err and "Traceback" not in err
     done = farspan("embed", str(path))

@@ -26,7 +26,9 @@ def parts_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout + done.stderr
 
 
-def test_doctor_says_driver_wheel_architectures_and_fix(farspan: Farspan, path: str):
+def test_doctor_reports_driver_wheel_architectures_and_fix_for_unusable_gpus(
+    farspan: Farspan, path: str
+):
     done = farspan("doctor", PATH=path)
     assert done.returncode == 0
     for part in (
@@ -44,7 +46,7 @@ def test_doctor_says_driver_wheel_architectures_and_fix(farspan: Farspan, path: 
 @pytest.mark.parametrize(
     "words", [("train", "run.yaml"), ("plan", "run.yaml"), ("select", "run.yaml")]
 )
-def test_nothing_goes_on_with_the_cpu_unless_it_is_asked_to(
+def test_commands_do_not_fall_back_from_an_unusable_gpu_to_the_cpu(
     farspan: Farspan, tmp_path: Path, path: str, words, device
 ):
     extra = ("--run", str(tmp_path / "run")) if words[0] == "train" else ()
@@ -53,13 +55,15 @@ def test_nothing_goes_on_with_the_cpu_unless_it_is_asked_to(
     assert "error[device-unusable]" in parts_of(done) and not (tmp_path / "run").exists()
 
 
-def test_a_demo_does_not_go_on_either(farspan: Farspan, tmp_path: Path, path: str):
+def test_demo_does_not_fall_back_from_an_unusable_gpu_to_the_cpu(
+    farspan: Farspan, tmp_path: Path, path: str
+):
     done = farspan("demo", "--run", str(tmp_path / "demo"), PATH=path)
     assert done.returncode == 43 and "error[device-unusable]" in parts_of(done)
 
 
 @pytest.mark.parametrize("how", ["device", "environment"])
-def test_it_trains_on_the_cpu_where_that_is_said(
+def test_train_uses_the_cpu_when_requested_or_gpus_are_hidden(
     farspan: Farspan, tmp_path: Path, path: str, how: str
 ):
     words = ("train", "run.yaml", "--run", str(tmp_path / "run"))

@@ -66,7 +66,7 @@ def test_a_store_of_another_index_is_refused(indexed: Path, here: Farspan):
     assert f"farspan embed {indexed}" in message
 
 
-def test_a_run_without_its_tokenizer_says_where_another_copy_is(indexed: Path, here: Farspan):
+def test_embed_without_the_tokenizer_of_its_run_names_another_copy(indexed: Path, here: Farspan):
     (indexed / "tokenizer.json").unlink()
     message = refused(here("embed", str(indexed)), "path-missing")
     fix = message.split("fix:")[1].split("(from")[0].split()
@@ -75,7 +75,9 @@ def test_a_run_without_its_tokenizer_says_where_another_copy_is(indexed: Path, h
     assert here("embed", str(indexed), "--no-eval").returncode == 0
 
 
-def test_a_search_says_that_the_text_has_changed(indexed: Path, here: Farspan, desk: Path):
+def test_search_warns_that_the_text_changed_until_it_is_embedded(
+    indexed: Path, here: Farspan, desk: Path
+):
     new = desk / "docs" / "zz.txt"
     try:
         new.write_text(

@@ -35,6 +35,20 @@ pytestmark = pytest.mark.slow
 LONG = TINY.replace("steps: 4", "steps: 10_000_000").replace(
     "validate_every: 2", "validate_every: 1_000_000"
 )
+#: A sitecustomize that holds a job before it plans: its process writes `held` into `folder`, and
+#: goes on once `free` is there.
+HOLD = """
+import sys, time
+from pathlib import Path
+folder = Path({folder!r})
+class Hold:
+    def find_spec(self, name, path=None, target=None):
+        if name == "farspan.app.training":
+            (folder / "held").touch()
+            while not (folder / "free").exists():
+                time.sleep(0.02)
+sys.meta_path.insert(0, Hold())
+"""
 
 
 def workers(run: RunFolder) -> list[int]:
@@ -60,12 +74,25 @@ def office(desk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
         end(RunFolder(record.parent))
 
 
+def take_terminal() -> None:
+    """Make standard input the controlling terminal of a process that ends when it hangs up."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # It is ignored under nohup.
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def end(run: RunFolder) -> None:
     """End the run's job at once."""
     while (job := jobs.job_of(run)) is not None:
         os.kill(job.pid, signal.SIGTERM)
         wait_for(lambda job=job: jobs.job_of(run) != job, "the job's end")
     wait_for(lambda: not jobs.goes_on(run), "the job's end")
+
+
+@pytest.fixture
+def held(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """Variables with which a job waits before it plans, until `free` is in `tmp_path`."""
+    (tmp_path / "sitecustomize.py").write_text(HOLD.format(folder=str(tmp_path)))
+    return {**environment, "PYTHONPATH": str(tmp_path)}
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +222,7 @@ def test_now_is_now_and_another_job_is_refused_meanwhile(call: Farspan, going: R
     )
     (worker,) = workers(going)
     os.kill(worker, signal.SIGSTOP)  # It will not save.
-    done = call("stop", str(going.path), "--now", "--timeout", "30s", "--json")
+    done = call("stop", str(going.path), "--now", "--json")
     assert done.returncode == 0, done.stderr
     ended = json.loads(done.stdout)
     assert (ended["state"], ended["problem"]) == ("stopped", None) and ended["saved_step"] < ended[
@@ -218,26 +245,25 @@ def test_stop_reports_a_job_that_does_not_end_in_time_as_busy(call: Farspan, goi
 
 
 def test_a_terminal_that_goes_while_it_waits_takes_nothing_along(
-    office: Path, environment: dict[str, str], call: Farspan
+    office: Path, held: dict[str, str], tmp_path: Path, call: Farspan
 ):
     run, (ours, theirs) = RunFolder(office / "runs" / "left"), pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "farspan", "train", "--detach", "--run", str(run.path)],
         cwd=office,
-        env=environment,
+        env=held,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     ) as waiting:
         os.close(theirs)
-        assert os.read(ours, 100)
-        assert not run.plan.exists(), "it is still being planned"
+        wait_for((tmp_path / "held").exists, "the job begins", waiting)
         os.close(ours)
-        # By the hangup, or by what it said to a terminal that was gone: on a slow machine that
-        # comes first.
-        assert waiting.wait(LIMIT_S) in (-signal.SIGHUP, 1)
+        assert waiting.wait(LIMIT_S) == -signal.SIGHUP
+    assert not run.plan.exists()
+    (tmp_path / "free").touch()
     wait_for(lambda: run.events.exists() and state(call, run)["step"], "a step")
     log = jobs.log_file(run)
     assert (
@@ -248,17 +274,19 @@ def test_a_terminal_that_goes_while_it_waits_takes_nothing_along(
     assert api.Run(run.path).stop(timeout_s=LIMIT_S).state == "stopped"
 
 
-def test_ctrl_c_while_it_waits_stops_what_was_started(office: Path, environment: dict[str, str]):
+def test_ctrl_c_while_it_waits_stops_what_was_started(
+    office: Path, held: dict[str, str], tmp_path: Path
+):
     words = [sys.executable, "-m", "farspan", "train", "--detach", "--run", "runs/unwanted"]
     with subprocess.Popen(
         words,
         cwd=office,
-        env=environment,
+        env=held,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as waiting:
-        assert waiting.stdout is not None and waiting.stdout.readline()
+        wait_for((tmp_path / "held").exists, "the job begins", waiting)
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(LIMIT_S) == 130
         assert waiting.stderr is not None and waiting.stderr.read().count("error[interrupted]") == 1

@@ -56,7 +56,7 @@ def config(own: Path):
         ("budget: {time: 1h}", ['budget.time is "1h", was left out']),
     ],
 )
-def test_what_was_changed_in_a_runs_own_file_is_said(
+def test_resume_is_refused_naming_keys_changed_in_the_run_yaml_of_the_run(
     here: Farspan, config: Path, lines: str, facts: list[str]
 ) -> None:
     kept = "".join(line + "\n" for line in TINY.splitlines())
@@ -78,14 +78,14 @@ def test_what_was_changed_in_a_runs_own_file_is_said(
 @pytest.mark.parametrize(
     "more", ["# a remark\n", "index: {store: flat}\n", "checkpoint: {keep: 3}\n"]
 )
-def test_what_means_the_same_or_is_read_later_may_be_changed(
+def test_resume_accepts_changes_of_run_yaml_that_do_not_affect_training(
     here: Farspan, config: Path, more: str
 ) -> None:
     config.write_text(config.read_text() + more)
     assert here("resume", str(config.parent)).returncode == 0
 
 
-def test_another_cluster_in_a_runs_own_file_is_said_but_a_lab_is_entered(
+def test_resume_refuses_another_cluster_in_run_yaml_but_accepts_a_lab(
     here: Farspan, config: Path
 ) -> None:
     before = config.read_text()
@@ -96,7 +96,9 @@ def test_another_cluster_in_a_runs_own_file_is_said_but_a_lab_is_entered(
     assert here("resume", str(config.parent)).returncode == 0, "it is finished: no lab is asked for"
 
 
-def test_a_run_of_an_earlier_version_goes_on(here: Farspan, own: Path, config: Path) -> None:
+def test_run_of_an_earlier_version_resumes_without_recorded_settings(
+    here: Farspan, own: Path, config: Path
+) -> None:
     record = own / "run.json"
     before = record.read_bytes()
     content = json.loads(before)
@@ -152,7 +154,7 @@ def test_a_plan_of_other_devices_is_refused(
     )
 
 
-def test_a_plan_for_devices_that_have_less_memory_by_now_is_told_so(
+def test_plan_for_devices_that_now_have_less_memory_is_refused(
     here: Farspan, own: Path, tmp_path: Path
 ) -> None:
     words = (

@@ -56,7 +56,7 @@ def test_the_table_fits_its_terminal_and_names_every_technique(
     assert "\033[" not in text
 
 
-def test_a_long_list_says_how_much_is_hidden_and_how_to_see_it(farspan: Farspan) -> None:
+def test_plan_table_counts_hidden_rows_and_names_the_all_option(farspan: Farspan) -> None:
     short, whole = said(farspan), said(farspan, "--all")
     rows = [
         len(re.findall(r"^ *\d+ (?:data|zero2|diloco) ", text, re.MULTILINE))
@@ -204,7 +204,9 @@ def planned(farspan: Farspan, desk: Path) -> Path:
     return desk / "planned.json"
 
 
-def test_a_plan_is_trained_as_it_was_planned(farspan: Farspan, desk: Path, planned: Path) -> None:
+def test_train_follows_the_given_plan_file_unchanged(
+    farspan: Farspan, desk: Path, planned: Path
+) -> None:
     done = farspan("train", "run.yaml", "--plan", "planned.json", "--run", "runs/planned", "--json")
     assert done.returncode == 0, done.stderr
     assert (

@@ -39,7 +39,9 @@ def server(indexed: Path, desk: Path, environment: dict[str, str]):
         process.communicate(timeout=LIMIT_S)
 
 
-def test_it_answers_as_the_command_does_and_takes_up_a_new_index(server, indexed, farspan, desk):
+def test_server_answers_like_the_search_command_and_loads_a_new_index(
+    server, indexed, farspan, desk
+):
     process, client = server
     asked = farspan(
         "search", "school family", "--run", str(indexed), "--json", "-k", "3", "--system", "fused"
@@ -87,7 +89,7 @@ def test_it_answers_as_the_command_does_and_takes_up_a_new_index(server, indexed
     assert not (indexed / "serve.json").exists()
 
 
-def test_what_cannot_be_served_is_refused(run, here, tmp_path):
+def test_serve_refuses_a_folder_without_a_run_bad_ports_and_short_tokens(run, here, tmp_path):
     assert here("serve", str(tmp_path)).returncode == 22
     done = here("serve", str(run), "--port", "70000")
     assert done.returncode == 2 and "70000" in done.stderr

@@ -17,12 +17,18 @@ import pytest
 from farspan.corpus import _hub
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus._hub import _unreachable
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
-LOAD = "from farspan.corpus import tokenizer; print(tokenizer.load('somebody/words').vocab_size)"
+#: A hub of these tests answers late where the machine is busy.
+PATIENT = f"from farspan.corpus import _hub; _hub._CONNECT_S = _hub._ANSWER_S = {LIMIT_S}; "
+LOAD = (
+    f"{PATIENT}from farspan.corpus import tokenizer; "
+    "print(tokenizer.load('somebody/words').vocab_size)"
+)
 READ = (
-    "from farspan.corpus.sources import open_source; "
+    f"{PATIENT}from farspan.corpus.sources import open_source; "
     "print(list(open_source('hf:somebody/text').documents()))"
 )
 
@@ -44,7 +50,11 @@ def run(code: str, endpoint: str, home: Path, **more: str) -> subprocess.Complet
         **more,
     }
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
 
 
@@ -104,7 +114,7 @@ def test_a_hub_that_cannot_answer_now_is_asked_once(tmp_path: Path, code: str, h
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])
-def test_what_the_cache_has_needs_no_hub(closed: str, tmp_path: Path, offline: str) -> None:
+def test_cached_tokenizer_loads_without_the_hub(closed: str, tmp_path: Path, offline: str) -> None:
     stored = tmp_path / "hub" / "models--somebody--words"
     (stored / "refs").mkdir(parents=True)
     (stored / "refs" / "main").write_text("0" * 40)
@@ -118,14 +128,16 @@ def test_what_the_cache_has_needs_no_hub(closed: str, tmp_path: Path, offline: s
 def test_a_hub_is_asked_for_where_a_proxy_leads_to_it(
     closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_hub, "_CONNECT_S", LIMIT_S)
+    monkeypatch.setattr(_hub, "_ANSWER_S", LIMIT_S)
     with answering(Here) as open_url:
         for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
             monkeypatch.delenv(name, raising=False)
         assert _unreachable(open_url) is None and _unreachable(closed)
         with answering(Away) as away:
             assert "HTTP 503" in str(_unreachable(away))
-        monkeypatch.setattr(_hub, "_ANSWER_S", 0.5)
-        with socket.create_server(("127.0.0.1", 0)) as silent:
+        with monkeypatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as silent:
+            patch.setattr(_hub, "_ANSWER_S", 0.5)
             assert "nothing answers" in str(
                 _unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}")
             )

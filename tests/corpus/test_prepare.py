@@ -36,6 +36,7 @@ from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, Skipped
 from farspan.domain.problems import Problem, Refusal
 from tests.corpus.test_dedup import planted, true_jaccard
+from tests.waiting import LIMIT_S
 
 SMALL = TokenizerConfig(vocab=600)
 
@@ -177,7 +178,7 @@ def test_workers_change_nothing_and_a_second_run_does_nothing(
 
 
 @pytest.mark.parametrize("victim", ["encode_shard", "sign", "join_shards", "write_documents"])
-def test_interrupted_work_goes_on_where_it_was(
+def test_interrupted_work_is_resumed_where_it_was(
     victim: str,
     texts: list[str],
     tmp_path: Path,
@@ -222,7 +223,7 @@ def number_of_shards(texts: list[str]) -> int:
     return count
 
 
-def test_work_that_was_given_up_is_removed(texts: list[str], tmp_path: Path) -> None:
+def test_abandoned_work_is_removed(texts: list[str], tmp_path: Path) -> None:
     root, long_ago = tmp_path / "root", time.time() - 30 * 86_400
     for name in (".work-old", ".work-held", ".work-young"):
         (root / name).mkdir(parents=True)
@@ -236,7 +237,7 @@ def test_work_that_was_given_up_is_removed(texts: list[str], tmp_path: Path) -> 
     assert sorted(path.name for path in root.glob(".work-*")) == [".work-held", ".work-young"]
 
 
-def test_old_work_that_is_gone_on_with_is_kept(
+def test_old_work_that_is_resumed_is_kept(
     texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode_shard(*_: object) -> None:
@@ -303,8 +304,8 @@ prepare(DataConfig(source={source!r}, val="20%"), TokenizerConfig(vocab=600), Pa
         command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True
     ) as process:
         try:
-            assert process.wait(timeout=300) == -signal.SIGKILL
-            process.communicate(timeout=180)
+            assert process.wait(LIMIT_S) == -signal.SIGKILL
+            process.communicate(timeout=LIMIT_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -428,7 +429,7 @@ def problem(source: object, tmp_path: Path, **settings: object) -> Problem:
     return caught.value.problem
 
 
-def test_what_cannot_become_a_corpus_is_refused(
+def test_prepare_refuses_empty_or_unsplittable_text_and_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = write(tmp_path / "empty", ["", "  \n"])

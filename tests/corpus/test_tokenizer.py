@@ -21,6 +21,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from farspan.corpus import tokenizer
 from farspan.corpus._ranks import PATTERN, as_tiktoken, byte_characters
 from farspan.domain.problems import Refusal
+from tests.waiting import LIMIT_S
 
 TEXT = "\n".join(text for _, text in sorted(topics.items()))
 PIECES = [
@@ -154,7 +155,7 @@ def test_ids_out_of_merge_order_are_mapped() -> None:
     )
 
 
-def test_whatever_else_changes_what_is_encoded_keeps_tokenizers() -> None:
+def test_tokenizer_with_unsupported_encoding_options_is_not_converted_to_tiktoken() -> None:
     merges = [("a", "b")]
     assert as_tiktoken(hand_made(merges), 0) is not None
     prefixed, normalized, unsplit, added = (hand_made(merges) for _ in range(4))
@@ -239,7 +240,7 @@ def refusal(where: object) -> str:
     return caught.value.problem.code
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_load_refuses_missing_unreadable_or_unsuitable_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{not json")
     assert refusal(tmp_path) == "tokenizer-unreadable"
     assert refusal(tmp_path / "tokenizer.jsn") == "path-missing"
@@ -257,7 +258,7 @@ def test_a_hub_that_cannot_be_reached_is_a_refusal() -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=LIMIT_S,
     )
     assert "error[tokenizer-unreadable]" in done.stderr
     assert "hf download nobody/no-such-tokenizer" in done.stderr

@@ -144,7 +144,7 @@ def test_rings_between_two_sites_by_hand():
     assert there.all_reduce_s((0,), 4e6) == 0.0
 
 
-def test_a_ring_over_unlike_links_waits_for_the_slowest_and_the_farthest():
+def test_ring_over_heterogeneous_links_takes_the_slowest_rate_and_longest_delays():
     links = (
         Link(a="A", b="B", rtt_s=0.2, bandwidth=1e6),
         Link(a="B", b="C", rtt_s=0.02, bandwidth=1e9),
@@ -185,7 +185,7 @@ def test_hierarchical_all_reduce_crosses_the_wide_area_once():
     )
 
 
-def test_what_goes_straight_shares_the_line_between_sites_and_the_way_out_of_a_host():
+def test_direct_exchange_shares_the_link_between_sites_and_the_uplink_of_a_host():
     link = Link(a="A", b="B", rtt_s=1e-6, bandwidth=1e8)
     by_two, each = (
         network(cluster(*([hosts] * 2), links=(link,)), message_s=0.0)
@@ -295,9 +295,7 @@ def test_no_faster_local_network_or_card_makes_a_plan_slower(
     assert after <= before * (1 + 1e-9)
 
 
-def test_what_hosts_of_a_site_exchange_goes_at_the_rate_of_its_local_network_and_their_cards() -> (
-    None
-):
+def test_hosts_of_a_site_communicate_at_the_slower_of_local_network_and_nic() -> None:
     there = cluster([[device()], [device()]])
     assert LINE_BANDWIDTH == UNKNOWN_BANDWIDTH
     for site, host, rate, rtt_s in (
@@ -310,7 +308,7 @@ def test_what_hosts_of_a_site_exchange_goes_at_the_rate_of_its_local_network_and
         assert (found.line, found.delay_s) == pytest.approx((rate, rtt_s / 2))
 
 
-def test_hosts_with_unlike_cards_have_wires_of_unlike_rates() -> None:
+def test_link_rate_between_hosts_is_that_of_the_slower_nic() -> None:
     there = cluster([[device()], [device()], [device()]])
     nics = {"a0": 1e9, "a1": 1e9, "a2": 1e8}
     there = there.with_hosts(lambda host: msgspec.structs.replace(host, nic=nics[host.name]))

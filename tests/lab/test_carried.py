@@ -82,7 +82,9 @@ def listed(plan: Plan, lab: str) -> float:
 
 
 @pytest.mark.parametrize("technique", ["zero2", "pipeshard"])
-def test_a_line_carries_what_the_list_says(lab: str, technique: str, text: Path, tmp_path: Path):
+def test_bytes_over_a_lab_link_per_step_equal_the_listed_traffic(
+    lab: str, technique: str, text: Path, tmp_path: Path
+):
     (short, plan), (long, _) = (
         carried(lab, technique, steps, text, tmp_path / f"{steps}") for steps in (SHORT, LONG)
     )

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.slow
 MODEL = models.family("gpt2").shape(d_model=64, layers=2, heads=2, vocab_size=256, context=32)
 
 
-def test_a_lab_is_measured_as_it_was_made(start, tmp_path, monkeypatch):
+def test_measured_cluster_of_a_lab_matches_its_spec_and_unit_times_enter_plans(
+    start, tmp_path, monkeypatch
+):
     for name, few in {
         "STREAMS": (1, 4),
         "SEQUENCES": (1, 4),

@@ -132,7 +132,9 @@ def test_a_technique_that_is_searched_for_may_be_the_only_one() -> None:
     assert all(offer.best.technique == "pipeshard" for offer in found.offers)
 
 
-def test_the_command_says_prices_dates_and_the_frontier(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_rent_reports_list_price_dates_and_the_pareto_frontier(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [
         "plan",
         "--rent",

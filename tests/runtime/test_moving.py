@@ -50,7 +50,9 @@ def apart(ours: float, theirs: float) -> float:
 
 
 @pytest.mark.parametrize("seed", slow_after(4, range(PAIRS)))
-def test_any_plan_goes_on_from_what_another_saved(fleet: Fleet, folder: Path, seed: int):
+def test_any_plan_resumes_from_the_checkpoint_of_another_with_the_same_losses(
+    fleet: Fleet, folder: Path, seed: int
+):
     rng, optimizer = (
         random.Random(seed),
         replace(TRAIN.optimizer, muon=Muon()) if seed % 2 else TRAIN.optimizer,

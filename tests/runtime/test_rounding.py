@@ -219,7 +219,7 @@ def test_twenty_steps_in_fewer_bits_end_as_they_would_in_32(fleet: Fleet, folder
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_replicas_that_meet_in_fewer_bits_are_off_by_the_rounding_of_their_changes(
+def test_outer_sync_in_fewer_bits_errs_by_no_more_than_quantization(
     fleet: Fleet, folder: Path, bits: Any
 ):
     sync = Sync(every=3, bits=bits)
@@ -236,9 +236,7 @@ def test_replicas_that_meet_in_fewer_bits_are_off_by_the_rounding_of_their_chang
     assert allowed / 100 < off <= allowed
 
 
-def test_replicas_that_would_round_unlike_each_other_refuse_to_meet_in_fewer_bits(
-    fleet: Fleet, folder: Path
-):
+def test_replicas_of_different_shape_refuse_outer_sync_in_fewer_bits(fleet: Fleet, folder: Path):
     alone = [replica(stage((0, 4), [rank], [2])) for rank in (0, 3)]
     made = plan(*alone, replica(stage((0, 4), [1, 2], [1, 1], zero=1)), sync=Sync(every=2, bits=8))
     case = Case(folder, made)
@@ -246,9 +244,7 @@ def test_replicas_that_would_round_unlike_each_other_refuse_to_meet_in_fewer_bit
         fleet.run(jobs.train, case.world, made, case.path)
 
 
-def test_replicas_whose_state_is_filled_up_to_divide_evenly_meet_in_fewer_bits(
-    fleet: Fleet, folder: Path
-):
+def test_replicas_with_padded_state_sync_in_fewer_bits(fleet: Fleet, folder: Path):
     odd = replace(GPT2, d_model=20, heads=5, kv_heads=5, d_ff=41, vocab_size=337)
     halves = [replica(stage((0, 4), range(r, r + 3), [2, 1, 1], zero=2)) for r in (0, 3)]
     made = plan(*halves, sites=[0, 0, 0, 1, 1, 1], model=odd, sync=Sync(every=2, bits=8))
@@ -318,7 +314,7 @@ def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-def test_what_rounding_has_left_is_sent_whole_when_it_is_settled(bits: int):
+def test_quantization_residual_is_sent_in_full_when_it_is_flushed(bits: int):
     feedback, generator = ErrorFeedback(Codec(bits)), torch.Generator().manual_seed(bits)
     total, sent = torch.zeros(5000), torch.zeros(5000)
     for step in range(6):
@@ -332,7 +328,7 @@ def test_what_rounding_has_left_is_sent_whole_when_it_is_settled(bits: int):
 
 
 @pytest.mark.slow
-def test_a_run_in_8_bits_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path: Path):
+def test_run_with_8_bit_sync_resumes_bitwise_from_its_checkpoint(tmp_path: Path):
     """Bit by bit, until the other one saves again, which sends one step whole."""
     train = replace(TRAIN, steps=400, validate_every=400, checkpoint_every_s=0.3)
     made = tiny.plan(train, rows=(4, 4), micro_rows=4)

@@ -17,7 +17,7 @@ def embed(server: Server, input: object, **more) -> dict:
     return answer.json()
 
 
-def test_one_text_and_several_in_their_order(server):
+def test_embeddings_of_a_list_are_in_order_and_equal_those_of_single_texts(server):
     one, several = embed(server, "a boat"), embed(server, ["a boat", "🚣 and נהר", "the sea"])
     assert one["object"] == "list" and one["model"] == "papers"
     assert one["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
@@ -38,7 +38,7 @@ def test_base64_is_of_little_endian_floats(server):
         )
 
 
-def test_queries_are_told_by_type_or_prefix(server):
+def test_embeddings_input_is_a_query_by_input_type_or_prefix(server):
     document, query = (
         embed(server, "a boat", input_type=kind)["data"] for kind in ("document", "query")
     )
@@ -53,7 +53,7 @@ def test_queries_are_told_by_type_or_prefix(server):
     assert embed(server, "query: a boat", input_type="document")["usage"]["prompt_tokens"] == 3
 
 
-def test_what_was_cut_is_said(server):
+def test_embeddings_answer_reports_how_many_tokens_were_cut(server):
     answer = embed(server, ["short", "word " * (CONTEXT + 7)])
     assert answer["cut"] == [0, 7] and answer["usage"]["prompt_tokens"] == CONTEXT + 1
 
@@ -75,7 +75,9 @@ def test_what_was_cut_is_said(server):
         ({"inputs": "a"}, 422, "use input instead of inputs"),
     ],
 )
-def test_what_cannot_be_is_refused_in_both_forms(server, changes, status, words):
+def test_invalid_embeddings_request_is_refused_with_error_and_problem(
+    server, changes, status, words
+):
     answer = server.post("/v1/embeddings", {"model": "papers", "input": "a", **changes})
     assert answer.status_code == status, answer.text
     told = answer.json()
