@@ -1,10 +1,12 @@
 """The `farspan` command; `python -m farspan` where it is not on the path."""
 
-import signal
+import sys
 
 
 def main() -> int:
     """Run the command line; returns the process's exit code."""
+    import signal
+
     # Until it can answer Ctrl-C in words, Ctrl-C just ends the process: no traceback out of the
     # middle of an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -14,4 +16,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # `python -m` puts the current folder first, where a user's file may be called as a module is.
+    # It stays only if farspan itself was found there.
+    if not sys.flags.safe_path and __file__ != f"{sys.path[0]}/farspan/__main__.py":
+        del sys.path[0]
     raise SystemExit(main())

@@ -19,6 +19,7 @@ import msgspec
 
 from farspan.domain.cluster import READY, SPARE, STARTING, TAKEN
 from farspan.domain.codec import load, parse_json, save
+from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted
 from farspan_lab import INTERFACE, devices
@@ -42,7 +43,7 @@ _CHOSEN = [f"{library}_SOCKET_IFNAME={INTERFACE}" for library in ("GLOO", "NCCL"
 def up(lab: Lab) -> Status:
     """Make a lab and leave it up. Raises Refusal, with nothing left behind, when this machine
     cannot have it."""
-    command = [*_unshare(), sys.executable, "-m", "farspan_lab.supervisor"]
+    command = [*_unshare(), *module_command(sys.executable, "farspan_lab.supervisor")]
     folder = _base() / f"{_PREFIX}{lab.name}"
     lab = devices.placed(lab, sorted(os.sched_getaffinity(0)), devices.parents())
     try:

@@ -18,6 +18,7 @@ import msgspec
 from farspan.app import jobs
 from farspan.cli.console import Console
 from farspan.cli.paint import width
+from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Finished, Step, decoded
 from farspan.domain.run import RunFolder
@@ -70,7 +71,7 @@ def _started(words: Sequence[object], answer: IO[bytes], log: IO[bytes]) -> subp
     """The process of the job. What it says goes to the log, and its result or problem, as one
     object, to `answer`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "farspan", *map(str, words), "--json"],
+        module_command(sys.executable, "farspan", *map(str, words), "--json"),
         stdin=subprocess.DEVNULL,
         stdout=answer,
         stderr=log,

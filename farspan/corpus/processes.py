@@ -10,7 +10,10 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnContext, SpawnProcess
 
-#: One process starts at a time: each changes what the program is called while it does.
+from farspan.domain.interpreter import safe_path_environment
+
+#: One process starts at a time: each changes what the program is called, and its environment, while
+#: it does.
 _STARTING = threading.Lock()
 
 
@@ -29,7 +32,7 @@ class _Process(SpawnProcess):
 
     def start(self) -> None:
         program = sys.modules["__main__"]
-        with _STARTING:
+        with _STARTING, safe_path_environment():
             before, program.__spec__ = program.__spec__, ModuleSpec("farspan.__main__", None)
             try:
                 super().start()
@@ -44,7 +47,8 @@ class _Context(SpawnContext):
 def spawned(count: int) -> ProcessPoolExecutor:
     """A pool of up to `count` new processes. They end with this one however it ends, also when it
     is killed."""
-    return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start)
+    with _STARTING, safe_path_environment():  # Its locks start a process of their own.
+        return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start)
 
 
 def _start() -> None:

@@ -257,7 +257,7 @@ def wheel() -> dict[str, Any]:
     there."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "farspan.runtime.probe"],
+            ["env", "PYTHONSAFEPATH=1", sys.executable, "-m", "farspan.runtime.probe"],
             input=b'{"type": "installed"}\n',
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

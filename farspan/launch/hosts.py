@@ -39,7 +39,12 @@ ANSWER_S = 30.0
 MOST_BYTES = 2**28
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting
 #: for it.
-BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
+#: `-c` puts the current folder on the path: it goes first of all. `-I` would do that too, but also
+#: hide what `pip install --user` has installed.
+BOOTSTRAP = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
+)
 
 
 def _enter(host: Host, device: int | None) -> tuple[str, ...]:

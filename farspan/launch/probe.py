@@ -16,6 +16,7 @@ import msgspec
 from farspan.domain.caps import Cap
 from farspan.domain.cluster import Cluster, DType, Host
 from farspan.domain.gpus import Nvidia, Wheel, judge
+from farspan.domain.interpreter import module_command
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import DeviceRates, ProbeResult, UnitTimes
@@ -57,7 +58,7 @@ class Probe:
         self._peak = 0
 
     def __enter__(self) -> Probe:
-        words = [interpreter(self._host), "-m", "farspan.runtime.probe"]
+        words = module_command(interpreter(self._host), "farspan.runtime.probe")
         if by_client(
             self._host, self._device
         ):  # ssh passes on what exit codes say of signals, but not signals.
@@ -229,7 +230,9 @@ class Probe:
         """In words: of the control group that the process was in, else of the device and of the
         last answer."""
         words = command(
-            self._host, [interpreter(self._host), "-m", "farspan.domain.caps"], device=self._device
+            self._host,
+            module_command(interpreter(self._host), "farspan.domain.caps"),
+            device=self._device,
         )
         cap = None
         with suppress(OSError, subprocess.TimeoutExpired, msgspec.DecodeError):

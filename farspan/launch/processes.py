@@ -14,6 +14,7 @@ from typing import IO, Protocol
 
 from farspan.domain.cluster import STARTING, Host
 from farspan.domain.codec import content_hash, load
+from farspan.domain.interpreter import module_command
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
@@ -119,7 +120,7 @@ class HostProcess:
         self._stops_with_input = said is not None
         self._held = bool(ranks) and said is None and (hold or by_client(host, device))
         if self._held:
-            words = [interpreter(host), "-m", "farspan.launch.stop_on_stdin", *words]
+            words = module_command(interpreter(host), "farspan.launch.stop_on_stdin", *words)
             said = f"{secret or ''}\n".encode()
         elif secret is not None:
             words, said = ["env", f"{SECRET}={ON_STDIN}", *words], f"{secret}\n".encode()

@@ -26,6 +26,7 @@ import ray
 from farspan.domain.cluster import GIVEN
 from farspan.domain.codec import save
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
+from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import HOME, ON_STDIN, SECRET
 from farspan.launch.agent import free_ports, interfaces, nvidia
@@ -83,13 +84,12 @@ class RankActor:
         self._rank = environment["RANK"]
         self._words = self._logs / f"rank-{self._rank}.problem.json"
         self._words.unlink(missing_ok=True)
-        words = [
+        words = module_command(
             sys.executable,
-            "-m",
             "farspan.runtime.worker",
             str(self._folder / "plan.json"),
             str(self._folder),
-        ]
+        )
         with open(self._logs / f"rank-{self._rank}.log", "ab") as log:
             self._process = subprocess.Popen(
                 words,
@@ -112,6 +112,15 @@ class RankActor:
     def signal(self, number: int) -> None:
         if self._process.poll() is None:
             self._process.send_signal(number)
+
+
+def join(address: str) -> None:
+    """Connect this process to a Ray cluster, from a folder in which no user keeps files."""
+    if token := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(token).absolute())
+    # Ray puts the driver's current folder on the module path of every actor.
+    os.chdir("/")
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
 
 
 def nodes_of(job: Job) -> dict[str, str]:
@@ -278,7 +287,7 @@ def _poll(job: Job, rank: int, actor: Any) -> WorkerEnd | None:
 
 def describe(address: str) -> list[Node]:
     """The nodes of a running cluster, the one that this process is on first."""
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
+    join(address)
     own = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     cards = _cards([node["NodeID"] for node in nodes if node["Resources"].get("GPU", 0)])
@@ -331,7 +340,7 @@ def main() -> int:
     job = msgspec.json.decode(sys.argv[1], type=Job)
     logs = Path(job.folders[job.ranks[0]]) / "logs"
     try:
-        ray.init(address=job.address, log_to_driver=False, configure_logging=False)
+        join(job.address)
         ended = dict(enumerate(run(job, secret)))
     except Refusal as refusal:
         ended = {0: WorkerEnd(problem=refusal.problem)}

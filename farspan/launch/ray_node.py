@@ -15,6 +15,7 @@ import time
 
 import psutil
 
+from farspan.domain.interpreter import module_command
 from farspan.launch.stop_on_stdin import run
 from farspan.launch.workers import POLL_S, SAVE_S
 
@@ -42,14 +43,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(
         prefix="fr-", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:
-        words = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            "--block",
-            f"--temp-dir={folder}",
-        ]
+        words = module_command(
+            sys.executable, "ray.scripts.scripts", "start", "--block", f"--temp-dir={folder}"
+        )
         return run(
             [*words, *sys.argv[1:]], {**os.environ, "RAY_AUTH_TOKEN": token}, first=let_workers_end
         )

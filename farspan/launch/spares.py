@@ -17,6 +17,7 @@ import msgspec
 import psutil
 
 from farspan.domain.cluster import SPARE, Host
+from farspan.domain.interpreter import module_command
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder, SpareTask
 from farspan.launch.hosts import by_client, interpreter
@@ -42,7 +43,8 @@ class SpareProcess(HostProcess):
 
     def __init__(self, host: Host, seat: Seat, log: Path, keep_open: int) -> None:
         words = with_environment(
-            worker_environment(seat.threads), [interpreter(host), "-m", "farspan.runtime.spare"]
+            worker_environment(seat.threads),
+            module_command(interpreter(host), "farspan.runtime.spare"),
         )
         with open(log, "ab") as file:
             super().__init__(

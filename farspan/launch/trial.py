@@ -23,6 +23,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import save
 from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.engine import engine
+from farspan.domain.interpreter import module_command
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
@@ -339,7 +340,7 @@ def apart(question: TrialQuery) -> Trial:
     KeyboardInterrupt."""
     began = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-m", "farspan.launch.trial", str(os.getpid())],
+        module_command(sys.executable, "farspan.launch.trial", str(os.getpid())),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from farspan.domain.interpreter import module_command
 from farspan.domain.run import ON_STDIN, SECRET
 from farspan.launch.hosts import interpreter
 from farspan.launch.processes import (
@@ -47,13 +48,9 @@ class Launch(Workers):
                 )
                 yield spare
                 continue
-            worker = [
-                interpreter(host),
-                "-m",
-                "farspan.runtime.worker",
-                str(folder.plan),
-                str(folder.path),
-            ]
+            worker = module_command(
+                interpreter(host), "farspan.runtime.worker", str(folder.plan), str(folder.path)
+            )
             yield HostProcess(
                 host,
                 (rank,),

@@ -25,6 +25,7 @@ from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Site
 from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import load
 from farspan.domain.gpus import Gpu
+from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.examine import address, agents
 from farspan.launch.hosts import interpreter
@@ -91,7 +92,7 @@ def read_cluster(where: str) -> Cluster:
     """
     require_ray({"this machine": installed("ray")})
     environment = {**os.environ, "RAY_AUTH_MODE": "token", **require_token(os.environ, Path.home())}
-    words = [sys.executable, "-m", "farspan.launch.ray_driver", "describe", where]
+    words = module_command(sys.executable, "farspan.launch.ray_driver", "describe", where)
     try:
         done = subprocess.run(words, capture_output=True, env=environment, timeout=JOIN_S)
     except subprocess.TimeoutExpired:
@@ -202,9 +203,8 @@ class Launch(Workers):
             if first
             else [f"--address={_ip(meeting.address)}:{meeting.port}"]
         )
-        words = [
+        words = module_command(
             interpreter(host),
-            "-m",
             "farspan.launch.ray_node",
             *join,
             f"--node-ip-address={where}",
@@ -214,7 +214,7 @@ class Launch(Workers):
             f"--labels=farspan-host={host.name},site={self.cluster.site_of(host.name).name}",
             "--disable-usage-stats",
             "--include-log-monitor=false",
-        ]
+        )
         # Ray's own niceness for workers, 15, leaves them what others leave over. Nothing of ours is
         # served from a node that stops, and for half a minute it would wait for a head that is
         # gone.
@@ -249,12 +249,9 @@ class Launch(Workers):
                 (at.index, at.kind or "") if at.backend == "cuda" else None for at in plan.devices
             ),
         )
-        words = [
-            interpreter(head),
-            "-m",
-            "farspan.launch.ray_driver",
-            msgspec.json.encode(job).decode(),
-        ]
+        words = module_command(
+            interpreter(head), "farspan.launch.ray_driver", msgspec.json.encode(job).decode()
+        )
         environment = {
             "RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"),
             **worker_environment(1),

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from farspan.domain.cluster import Host
+from farspan.domain.interpreter import module_command
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.run import STORE_PORT, RunFolder
@@ -91,9 +92,8 @@ def commands(
                     STORE_PORT: str(meeting.port),
                     **environment,
                 },
-                [
+                module_command(
                     interpreter(host),
-                    "-m",
                     "torch.distributed.run",
                     f"--nnodes={len(hosts)}",
                     f"--node-rank={node}",
@@ -101,11 +101,11 @@ def commands(
                     f"--master-addr={meeting.address}",
                     f"--master-port={meeting.torchrun_port}",
                     "--max-restarts=0",
-                    "-m",
+                    "--module",
                     "farspan.runtime.worker",
                     str(folder.plan),
                     str(folder.path),
-                ],
+                ),
             )
         )
     return per_host
