@@ -37,6 +37,7 @@ from farspan.planning.compare import (
     words_of,
 )
 from farspan.planning.rank import Candidate, Ranking
+from farspan.semantics.communications import PURPOSE_NAMES
 
 #: A term is named where it makes up at least this share of what one plan takes longer than another.
 NAMED = 0.2
@@ -44,15 +45,6 @@ NAMED = 0.2
 PIECES = 4
 #: Round trips are named where they take at least this share of an exchange.
 TRIPS = 0.1
-PURPOSES = {
-    "gradients": "gradients",
-    "weights": "weights",
-    "operators": "activations inside operators",
-    "activations": "activations between stages",
-    "tied table": "gradients of the table that both ends hold",
-    "replicas": "the replicas' parameters",
-    "matrices": "parts of matrices for their update",
-}
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,7 +244,7 @@ def _communication(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
 
 def exchange_line(exchange: Exchange, costs: Costs) -> str:
     """What an exchange sends over its slowest link, and what that takes."""
-    name = PURPOSES[exchange.purpose]
+    name = PURPOSE_NAMES[exchange.purpose]
     if not exchange.by_hosts:
         return f"{name} inside one host take {short_time(exchange.seconds)}"
     (a, b), size = slowest_pair(exchange, costs)

@@ -17,17 +17,10 @@ from farspan.estimate.schedule import PassSpan
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime
 from farspan.estimate.traffic import Exchange, traffic
+from farspan.semantics.communications import PURPOSE_NAMES
 
 #: What fills memory, in the order in which bars stack it.
 PARTS = tuple(Memory(**dict.fromkeys(Memory.__struct_fields__, 0.0)).shown)
-PURPOSES = {
-    "gradients": "gradients",
-    "weights": "weights",
-    "operators": "activations inside operators",
-    "activations": "activations and their gradients",
-    "tied table": "the tied table's gradient",
-    "replicas": "the replicas' parameters",
-}
 
 
 class Box(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +74,10 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
         """`2.84 GB a step: gradients`."""
         names = sorted(self.bytes, key=lambda name: -self.bytes[name])
         if len(names) == 1:
-            return f"{format_bytes(self.total)} a step: {PURPOSES[names[0]]}"
-        parts = ", ".join(f"{PURPOSES[name]} {format_bytes(self.bytes[name])}" for name in names)
+            return f"{format_bytes(self.total)} a step: {PURPOSE_NAMES[names[0]]}"
+        parts = ", ".join(
+            f"{PURPOSE_NAMES[name]} {format_bytes(self.bytes[name])}" for name in names
+        )
         return f"{format_bytes(self.total)} a step: {parts}"
 
     @property

@@ -29,6 +29,16 @@ from farspan.semantics.tensor_sharding import (
 Purpose = Literal[
     "gradients", "weights", "operators", "activations", "tied table", "replicas", "matrices"
 ]
+#: What each purpose is called in messages and pictures.
+PURPOSE_NAMES: dict[Purpose, str] = {
+    "gradients": "gradients",
+    "weights": "weights",
+    "operators": "activations inside operators",
+    "activations": "activations between stages",
+    "tied table": "gradients of the tied embedding",
+    "replicas": "the replicas' parameters",
+    "matrices": "parts of matrices for their update",
+}
 #: A collective's name, or everyone's own part to everyone.
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange"]
 #: Around a ring; straight to everyone; or inside each site first, then straight between one rank of

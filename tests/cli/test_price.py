@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from farspan.semantics.communications import PURPOSE_NAMES, Purpose
 from tests.cli.conftest import Farspan
 
 SHORT = """\
@@ -118,6 +119,32 @@ def test_people_read_the_step_its_parts_memory_and_what_is_assumed(
         "What runs where",
     ):
         assert words in text, words
+
+
+TENSOR_AXIS = """\
+model: {preset: gpt2, vocab_size: 50260}
+train: {batch: 8, seq_len: 1024, precision: fp16}
+stages:
+  - {layers: 0-12, on: [vm1:0-1, vm2:0-1], tp: 4}
+microbatches: 4
+"""
+
+
+def test_show_names_every_purpose_of_a_plan_with_muon_and_a_tensor_axis_over_two_hosts(
+    here: Farspan, plans: Path
+) -> None:
+    (plans / "tensor.yaml").write_text(TENSOR_AXIS)
+    plan = answer(here, "--price", plans / "tensor.yaml", *CLUSTER)["plan"]
+    plan["train"]["optimizer"]["muon"] = {}
+    (plans / "muon.json").write_text(json.dumps(plan))
+    done = here("plan", "--price", str(plans / "muon.json"), *CLUSTER, "--show")
+    assert done.returncode == 0, done.stderr
+    for purpose in ("operators", "matrices"):
+        assert done.stdout.count(PURPOSE_NAMES[purpose]) >= 2
+
+
+def test_every_purpose_of_communication_has_a_name() -> None:
+    assert set(PURPOSE_NAMES) == set(get_args(Purpose))
 
 
 def test_plan_price_reports_devices_short_of_memory(here: Farspan, plans: Path) -> None:
