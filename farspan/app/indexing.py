@@ -14,7 +14,7 @@ from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import IndexConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest, Document
 from farspan.domain.problems import Refusal, command
-from farspan.domain.run import RunFolder, RunRecord, cache_folder
+from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
 from farspan.domain.units import counted
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def embed(
     `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises
     Refusal, also (device-missing) for a device that is not there.
     """
-    from farspan.launch.trust import seal_server
+    from farspan.launch.trust import require_own_links, seal_server
     from farspan.planning.quantities import fit_s
     from farspan.retrieval.build import Task, build
     from farspan.retrieval.index import Recipe
@@ -72,6 +72,7 @@ def embed(
     from farspan.runtime.inference import load as load_model
     from farspan.runtime.inference import on_device
 
+    require_own_links(run)
     config = load_yaml(run.config, RunConfig)
     teacher = Path(config.index.teacher).expanduser() if config.index.teacher else None
     recipe = Recipe(
@@ -171,7 +172,7 @@ def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text
             config.data_config,
             config.tokenizer_config,
             prepared,
-            cache_folder() / "corpora",
+            make_cache_folder("corpora"),
             workers=usable_cores(),
             say=say,
         )
@@ -205,8 +206,11 @@ def opened(
 ) -> closing[Index]:
     """The run's index, ready to be searched; without `vectors` by words alone. `trained`: the run's
     model, where it is loaded already."""
-    from farspan.launch.trust import require_server
+    from farspan.launch.trust import require_own_links, require_server
     from farspan.retrieval.index import Index, read_manifest
+
+    # Some stores write when they are opened.
+    require_own_links(run)
 
     def embedder(fitted: Path, of: Origin) -> QueryEmbedder:
         from farspan.retrieval.embed import Embedder

@@ -46,12 +46,15 @@ class Report:
 
 def write_report(path: Path, *, page: bool = True) -> Report:
     """The report of the run in a folder; its page is written unless it is there already and is not
-    asked for."""
+    asked for. Raises Refusal (run-untrusted) for a page in a run of somebody else's links."""
+    from farspan.launch.trust import require_own_links
     from farspan.report.compared import compare
     from farspan.report.history import open_run
     from farspan.report.measure import measure
     from farspan.report.page import write_page
 
+    if page:
+        require_own_links(RunFolder(path))
     run = open_run(path)
     compared = compare(run)
     if page and compared is not None:

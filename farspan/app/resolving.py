@@ -18,7 +18,7 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.run import cache_folder
+from farspan.domain.run import make_cache_folder
 from farspan.domain.train import TrainSpec
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def prepare(config: RunConfig, progress: Progress = silent) -> tuple[Path, Corpu
     folder, manifest = prepare_corpus(
         config.data_config,
         config.tokenizer_config,
-        cache_folder() / "corpora",
+        make_cache_folder("corpora"),
         workers=usable_cores(),
         say=notes(progress),
     )

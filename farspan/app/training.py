@@ -87,19 +87,20 @@ def resume(
     technique: str | None = None,
 ) -> Report:
     """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's
-    commands are run also where it was not made here; without, such a run is refused. For another
-    cluster or technique it plans what is left again."""
+    commands are run, and its links followed, also where it was not made here; without, such a run
+    is refused. For another cluster or technique it plans what is left again."""
     from farspan.app.replanning import replan
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
 
     refuse_edited(run)
+    if trust:
+        trusting.seal(run)
     if is_complete(run):
         progress(Note("this run is finished: nothing is left to train"))
         return write_report(run.path, page=False)
-    if trust:
-        trusting.seal(run)
-    trusting.require(run)
+    if not trust:
+        trusting.require(run)
     if cluster is not None or technique is not None:
         replan(run, progress, cluster=cluster, technique=technique)
     return train(run, progress)

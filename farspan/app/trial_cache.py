@@ -8,7 +8,7 @@ from farspan._version import __version__
 from farspan.app.resolving import Resolved
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.plan import Plan
-from farspan.domain.run import cache_folder
+from farspan.domain.run import cache_folder, make_cache_folder
 from farspan.domain.trial import Trial
 from farspan.launch.trial import Limits, limits, steps_for, trial
 from farspan.semantics.identity import cluster_hash, plan_key
@@ -44,6 +44,6 @@ class TrialCache:
         # Another time it may not fail; who was killed may have been so for another program's
         # memory.
         if result.problem is None or result.problem.code == "out-of-memory":
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_cache_folder("trials")
             save(result, path)
         return result

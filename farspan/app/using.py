@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from farspan.app.checks import refuse_existing
+from farspan.domain.codec import write_atomically
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 
@@ -56,8 +57,11 @@ def export(
     out = out or run.path / ("sentence-transformers" if embedder else "export")
     options = ["--format", format] if embedder else []
     refuse_existing(out, command("export", run.path, *options, "--out", f"{out}-2"))
+    from farspan.launch.trust import require_own_links
     from farspan.runtime.inference import load
 
+    if out.is_relative_to(run.path):
+        require_own_links(run)
     (_write_embedder if embedder else _write_model)(run, trained := load(run), out, dtype)
     return out, trained.step
 
@@ -70,7 +74,7 @@ def _write_model(
     from farspan.runtime.model.huggingface import export as write
 
     out.mkdir(parents=True, exist_ok=True)
-    (out / "README.md").write_text(model_card(open_run(run.path), trained.step))
+    write_atomically(out / "README.md", model_card(open_run(run.path), trained.step).encode())
     write(
         out,
         trained.model.state_dict(),
@@ -94,7 +98,8 @@ def _write_embedder(
     manifest = read_manifest(run.index, command("embed", run.path))
     refuse_other_model(run, manifest.origin, origin(run, trained))
     out.mkdir(parents=True, exist_ok=True)
-    (out / "README.md").write_text(embedder_card(open_run(run.path), trained.step, manifest.dim))
+    card = embedder_card(open_run(run.path), trained.step, manifest.dim)
+    write_atomically(out / "README.md", card.encode())
     write_sentence_transformers(
         out,
         trained,

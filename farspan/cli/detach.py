@@ -19,6 +19,7 @@ from farspan.app import jobs
 from farspan.cli.console import Console
 from farspan.cli.paint import width
 from farspan.domain.interpreter import module_command
+from farspan.domain.own_files import open_own
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Finished, Step, decoded
 from farspan.domain.run import RunFolder
@@ -38,11 +39,15 @@ def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
 
     What it refuses before is refused here. Ctrl-C stops it until then.
     """
+    from farspan.launch.trust import require_own_links
+
+    if run.plan.exists() and "--trust" not in words:
+        require_own_links(run)
     log = jobs.log_file(run)
     log.parent.mkdir(parents=True, exist_ok=True)
     position = run.events.stat().st_size if run.events.exists() else 0
     # The log is opened twice: it may move into the run's folder while it is written and read.
-    with open(log, "ab", opener=_for_this_user) as taking, open(log, errors="replace") as said:
+    with open_own(log, "ab", private=True) as taking, open(log, errors="replace") as said:
         said.seek(0, os.SEEK_END)
         with tempfile.TemporaryFile() as answer:
             job = _started(words, answer, taking)
@@ -61,10 +66,6 @@ def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
     ):
         console.say(f"  {what:<9} {command(*line, run.path)}")
     console.answer({"run": str(run.path), "job": jobs.job_of(run)})
-
-
-def _for_this_user(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _started(words: Sequence[object], answer: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:

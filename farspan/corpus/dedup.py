@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.corpus.documents import read_lines
+from farspan.domain.own_files import open_own
 
 THRESHOLD = 0.8
 #: (1 - 0.8^5)^28 = 2e-5 pairs of Jaccard 0.8 share no band.
@@ -76,10 +77,15 @@ def sign(stem: Path) -> None:
     texts = [document.text for document in read_lines(stem.with_suffix(".docs"))]
     sets = [shingles(text) for text in texts]
     hashes = np.array([text_hash(text) for text in texts], np.uint64)
-    np.save(stem.with_suffix(".marks.npy"), np.vstack([hashes, _bands(sets)]))
     kept = [s[:MAX_SHINGLES] for s in sets]
-    np.concatenate(kept).tofile(stem.with_suffix(".shingles"))
-    np.save(stem.with_suffix(".ends.npy"), np.cumsum([len(s) for s in kept], dtype=np.uint32))
+    ends = np.cumsum([len(s) for s in kept], dtype=np.uint32)
+    marks = np.vstack([hashes, _bands(sets)])
+    with open_own(stem.with_suffix(".marks.npy"), "wb") as file:
+        np.save(file, marks)
+    with open_own(stem.with_suffix(".shingles"), "wb") as file:
+        file.write(np.concatenate(kept).tobytes())
+    with open_own(stem.with_suffix(".ends.npy"), "wb") as file:
+        np.save(file, ends)
 
 
 def _bands(sets: list[U32]) -> U64:

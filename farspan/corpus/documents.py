@@ -11,6 +11,7 @@ import msgspec
 import zstandard
 
 from farspan.domain.corpus import Document
+from farspan.domain.own_files import open_own
 
 #: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a
 #: validation part.
@@ -91,7 +92,10 @@ def _after(text: str, line: int, page: int) -> tuple[int, int]:
 
 def write_documents(path: Path, documents: Iterable[Document]) -> None:
     """Write one zstd frame of JSON lines; files of several frames come from joining such files."""
-    with zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(level=1)) as file:
+    with (
+        open_own(path, "wb") as target,
+        zstandard.open(target, "wb", cctx=zstandard.ZstdCompressor(level=1)) as file,
+    ):
         for document in documents:
             file.write(msgspec.json.encode(document) + b"\n")
 

@@ -24,6 +24,7 @@ from farspan.corpus.processes import spawned
 from farspan.corpus.sources import Source
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import Document, Split
+from farspan.domain.own_files import open_own
 
 SHARD_BYTES = 4 << 20
 #: Documents encoded at a time.
@@ -91,7 +92,7 @@ def _once(function: Callable[..., None], stem: Path, *rest: object) -> None:
     marker = stem.with_suffix(f".{function.__name__}.done")
     if not marker.exists():
         function(stem, *rest)
-        marker.touch()
+        open_own(marker, "ab").close()
 
 
 def chosen(stem: Path, fate: int) -> Iterator[Document]:
@@ -121,14 +122,15 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
         documents = list(chosen(stem, fate))
         texts = [document.text for document in documents]
         lengths: list[int] = []
-        with stem.with_suffix(f".{split}.bin").open("wb") as file:
+        with open_own(stem.with_suffix(f".{split}.bin"), "wb") as file:
             for start in range(0, len(texts), _BATCH):
                 tokens, more = tokenizer.encode_joined(texts[start : start + _BATCH])
                 file.write(tokens.astype(dtype).tobytes())
                 lengths += more
         write_documents(stem.with_suffix(f".{split}.zst"), documents)
         text_bytes = [len(text.encode()) for text in texts]
-        np.save(stem.with_suffix(f".{split}.sizes.npy"), np.array([lengths, text_bytes], np.int64))
+        with open_own(stem.with_suffix(f".{split}.sizes.npy"), "wb") as file:
+            np.save(file, np.array([lengths, text_bytes], np.int64))
 
 
 def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
@@ -137,9 +139,9 @@ def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     splits = {}
-    with (folder / "documents.jsonl.zst").open("wb") as documents:
+    with open_own(folder / "documents.jsonl.zst", "wb") as documents:
         for split in _SPLITS:
-            with (folder / f"{split}.bin").open("wb") as tokens:
+            with open_own(folder / f"{split}.bin", "wb") as tokens:
                 for stem in stems:
                     tokens.write(stem.with_suffix(f".{split}.bin").read_bytes())
                     documents.write(stem.with_suffix(f".{split}.zst").read_bytes())
@@ -147,7 +149,8 @@ def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
                 [np.load(stem.with_suffix(f".{split}.sizes.npy")) for stem in stems]
             )
             offsets = np.concatenate([[0], np.cumsum(lengths)])
-            offsets.astype("<i8").tofile(folder / f"{split}.idx")
+            with open_own(folder / f"{split}.idx", "wb") as index:
+                index.write(offsets.astype("<i8").tobytes())
             total_bytes = int(text_bytes.sum())
             splits[split] = Split(
                 tokens=int(offsets[-1]), documents=len(lengths), text_bytes=total_bytes

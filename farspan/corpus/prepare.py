@@ -26,6 +26,7 @@ from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, Skipped, by_kind
+from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted, format_bytes, format_count, parse_fraction
 
@@ -66,6 +67,7 @@ def prepare(
         return prepared
     root.mkdir(parents=True, exist_ok=True)
     work = root / f".work-{key}"
+    refuse_link(work)
     work.mkdir(exist_ok=True)
     os.utime(work)  # Before the sweep, which takes work of old: this is gone on with.
     _sweep(root, time.time())
@@ -240,9 +242,8 @@ def _decide(stems: list[Path], data: DataConfig, *, splits: bool) -> tuple[int, 
     if splits:
         _refuse_empty_split(fates, keys, data)
     for number, stem in enumerate(stems):
-        np.save(
-            stem.with_suffix(".fates.npy"), fates[shards.first[number] : shards.first[number + 1]]
-        )
+        with open_own(stem.with_suffix(".fates.npy"), "wb") as file:
+            np.save(file, fates[shards.first[number] : shards.first[number + 1]])
     return exact, near, hashlib.sha256(fates.tobytes()).hexdigest()
 
 
@@ -289,7 +290,7 @@ def _known(root: Path, key: str) -> tuple[Path, CorpusManifest] | None:
 def _locked(work: Path, say: Say) -> Iterator[None]:
     """One process at a time works in a folder; the lock goes with its process, however that
     ends."""
-    with (work / "lock").open("w") as lock:
+    with open_own(work / "lock", "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -303,8 +304,8 @@ def _sweep(root: Path, now: float) -> None:
     for work in root.glob(".work-*"):
         # Another process may be removing it; what cannot be removed is left.
         with contextlib.suppress(OSError):
-            if now - work.stat().st_mtime > _ABANDONED_S:
-                with (work / "lock").open("w") as lock:
+            if now - work.lstat().st_mtime > _ABANDONED_S and not work.is_symlink():
+                with open_own(work / "lock", "ab") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(work)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from farspan.domain.own_files import open_own
 from farspan.domain.problems import LIKE, Refusal, nearest
 from farspan.domain.units import counted
 
@@ -68,7 +69,9 @@ def write_atomically(path: Path, content: bytes) -> None:
     one, whole."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        # Left by a killed process, or a link that somebody has put there.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -81,7 +84,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def cut_unfinished_line(path: Path) -> None:
     """Cut off what a killed process left of a last line, in a file of one value a line."""
-    with open(path, "rb+") as file:
+    with open_own(path, "rb+") as file:
         size = file.seek(0, os.SEEK_END)
         tail_start = max(0, size - 2**20)
         file.seek(tail_start)

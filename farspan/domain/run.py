@@ -36,8 +36,31 @@ def cache_folder() -> Path:
     """Prepared corpora live here: $FARSPAN_CACHE, or farspan's folder in the user's cache."""
     if given := os.environ.get("FARSPAN_CACHE"):
         return Path(given).expanduser()
+    return _own_cache()
+
+
+def _own_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "farspan"
+
+
+def make_cache_folder(name: str) -> Path:
+    """A folder of the cache, made if need be: it holds text.
+
+    The user's own cache is for this user alone, also where hosts keep theirs in it. Another that
+    is there keeps its mode, as of a group's; one that is made is for this user alone.
+    """
+    cache, own = cache_folder(), _own_cache()
+    if cache.is_relative_to(own) and not own.is_symlink():
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(PermissionError):  # It belongs to another user, who has let this one in.
+            own.chmod(0o700)
+    if not cache.exists():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(mode=0o700, exist_ok=True)
+    folder = cache / name
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @functools.cache

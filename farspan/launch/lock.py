@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
 
 #: Who only asks holds a lock for less than this.
@@ -17,7 +18,7 @@ ASKING_S = 0.2
 def locked(path: Path, what: str, where: Path) -> IO[bytes]:
     """A file, held by this process alone; the lock goes with the last process that has it open,
     however that ends. Raises Refusal (run-busy) with `what` is being done at `where` already."""
-    file = open(path, "ab")  # noqa: SIM115 - closed by who asks
+    file = open_own(path, "ab")
     deadline = time.monotonic() + ASKING_S
     while not _taken(file, fcntl.LOCK_EX):
         if time.monotonic() > deadline:

@@ -27,6 +27,7 @@ from farspan.domain.cluster import GIVEN
 from farspan.domain.codec import save
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.interpreter import module_command
+from farspan.domain.own_files import open_own
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import HOME, ON_STDIN, SECRET
 from farspan.launch.agent import free_ports, interfaces, nvidia
@@ -90,7 +91,7 @@ class RankActor:
             str(self._folder / "plan.json"),
             str(self._folder),
         )
-        with open(self._logs / f"rank-{self._rank}.log", "ab") as log:
+        with open_own(self._logs / f"rank-{self._rank}.log", "ab") as log:
             self._process = subprocess.Popen(
                 words,
                 env={**os.environ, **environment},

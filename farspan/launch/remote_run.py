@@ -21,6 +21,7 @@ from farspan.domain.cluster import Host
 from farspan.domain.codec import load, missing_path, to_json
 from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.model import parameters
+from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
@@ -119,7 +120,7 @@ class RemoteRun:
         )
         # Whole lines only: one that a killed worker leaves unfinished is cut there by the next.
         if whole := (new or b"")[: (new or b"").rfind(b"\n") + 1]:
-            with open(self._here.events, "ab") as file:
+            with open_own(self._here.events, "ab") as file:
                 file.write(whole)
             self._pulled += len(whole)
 
@@ -194,7 +195,11 @@ class RemoteRun:
         ) as process:
             assert process.stdin is not None and process.stderr is not None
             try:
-                with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|") as archive:
+                # What the user's own links lead to is sent, not the links.
+                with (
+                    process.stdin,
+                    tarfile.open(fileobj=process.stdin, mode="w|", dereference=True) as archive,
+                ):
                     for name, content in (contents or {}).items():
                         member = tarfile.TarInfo(name)
                         member.size = len(content)
@@ -253,7 +258,7 @@ def _extract(archive: tarfile.TarFile, folder: Path) -> None:
         )
         assert content is not None
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "wb") as file:
+        with open_own(target, "wb") as file:
             shutil.copyfileobj(content, file)
 
 

@@ -18,6 +18,7 @@ import psutil
 
 from farspan.domain.cluster import SPARE, Host
 from farspan.domain.interpreter import module_command
+from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder, SpareTask
 from farspan.launch.hosts import by_client, interpreter
@@ -46,7 +47,7 @@ class SpareProcess(HostProcess):
             worker_environment(seat.threads),
             module_command(interpreter(host), "farspan.runtime.spare"),
         )
-        with open(log, "ab") as file:
+        with open_own(log, "ab") as file:
             super().__init__(
                 host,
                 (),

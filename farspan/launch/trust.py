@@ -1,5 +1,5 @@
 """Whether a run folder may start what its cluster.json says: commands that enter hosts, and their
-Pythons; and whether its index may be searched at a server.
+Pythons; whether its links may be followed; and whether its index may be searched at a server.
 
 A folder that this user made on this machine carries a seal that nobody else can make: a signature
 over cluster.json and run.json, or over the server's location, by a key that lies in the user's own
@@ -14,6 +14,7 @@ import os
 import platform
 import secrets
 import shlex
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,36 +25,79 @@ from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.launch.hosts import command, interpreter
 
-#: Hosts whose commands a refusal prints.
+#: Hosts whose commands, and links, that a refusal prints.
 SHOWN = 4
 
 
 def seal(run: RunFolder) -> None:
-    """Mark a run folder that starts commands as made, or looked at, by this user on this
-    machine."""
-    if _commands(run):
+    """Mark a run folder as made, or looked at, by this user on this machine."""
+    try:
         write_atomically(run.seal, _signature(run).encode())
+    except OSError:
+        # The user's key cannot be made where the home folder cannot be written to.
+        if _commands(run) or any(_links(run)):
+            raise
 
 
 def require(run: RunFolder) -> None:
-    """Raises Refusal (run-untrusted) where resuming would run commands that somebody else may have
-    written."""
+    """Refuse a run that somebody else may have made, if it starts commands or holds links.
+
+    Raises Refusal (run-untrusted).
+    """
     commands = _commands(run)
-    if not commands or (
-        run.seal.exists() and hmac.compare_digest(read_bytes(run.seal), _signature(run).encode())
-    ):
+    if commands and not _is_sealed(run):
+        raise Refusal(
+            "run-untrusted",
+            what="this run was not made by you on this machine, and it starts commands",
+            where=run.cluster,
+            fact=f"it would run: {_first(commands)}",
+            remedy=(
+                f"{farspan('resume', run.path, '--trust')}   (after a look at {run.cluster.name} "
+                f"and {run.record.name})"
+            ),
+        )
+    require_own_links(run)
+
+
+def require_own_links(run: RunFolder) -> None:
+    """Refuse to write to a run that somebody else may have made, if it holds links.
+
+    Raises Refusal (run-untrusted). In a run of this user's own a folder may be a link to another
+    disk.
+    """
+    links = sorted(_links(run))
+    if not links or _is_sealed(run):
         return
-    more = f"; and {len(commands) - SHOWN} more" if len(commands) > SHOWN else ""
+    ends = [f"{link.relative_to(run.path)} -> {link.readlink()}" for link in links]
+    look = shlex.join(["find", str(run.path), "-type", "l", "-ls"])
     raise Refusal(
         "run-untrusted",
-        what="this run was not made by you on this machine, and it starts commands",
-        where=run.cluster,
-        fact=f"it would run: {'; '.join(commands[:SHOWN])}{more}",
-        remedy=(
-            f"{farspan('resume', run.path, '--trust')}   (after a look at {run.cluster.name} and "
-            f"{run.record.name})"
-        ),
+        what="this run was not made by you on this machine, and it holds links",
+        where=run.path,
+        fact=f"farspan would write to where they lead: {_first(ends)}",
+        remedy=f"{farspan('resume', run.path, '--trust')}   (after a look: {look})",
     )
+
+
+def _first(entries: list[str]) -> str:
+    more = f"; and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
+    return f"{'; '.join(entries[:SHOWN])}{more}"
+
+
+def _is_sealed(run: RunFolder) -> bool:
+    if not run.seal.is_file():
+        return False
+    return hmac.compare_digest(read_bytes(run.seal), _signature(run).encode())
+
+
+def _links(run: RunFolder) -> Iterator[Path]:
+    """The links inside a run folder. Raises OSError for a folder that cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, files in os.walk(run.path, onerror=refuse):
+        yield from filter(Path.is_symlink, (Path(folder, name) for name in (*folders, *files)))
 
 
 def _commands(run: RunFolder) -> list[str]:

@@ -18,8 +18,10 @@ from typing import IO, NamedTuple
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.codec import cut_unfinished_line, parse_json
+from farspan.domain.clusterfile import FAR_FOLDER
+from farspan.domain.codec import cut_unfinished_line, parse_json, write_atomically
 from farspan.domain.epoch import EPOCH, Epoch
+from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
@@ -154,8 +156,11 @@ class Workers(ABC):
             list(pool.map(self._clear_on, far))
 
     def _clear_on(self, host: Host) -> None:
+        stale = f"{quoted(run_folder(host, self.plan, self.run).logs)}/rank-*.problem.json"
+        # Earlier versions left the text there readable for all.
+        close = f"chmod -f 700 {quoted(Path(FAR_FOLDER))}; " if host.folder == FAR_FOLDER else ""
         # Of a host that cannot be entered more is said when workers are started there.
-        ask(host, f"rm -f {quoted(run_folder(host, self.plan, self.run).logs)}/rank-*.problem.json")
+        ask(host, f"{close}rm -f {stale}")
 
     @property
     def keep_open(self) -> int:
@@ -178,7 +183,7 @@ class Workers(ABC):
     def log(self, name: str) -> IO[bytes]:
         """A log on this machine, to be closed with the others."""
         path = self.run.logs / f"{name}.log"
-        log = open(path, "ab")  # noqa: SIM115 - closed by __exit__
+        log = open_own(path, "ab")
         self._logs.append(log)
         self._log_from[path] = log.seek(0, os.SEEK_END)
         return log
@@ -252,7 +257,7 @@ class Workers(ABC):
             for rank in process.ranks if process.host.folder is not None else ():
                 name = f"rank-{rank}.events.jsonl"
                 if content := process.read(folder.logs / name):
-                    (self.run.logs / name).write_bytes(content)
+                    write_atomically(self.run.logs / name, content)
 
     def _refuse_if_failed(self) -> None:
         failed = [process for process in self.processes if process.ranks and process.poll()]

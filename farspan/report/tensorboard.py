@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from farspan.domain.own_files import open_own
 from farspan.domain.results import Event, Sampled, Started, Step, Validated
 
 _CASTAGNOLI = 0x82F63B78
@@ -37,11 +38,12 @@ class TensorBoard:
             # A session that starts at a step tells TensorBoard to forget what it read of that step
             # and later ones.
             version, session = _bytes(3, b"brain.Event:2"), _bytes(7, _number(1, 1))
-            self._file.write_bytes(
-                _message(event.at, 0, version) + _message(event.at, event.step + 1, session)
-            )
+            with open_own(self._file, "wb") as file:
+                file.write(
+                    _message(event.at, 0, version) + _message(event.at, event.step + 1, session)
+                )
         elif isinstance(event, Step | Validated | Sampled) and self._file is not None:
-            with open(self._file, "ab") as file:
+            with open_own(self._file, "ab") as file:
                 file.write(_message(event.at, event.step, _bytes(5, b"".join(_values(event)))))
 
 

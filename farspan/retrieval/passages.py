@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from farspan.domain.codec import content_hash
 from farspan.domain.corpus import Document
+from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal, command
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.stores import Ids, Vectors
@@ -78,16 +79,19 @@ def write(
 ) -> None:
     """Write an index's passages, chunks being in the order of their documents."""
     encoder = msgspec.json.Encoder()
-    (folder / _DOCUMENTS).write_bytes(encoder.encode_lines(documents))
+    with open_own(folder / _DOCUMENTS, "wb") as file:
+        file.write(encoder.encode_lines(documents))
     lines = [encoder.encode(chunk) for chunk in chunks]
-    (folder / _CHUNKS).write_bytes(b"".join(line + b"\n" for line in lines))
+    with open_own(folder / _CHUNKS, "wb") as file:
+        file.writelines(line + b"\n" for line in lines)
     rows_N = np.zeros(len(chunks), ROW)
     rows_N["id"] = [chunk.id for chunk in chunks]
     rows_N["document"] = [chunk.document for chunk in chunks]
     rows_N["byte"][1:] = np.cumsum([len(line) + 1 for line in lines])[:-1]
     rows_N["text"], rows_N["fitted"] = texts_N, fitted_N
-    np.save(folder / _ROWS, rows_N)
-    np.save(folder / _VECTORS, vectors_NE)
+    for name, values in ((_ROWS, rows_N), (_VECTORS, vectors_NE)):
+        with open_own(folder / name, "wb") as file:
+            np.save(file, values)
 
 
 class Passages:

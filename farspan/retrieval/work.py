@@ -13,6 +13,8 @@ from typing import IO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from farspan.domain.own_files import open_own
+
 Kind = Literal["embedding", "fitting", "storing"]
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -108,6 +110,6 @@ class IndexWork:
             yield Features(None)
             return
         path = self.folder / f"{name}.features"
-        path.touch()
-        with open(path, "rb+") as file:
+        open_own(path, "ab").close()
+        with open_own(path, "rb+") as file:
             yield Features(file)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import msgspec
 
 from farspan.domain.cluster import TAKEN
+from farspan.domain.own_files import open_own
 from farspan.domain.run import SpareTask
 from farspan.runtime import worker
 from farspan.runtime.device import hold
@@ -23,10 +25,9 @@ def main() -> int:
     if not line:
         return 0
     task = msgspec.json.decode(line, type=SpareTask)
-    log = os.open(task.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
+    with open_own(Path(task.log), "ab", private=True) as log:
+        for descriptor in (1, 2):
+            os.dup2(log.fileno(), descriptor)
     os.environ.update(task.environment)
     # Of an emulated device: its processor time and memory are this process's from now on.
     hold(TAKEN)

@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="run the commands of its cluster.json also where you did not make the run here",
+        help="run its cluster's commands and follow its links also if you did not make it here",
     )
     parser.add_argument(
         "--cluster",

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from farspan.domain.own_files import open_own
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
 from farspan.retrieval.stores._common import (
     check_keys,
@@ -105,7 +106,7 @@ class FaissStore:
     def _write(self, change: _Change) -> None:
         """Append to the log, on disk when this returns; then change what is in memory."""
         if self._log is None:
-            self._log = open(self._generation() / _LOG, "r+b")  # noqa: SIM115 - closed by close()
+            self._log = open_own(self._generation() / _LOG, "rb+")
             self._log.truncate(self._end)
             self._log.seek(self._end)
         body = msgspec.msgpack.encode(change)
@@ -243,8 +244,9 @@ def _write_generation(folder: Path, number: int, index: faiss.Index, rows: _Rows
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
     faiss.write_index(index, str(making / _VECTORS))
-    (making / _ROWS).write_bytes(msgspec.msgpack.encode(rows))
-    (making / _LOG).touch()
+    with open_own(making / _ROWS, "wb") as file:
+        file.write(msgspec.msgpack.encode(rows))
+    open_own(making / _LOG, "ab").close()
     for path in (*making.iterdir(), making):
         _to_disk(path)
     making.rename(folder / str(number))

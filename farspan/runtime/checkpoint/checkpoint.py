@@ -23,6 +23,7 @@ from farspan import models
 from farspan.domain.codec import content_hash, parse_json, save, write_atomically
 from farspan.domain.epoch import read_ledger, require
 from farspan.domain.model import parameters
+from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
@@ -120,7 +121,7 @@ def write_part(path: Path, rank: int, slices: Sequence[OwnedSlice]) -> None:
     """Write what one worker has of a checkpoint, and then what the manifest says of it. Raises
     OSError."""
     file = unfinished(path) / part_name(rank)
-    with open(file, "wb") as target:
+    with open_own(file, "wb") as target:
         listing = put_slices(slices, file.name, target.write)
         target.flush()
         os.fsync(target.fileno())

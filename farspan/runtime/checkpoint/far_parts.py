@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from farspan.domain.codec import write_atomically
+from farspan.domain.own_files import open_own
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.stored import OwnedSlice, put_slices
 from farspan.runtime.comm import sealed, tcp
@@ -75,7 +76,7 @@ class PartReceiver:
                 sealed.invite(connection)
                 reader = sealed.Reader(stream, key)
                 file = checkpoint.unfinished(self.path) / checkpoint.part_name(int(number))
-                with open(file, "wb") as target:
+                with open_own(file, "wb") as target:
                     while piece := reader.read(sealed.PIECE):
                         target.write(piece)
                     target.flush()

@@ -25,9 +25,10 @@ import psutil
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
+from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.run import RunFolder, RunRecord, cache_folder
+from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
 from farspan.runtime.comm import sealed, tcp
 from farspan.runtime.comm.notices import Notices
 
@@ -92,14 +93,15 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
 def _take(notices: Notices, rank: int, run: RunFolder) -> None:
     offer = msgspec.json.decode(notices.wait([OFFER])[0], type=ShipmentOffer)
     run.make()
-    with open(run.path / ".fetch.lock", "wb") as lock:
+    with open_own(run.path / ".fetch.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_plan(run.plan, offer.plan):
             _fetch(offer, "run", run.path, notices.secret)
         record = load(run.record, RunRecord)
         if not _is_corpus(record.corpus_folder, offer.corpus):
-            folder = cache_folder() / "corpora" / f"sent-{offer.corpus}"
+            folder = make_cache_folder("corpora") / f"sent-{offer.corpus}"
             if not _is_corpus(folder, offer.corpus):
+                refuse_link(folder)
                 _fetch(offer, "corpus", folder, notices.secret)
             save(msgspec.structs.replace(record, corpus=str(folder)), run.record)
     notices.say(_has(rank), b"1")

@@ -14,6 +14,7 @@ from types import TracebackType
 import msgspec
 
 from farspan.domain.codec import cut_unfinished_line
+from farspan.domain.own_files import open_own
 from farspan.domain.results import Event
 
 #: Bytes of events that wait for a full disk at most: those of some 200,000 steps.
@@ -29,7 +30,7 @@ class EventLog:
         may()
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: what a full disk has taken of a line is known.
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by __exit__
+        self._file = open_own(path, "ab", buffering=0)
         cut_unfinished_line(path)
         self._encoder, self._unwritten = msgspec.json.Encoder(), bytearray()
 
