@@ -1,7 +1,8 @@
-"""What no file may do: ask which technique made a plan, where plans are priced or run, and
-unpickle."""
+"""What no file may do: ask which technique made a plan, where plans are priced or run, unpickle,
+and write a file of a run or a cache through a link."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,90 @@ def test_nothing_unpickles():
     files = sorted(ROOT.rglob("*.py"))
     assert len(files) > 100
     assert {str(file): what for file in files if (what := unpickling(file.read_text()))} == {}
+
+
+#: Functions that write a file themselves, whatever lies in its place.
+WRITING_NAMES = {
+    "write_text",
+    "write_bytes",
+    "tofile",
+    "write_index",
+    "save_file",
+    "copyfile",
+    "copytree",
+    "extract",
+    "extractall",
+}
+#: Modes of `open` that write to what is there, also where a link leads; "x" makes a new file.
+WRITING_MODE = re.compile("[wa]b?[+]?|r[+]b?|rb[+]")
+#: Files that write so, and why no link can be in the way.
+LINKLESS = {
+    "cli/main.py": "the null device",
+    "corpus/documents.py": "into a file that `open_own` has opened",
+    "launch/trial.py": "into a temporary folder",
+    "retrieval/embed.py": "into the folder of a new index",
+    "retrieval/farspan_embedding.py": "a folder that the user names",
+    "retrieval/pooling.py": "into a temporary folder",
+    "retrieval/sentence_transformers.py": "into a folder that is new or empty",
+    "retrieval/stores/faiss.py": "into a new folder",
+    "retrieval/storing.py": "makes the folder itself",
+    "retrieval/transfer.py": "files that the user names",
+    "runtime/comm/ship.py": "into a new folder",
+    "runtime/device.py": "a control group",
+    "runtime/model/huggingface.py": "into a folder that is new or empty",
+}
+
+
+def may_write_through_a_link(call: ast.Call) -> bool:
+    """Whether a call opens a file for writing by a path that may be a link."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if name == "open":
+        flags = {part.attr for part in ast.walk(call) if isinstance(part, ast.Attribute)}
+        if flags & {"O_WRONLY", "O_RDWR", "O_CREAT"}:
+            return not flags & {"O_NOFOLLOW", "O_EXCL"}
+        words = [word.value for word in given if isinstance(word, ast.Constant)]
+        return any(WRITING_MODE.fullmatch(word) for word in words if isinstance(word, str))
+    if name == "touch":  # With exist_ok=False it makes a new file.
+        return not any(keyword.arg == "exist_ok" for keyword in call.keywords)
+    if isinstance(function, ast.Attribute) and ast.unparse(function) in ("np.save", "numpy.save"):
+        return ast.unparse(call.args[0]) != "file"
+    return name in WRITING_NAMES
+
+
+def writes_through_links(code: str) -> bool:
+    calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    return any(map(may_write_through_a_link, calls))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(path, 'wb')",
+        "open(path, mode='a')",
+        "(folder / 'lock').open('w')",
+        "open(path, 'rb+')",
+        "path.write_text('x')",
+        "path.touch()",
+        "os.open(path, os.O_WRONLY | os.O_CREAT)",
+        "np.save(folder / 'rows.npy', rows)",
+        "tokens.tofile(path)",
+    ],
+)
+def test_the_check_itself_finds_what_writes_through_a_link(code):
+    assert writes_through_links(code)
+
+
+def test_files_of_runs_and_caches_are_opened_without_following_links():
+    """Run folders may be other people's, and caches a group's: a link there leads anywhere."""
+    assert not writes_through_links("open(path)\nopen(path, 'rb')\nopen(path, 'xb')")
+    assert not writes_through_links("with open_own(path, 'wb') as file:\n    np.save(file, rows)")
+    files = sorted(ROOT.rglob("*.py"))
+    found = {
+        str(file.relative_to(ROOT)) for file in files if writes_through_links(file.read_text())
+    }
+    assert found == LINKLESS.keys()
 
 
 def test_no_file_asks_the_formatter_to_skip_lines():
