@@ -50,11 +50,13 @@ def make_cache_folder(name: str) -> Path:
     The user's own cache is for this user alone, also where hosts keep theirs in it. Another that
     is there keeps its mode, as of a group's; one that is made is for this user alone.
     """
-    cache, own = cache_folder(), _own_cache()
-    if cache.is_relative_to(own) and not own.is_symlink():
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(PermissionError):  # It belongs to another user, who has let this one in.
-            own.chmod(0o700)
+    cache = cache_folder()
+    with suppress(RuntimeError):  # A user without a home folder has no cache in it.
+        own = _own_cache()
+        if cache.is_relative_to(own) and not own.is_symlink():
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(PermissionError):  # It belongs to another user, who has let this one in.
+                own.chmod(0o700)
     if not cache.exists():
         cache.parent.mkdir(parents=True, exist_ok=True)
         cache.mkdir(mode=0o700, exist_ok=True)

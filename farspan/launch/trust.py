@@ -33,8 +33,8 @@ def seal(run: RunFolder) -> None:
     """Mark a run folder as made, or looked at, by this user on this machine."""
     try:
         write_atomically(run.seal, _signature(run).encode())
-    except OSError:
-        # The user's key cannot be made where the home folder cannot be written to.
+    except (OSError, RuntimeError):
+        # The user's key cannot be made without a home folder that can be written to.
         if _commands(run) or any(_links(run)):
             raise
 

@@ -148,3 +148,10 @@ def test_the_cache_of_a_host_inside_the_user_s_is_for_its_user_alone(
     (home / ".cache" / "farspan" / "cache").mkdir(parents=True, mode=0o755)
     make_cache_folder("corpora")
     assert mode_of(home / ".cache" / "farspan") == 0o700
+
+
+def test_a_given_cache_needs_no_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARSPAN_CACHE", str(home / "given"))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # As for a user id of a container.
+    assert make_cache_folder("corpora") == home / "given" / "corpora"
