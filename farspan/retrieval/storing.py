@@ -21,7 +21,8 @@ from farspan.domain.problems import Refusal
 from farspan.retrieval import stores
 from farspan.retrieval.index import STORE, IndexManifest, field, passages_of
 from farspan.retrieval.passages import Passages
-from farspan.retrieval.stores import Ids, Payload, Spot, Store
+from farspan.retrieval.stores import Ids, Payload, Spot, Store, StoreModule
+from farspan.retrieval.stores._common import foreign
 from farspan.retrieval.work import IndexWork
 
 #: What is left at a server by the index that was there before.
@@ -100,8 +101,20 @@ def _store(
         kept = np.isin(passages.rows_N["id"], _ids(path, before)).mean()
         if old.is_dir() and kept >= _SHARED_LEAST:
             shutil.copytree(old, spot.folder)
-            return module.open_store(spot)
+            return _open_copy(module, spot, old)
     return module.create(spot, manifest.about)
+
+
+def _open_copy(module: StoreModule, spot: Spot, old: Path) -> Store:
+    """The store at `spot`, which is a copy of the one at `old`."""
+    try:
+        return module.open_store(spot)
+    except Refusal as refusal:
+        problem = refusal.problem
+        if problem.code != "store-foreign":
+            raise
+        # Without this the fix would move the copy away, and the next one would be refused again.
+        raise foreign(old, problem.what, problem.fact) from None
 
 
 def _ids(path: Path, manifest: IndexManifest) -> Ids:

@@ -4,20 +4,23 @@ delete and persist; they lose nothing acknowledged to kill -9, and refuse what i
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import hypothesis
 import msgspec
 import numpy as np
@@ -530,6 +533,120 @@ def occupy(place: Place, name: str) -> None:
 
         client = chromadb.HttpClient("127.0.0.1", int(place.location.rpartition(":")[2]))
         client.create_collection(name, embedding_function=None, metadata={"ours": 1})
+
+
+LIBRARY = "sentence_transformers"
+#: An embedding function as Chroma's schemas name it: code from the model's folder included.
+NAMED = {
+    "type": "known",
+    "name": "sentence_transformer",
+    "config": {
+        "model_name": "model",
+        "device": "cpu",
+        "normalize_embeddings": True,
+        "kwargs": {"trust_remote_code": True},
+    },
+}
+NAMED_SPARSE = {
+    "type": "known",
+    "name": "huggingface_sparse",
+    "config": {"model_name": "model", "device": "cpu", "task": "document"},
+}
+VECTORS = {"float_list": {"vector_index": {"config": {"embedding_function": NAMED}}}}
+SPARSE_CONFIG = {"source_key": "title", "embedding_function": NAMED_SPARSE}
+SPARSE = {"sparse_vector": {"sparse_vector_index": {"enabled": True, "config": SPARSE_CONFIG}}}
+#: Where a schema can name one, and what it then holds there.
+FUNCTIONS = {
+    "defaults": {"defaults": VECTORS},
+    "vectors": {"keys": {"#embedding": VECTORS}},
+    "field": {"keys": {"title": SPARSE}},
+}
+
+
+def plant_library(folder: Path, made: Path) -> Path:
+    """The folder, with the library that both embedding functions load: its import makes a file."""
+    folder.mkdir()
+    (folder / f"{LIBRARY}.py").write_text(f"open({str(made)!r}, 'w').close()\n")
+    return folder
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch) -> Path:
+    """A file that is there once an embedding function has been built in this process."""
+    monkeypatch.syspath_prepend(plant_library(tmp_path / "library", tmp_path / "built"))
+    monkeypatch.setitem(sys.modules, LIBRARY, None)
+    del sys.modules[LIBRARY]
+    return tmp_path / "built"
+
+
+def merge(into: dict, more: dict) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and key in into:
+            merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def name_function(database: Path, function: dict) -> None:
+    """Write an embedding function into the schema of the collection in `database`."""
+    with closing(sqlite3.connect(database)) as connection, connection:
+        (text,) = connection.execute("SELECT schema_str FROM collections").fetchone()
+        schema = json.loads(text)
+        merge(schema, function)
+        connection.execute("UPDATE collections SET schema_str = ?", [json.dumps(schema)])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_chroma_collection_that_names_an_embedding_function_is_refused_and_builds_none(
+    function, tmp_path, location, built
+):
+    place = place_of("chroma", location, tmp_path)
+    spot = place.spot()
+    with place.store() as store:
+        store.add([1], unit_vectors(1), [{"title": "a", "embedding_function": "b"}])
+    place.module.open_store(spot).close()
+    name_function(spot.folder / "chroma.sqlite3", FUNCTIONS[function])
+    words = refused("store-foreign", lambda: place.module.open_store(spot))
+    named = "huggingface_sparse" if function == "field" else "sentence_transformer"
+    assert f"embedding function: {named!r}" in words
+    assert f"fix:   mv {spot.folder} {spot.folder}.other" in words
+    assert not built.exists()
+
+    # Without the refusal an add builds it.
+    import chromadb
+
+    client = chromadb.PersistentClient(spot.folder)
+    collection = client.get_collection(spot.name, embedding_function=None)
+    with pytest.warns(UserWarning, match=named):
+        collection.upsert(ids=["2"], embeddings=unit_vectors(1), metadatas=[{"title": "b"}])
+    client.close()
+    assert built.exists()
+
+
+@pytest.mark.slow
+def test_collection_at_a_chroma_server_that_names_an_embedding_function_is_refused(
+    tmp_path, location, built
+):
+    place = place_of("chroma-server", location, tmp_path)
+    module, spot = place.module, place.spot()
+    module.create(spot, ABOUT).close()
+    collections = f"{place.location}/api/v2/tenants/default_tenant/databases/default_database"
+    collections += "/collections"
+    ours = httpx.get(f"{collections}/{spot.name}").json()
+    module.drop(spot)
+    form = {
+        "name": spot.name,
+        "metadata": ours["metadata"],
+        "configuration": {"hnsw": {"space": "ip"}, "embedding_function": NAMED},
+    }
+    httpx.post(collections, json=form).raise_for_status()
+    for call in (lambda: module.open_store(spot), lambda: module.create(spot, ABOUT)):
+        words = refused("store-foreign", call)
+        assert "embedding function: 'sentence_transformer'" in words
+        assert "index.store" in words.partition("fix:")[2]
+    assert not built.exists()
+    module.drop(spot)
+    refused("no-index", lambda: module.open_store(spot))
 
 
 def test_table_of_other_vectors_is_refused_and_one_of_the_same_is_extended(server_place):

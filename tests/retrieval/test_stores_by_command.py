@@ -10,8 +10,11 @@ import io
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, redirect_stderr, redirect_stdout
@@ -21,14 +24,15 @@ from typing import Any
 import pytest
 
 from farspan.cli.main import main
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import EXIT_CODES, Refusal
 from farspan.domain.run import RunFolder
 from farspan.retrieval import stores
 from farspan.retrieval.index import IndexManifest, passages_of, read_manifest
 from tests.cli.conftest import TINY, WORDS
 from tests.examples import slow_but
 from tests.retrieval import servers
-from tests.retrieval.test_stores import EMBEDDED, KINDS
+from tests.retrieval.test_stores import EMBEDDED, FUNCTIONS, KINDS, name_function, plant_library
+from tests.waiting import LIMIT_S
 
 RUN = "runs/docs"
 REPLACED, REMOVED, ADDED = "wombat", "numbat", "quokka"
@@ -227,6 +231,36 @@ def test_store_embeds_follows_and_filters_like_the_default_store(
     assert "note 40" in titles and "note 2" not in titles
     check_same(first, default_answers[0])
     check_same(followed, default_answers[1])
+
+
+@pytest.mark.slow
+def test_embed_refuses_a_chroma_collection_that_names_a_function_and_runs_none(
+    trained: Path, tmp_path: Path
+):
+    pytest.importorskip("chromadb", reason="waits for the library chromadb: make stores")
+    desk, built = shutil.copytree(trained, tmp_path / "desk"), tmp_path / "built"
+    run_command(desk, "embed", RUN, "--no-eval", "--store", "chroma")
+    old = manifest_of(desk).spot(RunFolder(desk / RUN).index).folder
+    name_function(old / "chroma.sqlite3", FUNCTIONS["vectors"])
+    # One more note at the end: the index that follows copies the store and adds to it.
+    write_notes(desk, {**first_texts(), 40: f"the {ADDED} of this world"})
+    library = plant_library(tmp_path / "library", built)
+    path = os.pathsep.join([str(library), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "farspan", "embed", RUN, "--no-eval", "--store", "chroma"],
+        cwd=desk,
+        env={**os.environ, "FARSPAN_CACHE": str(desk / "cache"), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == EXIT_CODES["store-foreign"], done.stdout + done.stderr
+    assert not built.exists()
+    # The fix mends it.
+    (fix,) = re.findall("fix: +(mv .*)", done.stderr)
+    subprocess.run(shlex.split(fix), cwd=desk, check=True)
+    run_command(desk, "embed", RUN, "--no-eval", "--store", "chroma")
+    assert ids_in_store(desk) == ids_of_passages(desk)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def marked(about: About) -> str:
     return msgspec.json.encode(about).decode()
 
 
-def claimed(mark: object, where: str, wanted: About | None = None) -> About:
+def claimed(mark: object, where: object, wanted: About | None = None) -> About:
     """The About that `marked` wrote. Refuses (store-foreign) where it is none, and where it is not
     the one `wanted`."""
     try:

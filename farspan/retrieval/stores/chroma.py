@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +38,8 @@ CONNECT_S, ANSWER_S = 5.0, 60.0
 #: vectors.
 GRAPH = {"space": "ip", "max_neighbors": 32, "ef_construction": 200, "ef_search": 800}
 PAUSES_S = (0.05, 0.2, 1.0)
+#: How a collection without an embedding function says so; Chroma builds anything else by its name.
+NO_FUNCTION = (None, {"type": "legacy"}, {"type": "unknown"})
 _DATA, _NOT_YET = "chroma.sqlite3", "Nothing found on disk"
 
 
@@ -209,11 +212,11 @@ def open_store(spot: Spot) -> ChromaStore:
 
 
 def _store(client: Any, collection: Any, spot: Spot, wanted: About | None) -> ChromaStore:
-    where = spot.location or str(spot.folder)
+    """The collection as a store; refuses (store-foreign) one that is not as `create` makes it."""
+    where: str | Path = f"{spot.location}, collection {spot.name}" if spot.location else spot.folder
     try:
-        about = claimed(
-            (collection.metadata or {}).get(MARK), f"{where}, collection {spot.name}", wanted
-        )
+        about = claimed((collection.metadata or {}).get(MARK), where, wanted)
+        _refuse_embedding_function(collection, where)
         space = collection.configuration_json["hnsw"]["space"]
         if space != GRAPH["space"]:
             raise foreign(
@@ -224,7 +227,38 @@ def _store(client: Any, collection: Any, spot: Spot, wanted: About | None) -> Ch
     except Refusal:
         client.close()
         raise
-    return ChromaStore(client, collection, about, where)
+    return ChromaStore(client, collection, about, spot.location or str(spot.folder))
+
+
+def _refuse_embedding_function(collection: Any, where: str | Path) -> None:
+    """Refuse a collection that names an embedding function.
+
+    At an add Chroma builds every function that the schema names, and with it code from the folder
+    of a model. `collection.schema` and `collection.configuration` build them too: only what they
+    are made from is read here.
+    """
+    schema = dict(collection._model.serialized_schema or {})
+    # Fields of payloads may have any name, so what they are called is not looked at.
+    fields = [*(schema.pop("keys", None) or {}).values()]
+    for named in _embedding_functions([collection.configuration_json, schema, fields]):
+        if named not in NO_FUNCTION:
+            name = named.get("name") if isinstance(named, dict) else named
+            raise foreign(
+                where,
+                "the collection names an embedding function, which Chroma would run",
+                f"embedding function: {str(name)[:60]!r}",
+            )
+
+
+def _embedding_functions(part: Any) -> Iterator[Any]:
+    """Every value of a key `embedding_function` in what was JSON."""
+    if isinstance(part, dict):
+        if "embedding_function" in part:
+            yield part["embedding_function"]
+        part = [*part.values()]
+    if isinstance(part, list):
+        for inner in part:
+            yield from _embedding_functions(inner)
 
 
 def drop(spot: Spot) -> None:
