@@ -145,7 +145,7 @@ class Fleet:
 
 def serve(pipe: Connection, stacks: Path) -> None:
     """One worker: call after call, until nobody is there to ask."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
     # Small models must be divided as large ones are: over streams, and the logits in chunks.
     for module, name, value in (
@@ -164,11 +164,10 @@ def serve(pipe: Connection, stacks: Path) -> None:
             # Where whoever asked is gone there is nobody else to end this.
             faulthandler.dump_traceback_later(2 * DEADLINE_S, exit=True, file=file)
             try:
-                met = (
-                    Notices(dist.FileStore(store, world), b"of these workers")
-                    if world > 1
-                    else None
-                )
+                met = None
+                if world > 1:
+                    met = Notices(dist.FileStore(store, world), b"of these workers", rank)
+                    met.meet(world, DEADLINE_S)
                 with Group(rank, world, torch.device("cpu"), met) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:

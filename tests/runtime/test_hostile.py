@@ -3,7 +3,9 @@ refused."""
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import re
 import signal
 import socket
@@ -11,8 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -20,18 +27,29 @@ import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, read_events
-from farspan.runtime.comm import ship, tcp
+from farspan.runtime.comm import collective, heartbeat, notices, ship, tcp
 from farspan.runtime.comm.notices import Notices
-from farspan.runtime.comm.sealed import PIECE, Forged, Reader, Writer, answer, asked_for
+from farspan.runtime.comm.sealed import (
+    NONCE,
+    PIECE,
+    Forged,
+    Line,
+    Reader,
+    Writer,
+    answer,
+    asked_for,
+)
 from farspan.runtime.comm.ship import NAMES, ShipmentOffer
-from tests import tiny
+from tests import tiny, waiting
 from tests.runtime import jobs
 from tests.runtime.fleet import Failed, Fleet
 from tests.runtime.plans import HAND_PICKED
 from tests.runtime.test_by_hand import LIMIT_S, SOON, TRAIN, by_hand, named, wait_for
+from tests.runtime.test_collective import members
 from tests.runtime.verify import Case
 
 SECRET = b"the secret of this run"
+Value = TypeVar("Value")
 
 
 def test_a_hostile_peer_runs_nothing_on_the_others(fleet: Fleet, folder: Path):
@@ -46,48 +64,284 @@ def test_a_hostile_peer_runs_nothing_on_the_others(fleet: Fleet, folder: Path):
 #   ------------------------------------------------------------------------------------------------
 
 
+class Intruder(threading.Thread):
+    """Somebody who reaches the store and lacks the secret: `deed` is done to every key, over and
+    over, as long as the `with` lasts."""
+
+    def __init__(self, port: int, deed: str) -> None:
+        super().__init__(daemon=True)
+        self._port, self._deed, self._over = port, deed, threading.Event()
+        #: What each key has held, oldest first.
+        self.seen: dict[str, list[bytes]] = {}
+        self.rounds = 0
+
+    def run(self) -> None:
+        with suppress(dist.DistError):  # The run has ended, and its store.
+            self._disturb(client_of(self._port))
+
+    def _disturb(self, store: dist.TCPStore) -> None:
+        while not self._over.is_set():
+            for key in {*store.list_keys(), *self.seen}:
+                value = store.compare_set(key, "", "")
+                seen = self.seen.setdefault(key, [])
+                if value and value not in seen:
+                    seen.append(value)
+                if self._deed in ("deletion", "both"):
+                    store.delete_key(key)
+                if self._deed in ("replay", "both"):
+                    store.set(key, random.choice(seen) if seen else b"")
+                if self._deed == "garbage":
+                    store.set(key, random.choice((b"", b"\xff\xfe", b"0" * 500, b"1 silence")))
+            self.rounds += 1
+            time.sleep(0.005)
+
+    def after_rounds(self, count: int) -> None:
+        before = self.rounds
+        waiting.wait_for(lambda: self.rounds >= before + count, f"{count} rounds of {self._deed}")
+
+    def __enter__(self) -> Intruder:
+        self.start()
+        self.after_rounds(1)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self.join()
+
+
+DEEDS = pytest.mark.parametrize("deed", ["garbage", "replay", "deletion", "both"])
+
+
+def client_of(port: int) -> dist.TCPStore:
+    return dist.TCPStore(
+        "127.0.0.1", port, None, False, timedelta(seconds=LIMIT_S), wait_for_workers=False
+    )
+
+
 @pytest.fixture
-def notices(tmp_path: Path) -> Notices:
-    return Notices(dist.FileStore(str(tmp_path / "store"), 1), SECRET)
+def store_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Of a store that listens as rank 0's does."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    kept = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        None,
+        True,
+        timedelta(seconds=LIMIT_S),
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+    yield port
+    del kept
 
 
-def test_notices_without_a_signature_by_the_secret_are_ignored(notices: Notices, tmp_path: Path):
-    other = Notices(dist.FileStore(str(tmp_path / "store"), 1), b"another secret of theirs")
-    other.say("lost", "1 silence")
-    assert notices.heard("lost") is None
-    notices.say("beats", "7")
-    for name in notices.store.list_keys():
-        if notices.store.get(name) == notices._signed("beats", "7").encode():
-            for garbage in (b"", b"\xff\x00", b"8", b"f" * 64 + b" 8"):
-                notices.store.set(name, garbage)
-                assert notices.heard("beats") is None
-                assert notices.missing(["beats"]) == ["beats"]
-            break
+def ends_at(port: int, world: int) -> list[Notices]:
+    """One for each worker, which have yet to meet."""
+    return [Notices(client_of(port), SECRET, rank) for rank in range(world)]
+
+
+def by_all(ends: Sequence[Notices], do: Callable[[Notices], Value]) -> list[Value]:
+    """What all workers do at once returns."""
+    with ThreadPoolExecutor(len(ends)) as pool:
+        return list(pool.map(do, ends))
+
+
+@pytest.fixture
+def three(store_port: int) -> Iterator[list[Notices]]:
+    """The ends of three workers that have met."""
+    ends = ends_at(store_port, 3)
+    by_all(ends, lambda end: end.meet(3, LIMIT_S))
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@DEEDS
+def test_what_workers_tell_each_other_arrives_whatever_is_done_to_the_store(
+    three: list[Notices], store_port: int, deed: str
+):
+    def exchange(end: Notices) -> tuple[list[bytes], bytes]:
+        end.say(f"place/{end.rank}", f"of {end.rank}")
+        first = end.say_first("lost", f"named by {end.rank}")
+        return end.wait([f"place/{rank}" for rank in range(3)]), first
+
+    with Intruder(store_port, deed) as intruder:
+        intruder.after_rounds(5)
+        answers = by_all(three, exchange)
+        intruder.after_rounds(5)
+        again = by_all(three, lambda end: end.say_first("lost", "another"))
+    (places, first), *others = answers
+    assert places == [b"of 0", b"of 1", b"of 2"]
+    assert first in (b"named by 0", b"named by 1", b"named by 2")
+    assert others == [(places, first)] * 2
+    assert again == [first] * 3
+
+
+@DEEDS
+def test_beats_are_heard_whatever_is_done_to_the_store(
+    three: list[Notices], store_port: int, deed: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Sixty of each worker: as many as real ones send in 30 s."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(tcp, "expire", lambda *limits: None)  # It would search this whole process.
+    lost: list[tuple[int, str]] = []
+    heard: Counter[tuple[int, int]] = Counter()
+    hearts = [heartbeat.Heartbeat(end, 3) for end in three]
+    for end, heart in zip(three, hearts, strict=True):
+
+        def hear(peer: int, content: bytes, own: int = end.rank, heart: Any = heart) -> None:
+            heard[own, peer] += 1
+            heart._hear(peer, content)
+
+        end.on_beat = hear
+        heart.opened()
+        heart.watch(lambda peer, how: lost.append((peer, how)))
+    with Intruder(store_port, deed):
+        heard.clear()
+        pairs = [(0, 1), (0, 2), (1, 0), (2, 0)]
+        waiting.wait_for(lambda: all(heard[pair] >= 60 for pair in pairs), "60 beats of each")
+    for heart in hearts:
+        heart.end()
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    "deed",
+    ["both", *(pytest.param(deed, marks=pytest.mark.slow) for deed in ("replay", "deletion"))],
+)
+def test_worker_that_stands_still_is_named_whatever_is_done_to_the_store(deed: str):
+    program = """
+if rank == 0:
+    print(os.environ["MASTER_PORT"], flush=True)
+while True:
+    group.sum(1.0)
+    time.sleep(0.01)
+"""
+    with members(2, program) as (first, second):
+        assert first.stdout is not None
+        with Intruder(int(first.stdout.readline()), deed) as intruder:
+            intruder.after_rounds(20)
+            second.send_signal(signal.SIGSTOP)
+            assert first.wait(LIMIT_S) == 3
+        assert first.stdout.read().split() == ["lost", "1"]
+
+
+def test_workers_meet_though_the_port_of_rank_0_was_deleted_and_overwritten(
+    store_port: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(notices, "REPUBLISH_S", 0.01)
+    ends, store = ends_at(store_port, 2), client_of(store_port)
+    earlier = socket.create_server(("127.0.0.1", 0))
+    closed_port = earlier.getsockname()[1]
+    earlier.close()
+    # Of an earlier start with the same secret, unsigned, and no text at all.
+    wrong = (ends[0]._offer(b"%d" % closed_port), b"f" * 64 + b" 1", b"\xff\x00", b"0" * 500)
+
+    def stands_there() -> bool:
+        return bool(store.list_keys()) and store.compare_set(key, "", "") not in (b"", *wrong)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ends[0].meet, 2, LIMIT_S)
+        waiting.wait_for(store.list_keys, "the port of rank 0")
+        (key,) = store.list_keys()
+        for value in wrong:
+            store.delete_key(key)
+            waiting.wait_for(stands_there, "the port again, after it was deleted")
+            store.set(key, value)
+            waiting.wait_for(stands_there, "the port again, after it was overwritten")
+        store.set(key, wrong[0])
+        second = pool.submit(ends[1].meet, 2, LIMIT_S)
+        first.result()
+        second.result()
+    assert ends[0].disturbed
+    by_all(ends, lambda end: end.close())
+
+
+def test_workers_that_cannot_meet_for_an_intruder_say_so_and_blame_nobody(
+    store_port: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever overwrites the port all the time keeps workers from meeting."""
+    monkeypatch.setenv("MASTER_PORT", str(store_port))
+    monkeypatch.setattr(collective, "START_S", 1.0)
+    key = Notices(client_of(store_port), SECRET, 1)._port_key()
+    client_of(store_port).set(key, b"f" * 64 + b" 1")
+    with pytest.raises(Refusal) as refused:
+        collective.meet(1, 2, SECRET)
+    problem = refused.value.problem
+    assert (problem.what, problem.where) == ("the 2 workers did not meet", "rank 1")
+    assert "somebody who lacks the secret" in problem.fact and "nothing of rank" not in problem.fact
+
+
+def test_who_repeats_what_a_worker_has_sent_is_refused(store_port: int):
+    """Every byte of its greeting and its messages, on a connection of their own."""
+    first, second = ends_at(store_port, 2)
+    between, recorded = socket.create_server(("127.0.0.1", 0)), bytearray()
+    with first._taking_calls() as port:
+
+        def pass_on() -> None:
+            caller, _ = between.accept()
+            with caller, socket.create_connection(("127.0.0.1", port)) as real:
+                answers = (real, caller, bytearray())
+                threading.Thread(target=copy, args=answers, daemon=True).start()
+                copy(caller, real, recorded)
+
+        threading.Thread(target=pass_on, daemon=True).start()
+        first._publish_port(between.getsockname()[1])
+        second._keep(0, second._call_rank_0(math.inf))
+        second.say("lost", "1 silence")
+        assert first.wait(["lost"], LIMIT_S) == [b"1 silence"]
+        first._values.clear()
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
+            replies = connection.makefile("rb")
+            with suppress(ConnectionError):  # What was not read is thrown away with a reset.
+                connection.sendall(recorded)
+                connection.shutdown(socket.SHUT_WR)
+                assert len(replies.read()) <= NONCE, "more than a random number"
+        second.say("version", "1")
+        assert first.wait(["version"], LIMIT_S) == [b"1"]
+        assert first.heard("lost") is None
+    for end in (first, second):
+        end.close()
+    between.close()
+
+
+@pytest.mark.parametrize("change", ["repeated", "left out", "changed"])
+def test_message_that_is_repeated_left_out_or_changed_on_its_way_ends_the_connection(change: str):
+    """And what came before it stands."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    sent, kept = socket.socketpair()
+    writer = Writer(sent, b"key")
+    pieces = []
+    for number in range(3):
+        writer.write(b"message %d" % number)
+        pieces.append(kept.recv(2**16))
+    if change == "repeated":
+        pieces[1:1] = pieces[:1]
+    elif change == "left out":
+        del pieces[1]
     else:
-        raise AssertionError("the key is not there")
-    with pytest.raises(TimeoutError):
-        notices.wait(["beats"], 0.1)
-    # Of another key it is no better than garbage, and who says something first is not held up by
-    # it.
-    notices.store.set(notices._name("lost"), notices._signed("beats", "7"))
-    assert notices.heard("lost") is None
-    assert notices.say_first("lost", "2 connection") == b"2 connection"
-    assert notices.say_first("lost", "3 connection") == b"2 connection"
+        pieces[1] = pieces[1][:-1] + b"9"
+    line = Line(ours, ours.makefile("rb"), send_key=b"other key", receive_key=b"key")
+    theirs.sendall(b"".join(pieces))
+    assert list(line.messages()) == [b"message 0"]
+    for connection in (theirs, sent, kept):
+        connection.close()
 
 
-def attack(store: dist.TCPStore, until: float) -> None:
-    """All that somebody who reaches the store may think of, over and over."""
-    while time.monotonic() < until:
-        for key in ("farspan/lost", "farspan/beats/0", "farspan/beats/1", *store.list_keys()):
-            for value in (b"1 silence", b"", b"\xff\xfe", b"0" * 500, str(10**9).encode()):
-                store.set(key, value)
-            if "beats" in key:
-                store.delete_key(key)
-        time.sleep(0.05)
+def copy(source: socket.socket, target: socket.socket, recorded: bytearray) -> None:
+    with suppress(OSError):
+        while content := source.recv(2**16):
+            recorded += content
+            target.sendall(content)
 
 
 @pytest.mark.slow
-def test_hostile_client_of_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_path: Path):
+@DEEDS
+def test_intruder_in_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_path: Path, deed: str):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     ports = tmp_path / "port"
     note = f"open({str(ports)!r}, 'w').write(os.environ['MASTER_PORT'])"
@@ -100,20 +354,16 @@ def test_hostile_client_of_the_store_neither_ends_the_run_nor_blames_a_worker(tm
                 if at.status == "LISTEN"
             }
             assert listening.isdisjoint({"0.0.0.0", "::"}), "open to all interfaces"
-        store = dist.TCPStore(
-            "127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=LIMIT_S)
-        )
+        store = client_of(int(ports.read_text()))
         with pytest.raises(RuntimeError):
             # Torch's server drops who adds to garbage: the workers' own connections must not be
             # those.
             store.set("x", b"garbage")
             store.add("x", 1)
-        store = dist.TCPStore(
-            "127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=LIMIT_S)
-        )
-        attack(store, time.monotonic() + 15)  # SOON makes 6 s of silence a loss.
-        before = [event for event in read_events(run.events) if isinstance(event, Step)][-1].step
-        wait_for(run, Step, after=before)
+        with Intruder(int(ports.read_text()), deed):
+            time.sleep(30)  # SOON makes 6 s of silence a loss.
+            before = [event for event in read_events(run.events) if isinstance(event, Step)][-1]
+            wait_for(run, Step, after=before.step)
         for worker in workers:
             worker.send_signal(signal.SIGTERM)
         assert [worker.wait(LIMIT_S) for worker in workers] == [0, 0]
@@ -129,12 +379,10 @@ def test_a_worker_that_is_lost_while_somebody_writes_into_the_store_is_still_nam
         run, 2, f"{SOON}\nopen({str(ports)!r}, 'w').write(os.environ['MASTER_PORT'])"
     ) as workers:
         wait_for(run, Step)
-        store = dist.TCPStore(
-            "127.0.0.1", int(ports.read_text()), None, False, timedelta(seconds=LIMIT_S)
-        )
-        store.set("farspan/lost", b"0 silence")
-        workers[1].kill()
-        assert workers[0].wait(LIMIT_S) == 24
+        with Intruder(int(ports.read_text()), "both") as intruder:
+            intruder.after_rounds(20)
+            workers[1].kill()
+            assert workers[0].wait(LIMIT_S) == 24
         assert "rank 1" in named(run)
 
 

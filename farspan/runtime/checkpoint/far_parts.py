@@ -21,7 +21,7 @@ from farspan.domain.own_files import open_own
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.stored import OwnedSlice, put_slices
 from farspan.runtime.comm import sealed, tcp
-from farspan.runtime.comm.notices import sign
+from farspan.runtime.comm.sealed import sign
 
 #: No byte for this long: the other side is gone.
 QUIET_S = 30.0

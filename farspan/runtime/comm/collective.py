@@ -17,8 +17,8 @@ import torch.distributed as dist
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SECRET, STORE_PORT
 from farspan.runtime.comm import tcp
-from farspan.runtime.comm.heartbeat import LOST, MET, RTTS, SILENCE_S, Heartbeat, How, beats
-from farspan.runtime.comm.notices import Notices
+from farspan.runtime.comm.heartbeat import ANSWER_S, LOST, RTTS, SILENCE_S, Heartbeat, How
+from farspan.runtime.comm.notices import Notices, came
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
 START_S = 300.0
@@ -37,30 +37,30 @@ def backend(kinds: Iterable[str]) -> str:
 
 
 def meet(rank: int, world: int, secret: bytes) -> Notices | None:
-    """What all workers of a run tell each other, in a store at MASTER_ADDR: rank 0's, or that of
-    the torchrun that started them by hand; None for a worker alone. Raises Refusal where they do
-    not all come within START_S."""
+    """What all workers of a run tell each other, once they have met through a store at MASTER_ADDR:
+    rank 0's, or that of the torchrun that started them by hand; None for a worker alone. Raises
+    Refusal where they do not all come within START_S."""
     if world == 1:
         return None
     notices: Notices | None = None
     try:
-        notices = Notices(_store(rank, world), secret)
+        notices = Notices(_store(rank, world), secret, rank)
         with _asking_rank_0(rank):
-            notices.say(beats(rank), str(MET))
-            notices.wait([beats(peer) for peer in range(world)], START_S)
+            notices.meet(world, START_S)
     except (dist.DistError, OSError) as error:  # TimeoutError is one.
         fact = " ".join(str(error).split())[:300]
-        with suppress(dist.DistError):  # It may have gone with rank 0.
-            missing = [
-                str(peer)
-                for peer in range(world)
-                if notices is not None and notices.missing([beats(peer)])
-            ]
-            if missing:
-                fact = (
-                    f"{world - len(missing)}/{world} have come, nothing of rank "
-                    f"{', '.join(missing)}: {fact}"
-                )
+        missing = [
+            str(peer)
+            for peer in range(world)
+            if notices is not None and notices.missing([came(peer)])
+        ]
+        if 0 < len(missing) < world:  # Who has not reached rank 0 knows of nobody.
+            fact = (
+                f"{world - len(missing)}/{world} have come, nothing of rank "
+                f"{', '.join(missing)}: {fact}"
+            )
+        if notices is not None and notices.disturbed:
+            fact += "; somebody who lacks the secret has written into the store where they meet"
         raise Refusal(
             "worker-lost",
             what=f"the {world} workers did not meet",
@@ -97,8 +97,8 @@ def _store(rank: int, world: int) -> dist.Store:
 
 def renounce(notices: Notices, rank: int) -> None:
     """Say that this worker, which has met the others, will not join their group."""
-    with suppress(dist.DistError):
-        notices.say_first(LOST, f"{rank} connection")
+    with suppress(OSError):  # Rank 0 is gone, and the run with it.
+        notices.say_first(LOST, f"{rank} connection", ANSWER_S)
 
 
 class Group:
@@ -121,11 +121,11 @@ class Group:
         self._notices, self._ranks, self._introduced = notices, dict[str, int](), 0
         if notices is not None:
             with _asking_rank_0(rank):
-                self._heartbeat = Heartbeat(notices, rank, world)
+                self._heartbeat = Heartbeat(notices, world)
                 if lost is not None:
                     self.watch(lost)
                 kinds = _kinds(notices, rank, world, device)
-            self._heartbeat.opening.clear()
+            self._heartbeat.opened()
             dist.init_process_group(
                 backend(kinds),
                 store=notices.store,
@@ -157,7 +157,7 @@ class Group:
         tcp.expire(SILENCE_S, RTTS)
         self._introduced += 1
         self._notices.say(_ends(self.rank, self._introduced), " ".join(tcp.own()))
-        # Others may read their checkpoint for longer than a store waits.
+        # Without a limit: others may read their checkpoint for long.
         said = self._notices.wait([_ends(peer, self._introduced) for peer in range(self.world)])
         self._ranks = {end: peer for peer, ends in enumerate(said) for end in ends.decode().split()}
 
@@ -222,7 +222,7 @@ class Group:
         """Part from the others, once all have come here: who ends first must not look lost."""
         if self._heartbeat is not None:
             self.sum(0.0)
-            self._heartbeat.end()
+            self.leave()
             dist.destroy_process_group()
 
     def leave(self) -> None:
@@ -230,6 +230,8 @@ class Group:
         error came of that: then the `lost` of `watch` says so and ends this process."""
         if self._heartbeat is not None:
             self._heartbeat.end()
+        if self._notices is not None:
+            self._notices.close()
 
     def __enter__(self) -> Group:
         return self
@@ -274,12 +276,12 @@ def _asking_rank_0(rank: int) -> Iterator[None]:
     """Raises Refusal (worker-lost) where rank 0 has ended, and the store with it."""
     try:
         yield
-    except dist.DistNetworkError:
+    except (ConnectionError, dist.DistNetworkError):
         raise Refusal(
             "worker-lost",
             what="rank 0 was lost",
             where=f"rank {rank}",
-            fact="it has kept the store, and ended before all had opened their devices",
+            fact="the others meet at it, and it ended before all had opened their devices",
             remedy="see what it says itself: logs/rank-0.log of the run",
         ) from None
 

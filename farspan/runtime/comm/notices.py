@@ -1,31 +1,44 @@
-"""What the workers of one run tell each other through their store, signed with the secret of the
-run.
+"""What the workers of one run tell each other: over a sealed connection from each to rank 0, which
+hands on what it receives.
 
-A store asks nobody who they are: each caller reads, writes and deletes every key. A value that is
-not signed for its key is therefore no value. The names of keys are made with the secret, too, so
-that nobody else knows which is which. The secret itself is never stored or sent.
+The workers meet through a store, which asks nobody who they are: each caller reads, writes and
+deletes every key. Only rank 0's port stands there, signed with the secret of the run. Whoever
+changes it keeps workers from meeting, and does nothing to workers that have met: they read the
+store no more. The secret itself is never stored or sent.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import math
 import os
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
+import msgspec
 import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import ON_STDIN, SECRET
+from farspan.runtime.comm import sealed, tcp
+from farspan.runtime.comm.sealed import Forged, Line, sign
 
-#: Between two looks at whether a value has come.
+#: Between two looks at whether rank 0's port is in the store.
 POLL_S = 0.02
+#: Rank 0 puts its port back into the store so often, until all workers have come.
+REPUBLISH_S = 0.5
 #: A secret is at least so long; a launcher's has 64 characters.
 LEAST_SECRET = 16
+#: The key of rank 0's port in the store.
+PORT = "farspan/port"
+#: The key of a beat, which is for the other end of the connection alone and is not kept.
+BEAT = "farspan/beat"
+#: What a worker asks rank 0 for, before its rank.
+QUESTION = "notices"
 
 
 def run_secret() -> bytes:
@@ -52,93 +65,211 @@ def run_secret() -> bytes:
     return given.encode()
 
 
-def sign(secret: bytes, *parts: bytes) -> bytes:
-    """32 bytes that only a holder of the secret can make for these parts (HMAC-SHA256, RFC
-    2104)."""
-    content = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-    return hmac.digest(secret, content, hashlib.sha256)
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """A value under its key; one that is `first` gives way to a value that is there."""
+
+    key: str
+    value: bytes
+    first: bool = False
+
+
+_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Message).decode
 
 
 class Notices:
-    """One worker's end. Values are bytes; a key's value is None until one with a right signature is
-    there."""
+    """One worker's end. Values are bytes; all workers see them in the order that rank 0 does."""
 
-    def __init__(self, store: dist.Store, secret: bytes) -> None:
-        self.store, self.secret = store, secret
+    def __init__(self, store: dist.Store, secret: bytes, rank: int) -> None:
+        self.store, self.secret, self.rank = store, secret, rank
+        #: Is called with the rank at the other end and each beat from there.
+        self.on_beat: Callable[[int, bytes], None] = lambda peer, content: None
+        #: The ranks whose connection to this worker has ended.
+        self.ended: set[int] = set()
+        #: The store held something that no worker had put there.
+        self.disturbed = False
+        self._lines, self._values = dict[int, Line](), dict[str, bytes]()
+        self._changed = threading.Condition()
+
+    def meet(self, world: int, seconds: float) -> None:
+        """Connect all workers of the run.
+
+        Raises TimeoutError where they do not all come within so many seconds, ConnectionError where
+        rank 0 has ended, and DistNetworkError where the store has.
+        """
+        end = time.monotonic() + seconds
+        keys = [came(rank) for rank in range(world)]
+        if self.rank == 0:
+            with self._taking_calls() as port:
+                self.say(came(0), b"1")
+                while self.missing(keys):
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"not all have come within {seconds:.0f} s")
+                    self._publish_port(port)
+                    with suppress(TimeoutError):
+                        self.wait(keys, REPUBLISH_S)
+        else:
+            self._keep(0, self._call_rank_0(end))
+            self.say(came(self.rank), b"1")
+            self.wait(keys, end - time.monotonic())
 
     def say(self, key: str, value: bytes | str) -> None:
-        self.store.set(self._name(key), self._signed(key, value))
+        """Tell all workers. Raises ConnectionError where rank 0 has ended."""
+        self._tell(Message(key, _bytes(value)))
+
+    def say_first(self, key: str, value: bytes | str, seconds: float = math.inf) -> bytes:
+        """Tell all workers unless one has told them something under this key before; returns what
+        they were told. Raises like `wait`."""
+        self._tell(Message(key, _bytes(value), first=True))
+        return self.wait([key], seconds)[0]
 
     def heard(self, key: str) -> bytes | None:
-        """Raises DistNetworkError where the store is gone."""
-        if not self.store.check([self._name(key)]):
-            return None
-        try:
-            return self._verified(key, self.store.get(self._name(key)))
-        except dist.DistStoreError:  # Somebody has deleted it since.
-            return None
+        return self._values.get(key)
 
-    def say_first(self, key: str, value: bytes | str) -> bytes:
-        """Say this unless another worker has said something there before; returns what stands there
-        now."""
-        signed = self._signed(key, value)
-        before = self._verified(key, self.store.compare_set(self._name(key), "", signed))
-        if before is None:  # Something is there that no worker has said.
-            self.store.set(self._name(key), signed)
-        return before or (value.encode() if isinstance(value, str) else value)
+    def wait(self, keys: Sequence[str], seconds: float = math.inf) -> list[bytes]:
+        """Return the values of all keys, once all are there.
 
-    def wait(
-        self,
-        keys: Sequence[str],
-        seconds: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> list[bytes]:
-        """The values of all keys, once all are there. Raises TimeoutError after so many seconds,
-        and DistNetworkError where the store is gone."""
-        end = clock() + seconds
-        while True:
-            values = self._all(keys)
-            if values and None not in values:
-                return [value for value in values if value is not None]
-            if clock() > end:
-                raise TimeoutError(f"not all have come within {seconds:.0f} s")
-            time.sleep(POLL_S)
-
-    def _all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of all keys in three round trips; nothing where not every one is there."""
-        names = [self._name(key) for key in keys]
-        if not self.store.check(names):
-            return []
-        try:
-            said = self.store.multi_get(names)
-        except dist.DistStoreError:  # Somebody has deleted one since.
-            return []
-        return [self._verified(key, content) for key, content in zip(keys, said, strict=True)]
+        Raises TimeoutError after so many seconds, and ConnectionError where rank 0 has ended.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: 0 in self.ended or not self.missing(keys),
+                None if math.isinf(seconds) else max(0.0, seconds),
+            )
+            if not self.missing(keys):
+                return [self._values[key] for key in keys]
+        self._require_rank_0()
+        raise TimeoutError(f"not all have come within {seconds:.0f} s")
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        return [key for key in keys if self.heard(key) is None]
+        return [key for key in keys if key not in self._values]
 
-    def clone(self, timeout_s: float) -> Notices:
-        """The same over a connection of its own, which asks a store that does not answer for so
-        long."""
-        before = self.store.timeout
-        self.store.set_timeout(timedelta(seconds=timeout_s))
-        copy = self.store.clone()
-        self.store.set_timeout(before)
-        return Notices(copy, self.secret)
+    def beat(self, peer: int, content: bytes) -> None:
+        """Send a beat to the worker at the other end of a connection, if that is there."""
+        if (line := self._lines.get(peer)) is not None:
+            line.send(_encode(Message(BEAT, content)))
 
-    def _name(self, key: str) -> str:
-        return sign(self.secret, b"name", key.encode()).hex()
+    def close(self) -> None:
+        for line in list(self._lines.values()):
+            line.close()
 
-    def _signed(self, key: str, value: bytes | str) -> str:
-        text = value.decode() if isinstance(value, bytes) else value
-        return f"{self._signature(key, text.encode())} {text}"
+    # -- over the connections
 
-    def _verified(self, key: str, content: bytes) -> bytes | None:
-        signature, _, value = content.partition(b" ")
-        return (
-            value if hmac.compare_digest(signature, self._signature(key, value).encode()) else None
-        )
+    def _tell(self, message: Message) -> None:
+        if self.rank == 0:
+            self._hand_on(message)
+        else:
+            self._require_rank_0()
+            self._lines[0].send(_encode(message))
 
-    def _signature(self, key: str, value: bytes) -> str:
-        return sign(self.secret, b"value", key.encode(), value).hex()
+    def _require_rank_0(self) -> None:
+        if 0 in self.ended:
+            raise ConnectionError("the connection to rank 0 has ended")
+
+    def _hand_on(self, message: Message) -> None:
+        """Rank 0 tells all workers, itself last: what it knows then is on its way to all."""
+        with self._changed:
+            before = self._values.get(message.key) if message.first else None
+            value = message.value if before is None else before
+            for line in self._lines.values():
+                line.send(_encode(Message(message.key, value)))
+            self._set(message.key, value)
+
+    def _set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def _keep(self, peer: int, line: Line) -> None:
+        """Receive from a worker that has just connected, after rank 0 has told it all that was said
+        before."""
+        with self._changed:
+            if self.rank == 0:
+                for key, value in self._values.items():
+                    line.send(_encode(Message(key, value)))
+            self._lines[peer] = line
+            self.ended.discard(peer)
+        threading.Thread(target=self._receive, args=(peer, line), daemon=True).start()
+
+    def _receive(self, peer: int, line: Line) -> None:
+        for content in line.messages():
+            message = _decode(content)
+            if message.key == BEAT:
+                self.on_beat(peer, message.value)
+            elif self.rank == 0:
+                self._hand_on(message)
+            else:
+                self._set(message.key, message.value)
+        with self._changed:
+            if self._lines[peer] is line:  # It may have called again.
+                self.ended.add(peer)
+                self._changed.notify_all()
+
+    # -- through the store
+
+    @contextmanager
+    def _taking_calls(self) -> Iterator[int]:
+        """Rank 0 lets the others connect to the port that this yields."""
+        with socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), 0)) as listener:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+            try:
+                yield int(listener.getsockname()[1])
+            finally:
+                with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
+                    listener.shutdown(socket.SHUT_RDWR)  # `close` does not wake `accept`.
+
+    def _accept(self, listener: socket.socket) -> None:
+        while listener.fileno() != -1:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # Closed; or who called has gone, or there are too many.
+                time.sleep(POLL_S)
+                continue
+            threading.Thread(target=self._take, args=(connection,), daemon=True).start()
+
+    def _take(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(sealed.GREETING_S)
+            question, key = sealed.asked_for(connection, self.secret)
+            word, _, number = question.partition(" ")
+            if word == QUESTION:
+                self._keep(int(number), Line.take(connection, self.secret, key))
+                return
+        except (OSError, Forged):  # Others may say what they like.
+            pass
+        connection.close()
+
+    def _publish_port(self, port: int) -> None:
+        offer = self._offer(str(port).encode()).decode()
+        found = self.store.compare_set(self._port_key(), "", offer)
+        if found != offer.encode():
+            self.disturbed |= bool(found)
+            self.store.set(self._port_key(), offer)
+
+    def _call_rank_0(self, end: float) -> Line:
+        """Raises TimeoutError."""
+        while time.monotonic() < end:
+            # In one round trip that never waits, also where somebody deletes the key.
+            found = self.store.compare_set(self._port_key(), "", "")
+            _, _, port = found.partition(b" ")
+            if hmac.compare_digest(found, self._offer(port)):
+                to = os.environ["MASTER_ADDR"], int(port)
+                with suppress(OSError, Forged):  # It may be the port of an earlier start.
+                    return Line.call(to, self.secret, f"{QUESTION} {self.rank}")
+            else:
+                self.disturbed |= bool(found)
+            time.sleep(POLL_S)
+        raise TimeoutError("rank 0 has not answered")
+
+    def _port_key(self) -> str:
+        return sign(self.secret, b"name", PORT.encode()).hex()
+
+    def _offer(self, port: bytes) -> bytes:
+        return sign(self.secret, b"value", PORT.encode(), port).hex().encode() + b" " + port
+
+
+def came(rank: int) -> str:
+    return f"farspan/came/{rank}"
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else value

@@ -3,26 +3,37 @@ each piece of what comes back carries its signature.
 
 The server sends a random number, the client one of its own and what it asks for, signed over both.
 The answer is a series of pieces: a length, a signature over the piece's number and content, the
-content; an empty one is the last.
+content; an empty one is the last. The numbers are new for each connection, so nothing that went
+over an earlier one can be repeated, left out or put in another place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import BinaryIO
-
-from farspan.runtime.comm.notices import sign
 
 #: Bytes of a random number, of a signature, of a length, and of a piece at most.
 NONCE, SIGNATURE, LENGTH, PIECE = 16, 32, 4, 2**20
+#: A greeting takes at most so long, also over a line whose queue is full.
+GREETING_S = 30.0
 
 
 class Forged(Exception):
     """What came is not signed by a worker of this run, or is not whole."""
+
+
+def sign(secret: bytes, *parts: bytes) -> bytes:
+    """32 bytes that only a holder of the secret can make for these parts (HMAC-SHA256, RFC
+    2104)."""
+    content = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hmac.digest(secret, content, hashlib.sha256)
 
 
 def asked_for(connection: socket.socket, secret: bytes) -> tuple[str, bytes]:
@@ -100,7 +111,9 @@ class Reader:
 
     def read(self, size: int) -> bytes:
         while len(self._held) < size and not self._ended:
-            self._receive()
+            piece = self.piece()
+            self._held += piece
+            self._ended = not piece
         content = bytes(self._held[:size])
         del self._held[:size]
         return content
@@ -109,15 +122,79 @@ class Reader:
         """Go on to what was sent after an end."""
         self._ended = False
 
-    def _receive(self) -> None:
+    def piece(self) -> bytes:
+        """Wait for the next piece, and return it."""
         length = int.from_bytes(_exactly(self._stream, LENGTH), "big")
         if length > PIECE:
             raise Forged(f"a piece of {length} bytes")
         signature, piece = _exactly(self._stream, SIGNATURE), _exactly(self._stream, length)
         if not hmac.compare_digest(signature, sign(self._key, b"%d" % self._count, piece)):
             raise Forged(f"piece {self._count} is not signed with this run's secret")
-        self._held += piece
-        self._count, self._ended = self._count + 1, not piece
+        self._count += 1
+        return piece
+
+
+class Line:
+    """A connection that carries messages of up to PIECE bytes both ways.
+
+    A send never waits for the other side: what that does not take yet is kept.
+    """
+
+    def __init__(
+        self, connection: socket.socket, stream: BinaryIO, send_key: bytes, receive_key: bytes
+    ) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection, self._stream = connection, stream
+        self._reader, self._writer = Reader(stream, receive_key), Writer(connection, send_key)
+        #: An empty one is the last.
+        self._unsent: SimpleQueue[bytes] = SimpleQueue()
+        threading.Thread(target=self._send_all, daemon=True).start()
+
+    @classmethod
+    def call(cls, to: tuple[str, int], secret: bytes, question: str) -> Line:
+        """Connect to a server that will `take` the call. Raises OSError or Forged."""
+        connection = socket.create_connection(to, timeout=GREETING_S)
+        stream = connection.makefile("rb")
+        try:
+            key = greet(connection, stream, secret, question)
+        except BaseException:
+            stream.close()
+            connection.close()
+            raise
+        return cls(connection, stream, send_key=key, receive_key=sign(secret, b"reply", key))
+
+    @classmethod
+    def take(cls, connection: socket.socket, secret: bytes, key: bytes) -> Line:
+        """The server's end, after `asked_for` has returned the key. Raises OSError."""
+        invite(connection)
+        stream = connection.makefile("rb")
+        return cls(connection, stream, send_key=sign(secret, b"reply", key), receive_key=key)
+
+    def send(self, message: bytes) -> None:
+        self._unsent.put(message)
+
+    def messages(self) -> Iterator[bytes]:
+        """Yield what the other side sends until the connection ends, which a piece that is not
+        signed for its place ends, too."""
+        try:
+            with suppress(OSError, Forged):
+                while message := self._reader.piece():
+                    yield message
+        finally:
+            self.close()
+            self._stream.close()
+
+    def close(self) -> None:
+        self._unsent.put(b"")
+        with suppress(OSError):  # It has ended already.
+            self._connection.shutdown(socket.SHUT_RDWR)  # Wakes whoever waits in `messages`.
+        self._connection.close()
+
+    def _send_all(self) -> None:
+        with suppress(OSError):  # The other side is gone, which `messages` notices.
+            while message := self._unsent.get():
+                self._writer.write(message)
 
 
 def _exactly(stream: BinaryIO, size: int) -> bytes:
