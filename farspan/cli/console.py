@@ -1,11 +1,20 @@
 """Where a command speaks: people read text on standard output; `--json` gives one object there and
-nothing else."""
+nothing else.
+
+Text from elsewhere (documents, names, what hosts answer) reaches a terminal through here alone: its
+control characters are shown, not sent. `farspan.cli.display` does the same for live displays.
+"""
 
 from __future__ import annotations
 
 import sys
+import traceback
+from types import TracebackType
 
 import msgspec
+
+from farspan.domain.escapes import escape_controls, escape_json_controls
+from farspan.domain.problems import Problem
 
 
 class Console:
@@ -15,11 +24,29 @@ class Console:
     def __init__(self, json: bool) -> None:
         self.json = json
 
-    def say(self, text: str = "") -> None:
-        print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
+    def say(self, text: str = "", *, painted: bool = False) -> None:
+        """Print text, its control characters as escapes. `painted`: `paint` and `table_lines` have
+        coloured it."""
+        print(
+            escape_controls(text, keep_styles=painted),
+            file=sys.stderr if self.json else sys.stdout,
+            flush=True,
+        )
+
+    def refuse(self, problem: Problem) -> None:
+        """Print a refusal on standard error."""
+        print(escape_controls(str(problem)), file=sys.stderr)
 
     def answer(self, value: object) -> None:
         """The command's result, for programs; people have been told already."""
         if self.json:
-            sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+            sys.stdout.write(escape_json_controls(msgspec.json.encode(value).decode()) + "\n")
             sys.stdout.flush()
+
+
+def print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Python's traceback of a fault of farspan's own, which may quote a document."""
+    lines = traceback.format_exception(kind, error, trace)
+    sys.stderr.write(escape_controls("".join(lines)))

@@ -77,7 +77,8 @@ def priced(given: argparse.Namespace, console: Console) -> bool:
             console.say(
                 "".join(
                     paint(text, tint, painter(json=console.json)) for text, tint in line
-                ).rstrip()
+                ).rstrip(),
+                painted=True,
             )
     if given.out:
         from farspan.app.plans import write_plan
@@ -120,7 +121,7 @@ def say(found: PricedPlan, console: Console) -> None:
         console.say(paragraph(sentence))
     console.say()
     for line in _memory(found, colours=colours):
-        console.say(line)
+        console.say(line, painted=True)
     console.say(paragraph(_verdict(found)))
     parts = (
         ("What it sends", _sent(found)),
@@ -128,7 +129,7 @@ def say(found: PricedPlan, console: Console) -> None:
     )
     for heading, sentences in parts:
         if sentences:
-            console.say(f"\n{paint(heading, 'strong', colours)}")
+            console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
         for sentence in sentences:
             console.say(paragraph(f"- {sentence}", hang=2))
 

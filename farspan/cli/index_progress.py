@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from farspan.cli.display import DisplayConsole
 from farspan.cli.progress import LINE_S
 from farspan.domain.units import format_seconds
 from farspan.retrieval.work import IndexWork
@@ -22,7 +22,7 @@ class IndexProgress:
     """Shows how far work is: `with IndexProgress(console, clock) as shown: build(..., Work(clock,
     shown.show))`."""
 
-    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+    def __init__(self, console: DisplayConsole, clock: Callable[[], float]) -> None:
         self._console, self._clock = console, clock
         self._line_at = clock()
         self._work = IndexWork(clock)

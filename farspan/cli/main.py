@@ -9,11 +9,11 @@ import errno
 import importlib
 import os
 import pkgutil
-import shlex
 import signal
 import sys
 from importlib.util import find_spec
 from itertools import takewhile
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from farspan._version import __version__
 from farspan.app.extensions import extensions
 from farspan.cli import commands
 from farspan.cli.console import Console
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal, command, nearest
 
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
             from farspan.cli.arguments import at_option
 
             problem = at_option(problem, given)
-        print(problem, file=sys.stderr)
+        console.refuse(problem)
         fields = msgspec.to_builtins(problem)
         printable = {
             key: _printable(value) if isinstance(value, str) else value
@@ -222,6 +223,6 @@ def as_refusal(error: BaseException, words: list[str]) -> Refusal:
                 what="the system refuses this path",
                 where=where,
                 fact=error.strerror or str(error),
-                remedy=f"ls -ld {shlex.quote(str(where))}",
+                remedy=shell_line("ls", "-ld", Path(str(where))),
             )
     raise error

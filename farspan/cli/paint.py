@@ -6,6 +6,8 @@ import os
 import shutil
 import sys
 
+from farspan.domain.escapes import escape_controls
+
 #: SGR codes (ECMA-48) by what is painted; stages take the numbered ones in turn.
 CODES = {
     "good": "1;32",
@@ -36,4 +38,6 @@ def painter(*, json: bool) -> bool:
 
 
 def paint(text: str, tint: str, on: bool) -> str:
+    """Text in a colour where one is wanted; control characters of the text become escapes."""
+    text = escape_controls(text)
     return f"\033[{CODES[tint]}m{text}\033[0m" if on and tint and text else text

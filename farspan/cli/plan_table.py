@@ -75,7 +75,7 @@ def say_ranking(
         for line in table(
             ranking, everything=everything, colours=painter(json=console.json), more=more
         ):
-            console.say(line)
+            console.say(line, painted=True)
         console.say()
     console.say(paragraph(choice(ranking)))
     if ranking.chosen is None:
@@ -289,7 +289,9 @@ def say_picture(shown: Picture, candidate: Candidate, console: Console) -> None:
     colours = painter(json=console.json)
     console.say(f"\n{called(candidate)}:")
     for line in show(shown, width()):
-        console.say("".join(paint(text, tint, colours) for text, tint in line).rstrip())
+        console.say(
+            "".join(paint(text, tint, colours) for text, tint in line).rstrip(), painted=True
+        )
 
 
 def say_why(reasons: Why, console: Console) -> None:
@@ -301,7 +303,8 @@ def say_why(reasons: Why, console: Console) -> None:
     )
     for heading, sentences in parts:
         if sentences:
-            console.say(f"\n{paint(heading, 'strong', painter(json=console.json))}")
+            title = paint(heading, "strong", painter(json=console.json))
+            console.say(f"\n{title}", painted=True)
         for sentence in sentences:
             console.say(paragraph(f"- {sentence}", hang=2))
 
@@ -328,7 +331,7 @@ def say_difference(difference: PlanDifference, console: Console) -> None:
 
 def _say_columns(rows: Sequence[Sequence[str]], console: Console, colours: bool) -> None:
     for line in table_lines(rows[0], rows[1:], right=(3,), width=width(), colours=colours):
-        console.say(line)
+        console.say(line, painted=True)
 
 
 def paragraph(text: str, *, indent: int = 0, hang: int = 0) -> str:

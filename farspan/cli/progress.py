@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from farspan.cli.display import DisplayConsole
+from farspan.domain.escapes import escape_controls
 from farspan.domain.forecast import Forecast
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
@@ -46,7 +48,7 @@ class TrainingDisplay:
     def __init__(
         self,
         plan: Plan,
-        console: Console,
+        console: DisplayConsole,
         clock: Callable[[], float],
         forecast: Forecast | None = None,
     ) -> None:
@@ -109,8 +111,10 @@ class TrainingDisplay:
                 self._print(f"step {event.step:,} · {ending} after {format_seconds(event.seconds)}")
 
     def _print(self, line: str, style: str = "") -> None:
-        # A piped line stays one line. Text, not markup: messages may hold square brackets.
-        self._console.print(Text(line, style=style), soft_wrap=not self._console.is_terminal)
+        # A piped line stays one line. Text, not markup: messages may hold square brackets. Escaped
+        # here too, because Text drops some control characters without a trace.
+        text = Text(escape_controls(line), style=style)
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
 
     def _facts(self) -> list[str]:
         """Loss, speed, memory, time to go: known from the first step on."""

@@ -6,11 +6,10 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-import rich.console
-
 from farspan.app.plans import Planned
 from farspan.app.updates import Chosen, Ended, Faulted, Note, Ranked, Training, Tried
 from farspan.cli.console import Console
+from farspan.cli.display import DisplayConsole
 from farspan.cli.index_progress import IndexProgress
 from farspan.cli.plan_table import paragraph, say_ranking
 from farspan.cli.progress import TrainingDisplay
@@ -82,8 +81,8 @@ class Show:
         assert isinstance(self._live, IndexProgress)
         self._live.show(update)
 
-    def _rich(self) -> rich.console.Console:
-        return rich.console.Console(stderr=self._console.json)
+    def _rich(self) -> DisplayConsole:
+        return DisplayConsole(stderr=self._console.json)
 
     def _end(self) -> None:
         if self._live is not None:

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnContext, SpawnProcess
 
 from farspan.domain.interpreter import safe_path_environment
+from farspan.domain.library_messages import escape_library_messages
 
 #: One process starts at a time: each changes what the program is called, and its environment, while
 #: it does.
@@ -52,6 +53,7 @@ def spawned(count: int) -> ProcessPoolExecutor:
 
 
 def _start() -> None:
+    escape_library_messages()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

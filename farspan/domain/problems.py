@@ -4,11 +4,12 @@ kind."""
 from __future__ import annotations
 
 import difflib
-import shlex
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
+
+from farspan.domain.escapes import one_line, shell_line
 
 #: Exit code of every kind of problem. 0 is success, 1 an unexpected crash, 2 the shell's own "bad
 #: usage". Numbers are part of the interface: scripts test them, so a code keeps its number for
@@ -102,9 +103,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return EXIT_CODES[self.code]
 
     def __str__(self) -> str:
+        # A name with a line break must not look like a line of its own, such as another fix.
+        what, where = one_line(self.what), one_line(self.where)
+        fact = self.fact.replace("\n", "\n         ")
         return (
-            f"error[{self.code}]: {self.what}\n  where: {self.where}\n  fact:  {self.fact}\n  "
-            f"fix:   {self.remedy}"
+            f"error[{self.code}]: {what}\n  where: {where}\n  fact:  {fact}\n  fix:   {self.remedy}"
         )
 
 
@@ -135,7 +138,7 @@ class Refusal(Exception):
 
 def command(*words: object) -> str:
     """`farspan WORDS...`, quoted for a shell: what a remedy offers to be copied."""
-    return shlex.join(["farspan", *map(str, words)])
+    return shell_line("farspan", *words)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 from collections.abc import Collection, Sequence
 
+from farspan.domain.escapes import escape_controls
+
 #: Wider than any table: its cells stay on one line.
 UNBOUNDED = 10_000
 
@@ -32,14 +34,15 @@ def table_lines(
     for place, head in enumerate(heads):
         fixed = wrap is not None and place not in wrap
         table.add_column(
-            Text(head),
+            Text(escape_controls(head)),
             justify="right" if place in right else "left",
             overflow="fold",
             no_wrap=fixed,
         )
     for number, row in enumerate(rows):
         # Text, not markup: cells may hold square brackets.
-        table.add_row(*map(Text, row), style=tints[number] if tints else "")
+        cells = [Text(escape_controls(cell)) for cell in row]
+        table.add_row(*cells, style=tints[number] if tints else "")
     drawn = io.StringIO()
     console = Console(
         file=drawn,

@@ -62,4 +62,4 @@ def _say_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> N
     for text in table_lines(
         ("", *comparison.names), rows, width=width(), colours=painter(json=console.json)
     ):
-        console.say(text)
+        console.say(text, painted=True)

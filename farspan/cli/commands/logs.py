@@ -40,13 +40,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
 def _events(folder: RunFolder, console: Console, *, follow: bool) -> None:
     """The plain lines of training, at the pace of the run's own time."""
-    import rich.console
-
     from farspan.app.jobs import events
+    from farspan.cli.display import DisplayConsole
     from farspan.cli.progress import TrainingDisplay
 
     now = 0.0
-    plain = rich.console.Console(stderr=console.json, force_terminal=False, color_system=None)
+    plain = DisplayConsole(stderr=console.json, force_terminal=False, color_system=None)
     forecast = load(folder.record, RunRecord).forecast
     with TrainingDisplay(folder.load_plan(), plain, lambda: now, forecast) as display:
         for event in events(folder, follow=follow):

@@ -38,7 +38,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             console.say(
                 "".join(
                     paint(text, tint, painter(json=console.json)) for text, tint in line
-                ).rstrip()
+                ).rstrip(),
+                painted=True,
             )
         console.say()
     console.say(f"page: {report.page}")

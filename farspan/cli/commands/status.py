@@ -26,7 +26,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     if len(given.runs) == 1:
         statuses = [status(runs[0])]
-        text = list(detailed(statuses[0], time.time()))
+        for line in detailed(statuses[0], time.time()):
+            console.say(line)
     else:
         statuses, problems = [], []
         for folder in runs:
@@ -34,7 +35,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
                 statuses.append(status(folder))
             except Refusal as refusal:  # One that is damaged hides no other.
                 problems.append(f"{folder.path}: {refusal.problem.what} ({refusal.problem.where})")
-        text = [*listed(statuses, json=console.json), *problems]
-    for line in text:
-        console.say(line)
+        for line in listed(statuses, json=console.json):
+            console.say(line, painted=True)
+        for line in problems:
+            console.say(line)
     console.answer({"runs": statuses})

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from farspan._version import __version__
+from farspan.domain.escapes import escape_controls
 from farspan.domain.problems import Problem, Refusal
 from farspan.retrieval.serve.guard import Entrance, Guard
 from farspan.retrieval.serve.lanes import Full, TooSlow
@@ -142,7 +143,8 @@ def _too_slow(request: Request, error: Exception) -> Response:
 
 def _fault(request: Request, error: Exception) -> Response:
     """A fault of farspan's own: who runs the server sees where, who asks does not."""
-    traceback.print_exception(error, file=sys.stderr)
+    lines = traceback.format_exception(error)
+    print(escape_controls("".join(lines)), end="", file=sys.stderr)
     problem = Problem(
         code="fault",
         what="farspan made a mistake",

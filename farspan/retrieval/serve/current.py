@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from farspan.domain.escapes import escape_controls
 from farspan.domain.problems import Problem, Refusal
 from farspan.retrieval.serve.searcher import Searcher
 
@@ -98,9 +99,8 @@ class Current:
             new = self._opened()
         except Exception as error:
             self.trouble = _told(error)
-            print(
-                f"the new index cannot be opened: {self.trouble.fact}", file=sys.stderr, flush=True
-            )
+            message = f"the new index cannot be opened: {self.trouble.fact}"
+            print(escape_controls(message), file=sys.stderr, flush=True)
             self._next_look = time.monotonic() + self._retry_s
             return
         with self._lock:
