@@ -89,7 +89,7 @@ def _injections(given: argparse.Namespace, calm: RunFolder) -> tuple[Injection, 
             what="a run cannot have so many faults",
             where=f"--faults {given.faults}",
             fact=f"0 to {most} fit into its {plan.train.steps:,} steps",
-            remedy=f"--faults {min(3, most)}",
+            remedy=f"--faults {min(3, most):d}",
         )
     if given.faults:
         chosen += drawn(

@@ -14,6 +14,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted, format_bytes, format_rate, format_seconds
 
@@ -131,7 +132,7 @@ def chosen(given: argparse.Namespace) -> str:
             what="which lab?" if labs else "there is no lab",
             where="--lab",
             fact=f"labs here: {', '.join(labs) or 'none'}",
-            remedy=f"--lab {labs[0]}" if labs else "farspan lab up fabric/gat-amst",
+            remedy=f"--lab {shell_word(labs[0])}" if labs else "farspan lab up fabric/gat-amst",
         )
     return str(given.lab or labs[0])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from farspan.domain.escapes import shell_word
 from farspan_lab import INTERFACE, _kernel
 from farspan_lab.lab import Lab, Link, Site, unavailable
 
@@ -131,7 +132,8 @@ def _tune(lab: Lab) -> tuple[str, int]:
                 f"{name} cannot be {value} in a site",
                 _SYSCTL / name,
                 f"it stays {' '.join(settings[name])}; namespaces may use: {allowed}",
-                f"set congestion: {allowed.split()[0]}, or use: docker run --privileged",
+                f"set congestion: {shell_word(allowed.split()[0])}, or use: "
+                "docker run --privileged",
             )
     buffers = [int(settings[name][2]) for name in ("tcp_rmem", "tcp_wmem")]
     return settings["tcp_congestion_control"][0], round(min(buffers) / _BUFFER_PER_WINDOW)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from farspan.domain.codec import load_yaml, missing_path
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import nearest
 from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_seconds
 from farspan_lab.lab import Device, Lab, Link, Site, out_of_range
@@ -88,7 +89,7 @@ def load_lab(name: str) -> Lab:
         raise out_of_range(
             name,
             f"neither a file nor a lab that ships with farspan: {', '.join(ours)}",
-            f"farspan lab up {match}",
+            f"farspan lab up {shell_word(match)}",
         )
     if not path.exists():
         raise missing_path(path)
@@ -181,7 +182,7 @@ def _links(file: LabFile, where: str) -> dict[tuple[str, str], Link]:
             raise out_of_range(
                 f"{at}.between",
                 f"no site {min(unknown)!r}; sites: {', '.join(file.sites)}",
-                f"write {match}" if match else "add it to sites",
+                f"write {shell_word(match)}" if match else "add it to sites",
             )
         if a == b or (a, b) in links:
             raise out_of_range(

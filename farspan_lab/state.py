@@ -19,6 +19,7 @@ import msgspec
 
 from farspan.domain.cluster import READY, SPARE, STARTING, TAKEN
 from farspan.domain.codec import load, parse_json, save
+from farspan.domain.escapes import shell_word
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted
@@ -54,7 +55,7 @@ def up(lab: Lab) -> Status:
             what=f"there is a lab {lab.name!r} already",
             where=folder,
             fact="it is up, or ended without farspan lab down",
-            remedy=f"farspan lab down --lab {lab.name}",
+            remedy=f"farspan lab down --lab {shell_word(lab.name)}",
         ) from None
     try:
         save(lab, folder / "plan.json")
@@ -95,7 +96,7 @@ def status(name: str, changed: Sequence[Link] = ()) -> Status:
         f"the lab {name!r} has crashed",
         folder,
         f"its supervisor does not answer: {words}",
-        f"farspan lab down --lab {name}",
+        f"farspan lab down --lab {shell_word(name)}",
     )
 
 
@@ -197,7 +198,7 @@ def down(name: str) -> None:
                 f"processes of the lab {name!r} do not end",
                 folder,
                 f"killed, but there: {sorted(left)}",
-                f"farspan lab down --lab {name}",
+                f"farspan lab down --lab {shell_word(name)}",
             )
         for pid in left:
             try:

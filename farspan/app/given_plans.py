@@ -17,6 +17,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import parse_json, parse_yaml, read_bytes
 from farspan.domain.config import RunConfig
 from farspan.domain.engine import engine as find_engine
+from farspan.domain.escapes import yaml_word
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Estimate
@@ -112,7 +113,8 @@ def price_given(
             where="the cluster, links",
             fact="the plan has both, and no link leads from one to the other",
             remedy=(
-                f"add to links: {{between: [{error.a}, {error.b}], rtt: 20ms, bandwidth: 1Gbit/s}}"
+                f"add to links: {{between: [{yaml_word(error.a)}, {yaml_word(error.b)}], "
+                "rtt: 20ms, bandwidth: 1Gbit/s}"
             ),
         ) from None
     figures = {name: getattr(priced, name) for name in Estimate.__struct_fields__}

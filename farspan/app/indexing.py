@@ -13,6 +13,7 @@ from farspan.app.updates import Ended, Note, Progress, notes, silent
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import IndexConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest, Document
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
 from farspan.domain.units import counted
@@ -220,16 +221,16 @@ def opened(
         refuse_other_model(run, of, origin(run, model))
         return Embedder.load(model.model, model.tokenizer, fitted)
 
-    again = command("embed", run.path)
-    manifest = read_manifest(run.index, again)
+    remedy = command("embed", run.path)
+    manifest = read_manifest(run.index, remedy)
     if manifest.table and vectors:
         store = manifest.recipe.store
         require_server(
             run.index / manifest.files / "seal",
             store,
-            f"look whether it is yours, then: {again} --store {store}",
+            f"look whether it is yours, then: {remedy} --store {shell_word(store)}",
         )
-    return closing(Index.open(run.index, embedder, command=again, vectors=vectors))
+    return closing(Index.open(run.index, embedder, remedy=remedy, vectors=vectors))
 
 
 def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.codec import load, parse_json, save
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Event, decoded, read_events
 from farspan.domain.run import RunFolder
@@ -243,7 +244,8 @@ def _ask(run: RunFolder) -> None:
             what="the run's job is not on this host",
             where=run.path,
             fact=f"it runs on {job.host} as process {job.pid}",
-            remedy=f"ssh {job.host} {command('stop', run.path.absolute())}",
+            # The shell there reads the command once more.
+            remedy=shell_line("ssh", job.host, command("stop", run.path.absolute())),
         )
     if job is not None:
         with suppress(ProcessLookupError):  # It has ended just now.

@@ -15,7 +15,8 @@ from farspan.app import clusters
 from farspan.app.checks import refuse_file, require_torch
 from farspan.app.updates import Progress, notes, silent
 from farspan.domain.cluster import Cluster, Device
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.escapes import shell_word
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import cache_folder
 from farspan.domain.units import format_bytes
 
@@ -86,9 +87,10 @@ def probe(
             what=f"{model} takes no sequence of {length} tokens",
             where="--seq-len",
             fact=f"its context is {spec.context}",
-            remedy=f"--seq-len {spec.context}",
+            remedy=f"--seq-len {spec.context:d}",
         )
-    refuse_file(out, f"farspan probe --cluster {cluster} -o {out.with_stem(out.stem + '-2')}")
+    another = out.with_stem(f"{out.stem}-2")
+    refuse_file(out, command("probe", "--cluster", cluster, "-o", another))
     measured, failed, left_out = measure(described, spec, notes(progress), seq_len=length)
     arguments = f"--cluster {cluster} --model {model} --seq-len {length}"
     lost = [
@@ -146,7 +148,7 @@ def _disk_findings() -> list[Problem]:
                     what=f"there is little disk space for {what}",
                     where=str(path.absolute()),
                     fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
-                    remedy=f"du -xh {path.absolute()} | sort -h | tail",
+                    remedy=f"du -xh {shell_word(path.absolute())} | sort -h | tail",
                 )
             )
     return problems

@@ -134,7 +134,7 @@ def read_plan(path: Path) -> Plan:
 
 def whole_plan(document: object, where: Path) -> Plan:
     """The plan in what was read from a file; refuses what is none, and plans of another version."""
-    again = command("plan", "run.yaml", "-o", where)
+    remedy = command("plan", "run.yaml", "-o", where)
     version = document.get("version") if isinstance(document, dict) else None
     if not isinstance(document, dict) or "replicas" not in document:
         raise Refusal(
@@ -142,7 +142,7 @@ def whole_plan(document: object, where: Path) -> Plan:
             what="this file holds no plan",
             where=where,
             fact="it has no key 'replicas'",
-            remedy=again,
+            remedy=remedy,
         )
     if version != VERSION:
         raise Refusal(
@@ -150,7 +150,7 @@ def whole_plan(document: object, where: Path) -> Plan:
             what="the plan was written by another version of farspan",
             where=where,
             fact=f"it is of version {version}, this farspan reads version {VERSION}",
-            remedy=again,
+            remedy=remedy,
         )
     plan = convert(document, Plan, str(where))
     if wrong := unsound(plan):
@@ -159,7 +159,7 @@ def whole_plan(document: object, where: Path) -> Plan:
             what="the plan does not hold together",
             where=where,
             fact=wrong,
-            remedy=again,
+            remedy=remedy,
         )
     return plan
 
@@ -210,7 +210,7 @@ def planned_before(
     from farspan.estimate.price import estimate
 
     path = source if isinstance(source, Path) else Path("the selection")
-    again = command("plan", config_path, "-o", source if isinstance(source, Path) else "plan.json")
+    remedy = command("plan", config_path, "-o", source if isinstance(source, Path) else "plan.json")
     plan = read_plan(source) if isinstance(source, Path) else _selected(source)
     if not plan.inputs.corpus:
         raise Refusal(
@@ -218,10 +218,10 @@ def planned_before(
             what="the plan was made from flags, without text",
             where=path,
             fact="it has no hash of a corpus, so nothing says what to train on",
-            remedy=again,
+            remedy=remedy,
         )
     cluster, left_out = _cluster(config)
-    check_cluster(plan, cluster, path, again)
+    check_cluster(plan, cluster, path, remedy)
     folder, manifest = prepare(config, progress)
     if plan.inputs.corpus != manifest.hash:
         raise Refusal(
@@ -229,7 +229,7 @@ def planned_before(
             what="the plan is for another text",
             where=path,
             fact=f"it is for corpus {plan.inputs.corpus}, {config_path} gives {manifest.hash}",
-            remedy=again,
+            remedy=remedy,
         )
     model = _named_model(config, manifest, cluster)
     if model is not None and model != plan.model:
@@ -241,7 +241,7 @@ def planned_before(
                 f"it is for model {content_hash(plan.model)}, {config_path} names "
                 f"{content_hash(model)}"
             ),
-            remedy=again,
+            remedy=remedy,
         )
     progress(
         Note(f"as {path} says: model and training are the plan's, text and cluster {config_path}'s")

@@ -11,6 +11,7 @@ import msgspec
 
 from farspan.app import clusters
 from farspan.domain.engine import engine
+from farspan.domain.escapes import shell_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Refusal, command, nearest
@@ -72,7 +73,7 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
                     what=f"there is no technique {name!r}",
                     where="--technique",
                     fact=f"known: {', '.join(known)}",
-                    remedy=f"--technique {match or known[0]}",
+                    remedy=f"--technique {shell_word(match or known[0])}",
                 )
 
 
@@ -89,7 +90,7 @@ def price_model(query: PlanQuery) -> Ranking:
             what="--model needs --cluster",
             where="farspan plan",
             fact="without it there is nothing to plan for",
-            remedy=f"farspan plan --model {query.question.model} --cluster fabric/gat-amst",
+            remedy=command("plan", "--model", query.question.model, "--cluster", "fabric/gat-amst"),
         )
     model, cluster = model_of(query.question.model), clusters.find(query.cluster)
     return rank(
@@ -350,7 +351,7 @@ def exportable(ranking: Ranking, system: str) -> Plan | None:
         what=f"{system} cannot run {plan.technique}: {'; '.join(reasons)}",
         where=f"--export {system}",
         fact=fact,
-        remedy=f"add --technique {able.technique}"
+        remedy=f"add --technique {shell_word(able.technique)}"
         if able
         else "farspan train --plan, which runs any plan",
     )

@@ -18,6 +18,7 @@ import msgspec
 from farspan.app import jobs
 from farspan.cli.console import Console
 from farspan.cli.paint import width
+from farspan.domain.escapes import shell_word
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Problem, Refusal, command
@@ -143,7 +144,7 @@ def _ended(job: subprocess.Popen[bytes], answer: bytes, run: RunFolder, console:
             what="the job ended without a word",
             where=log,
             fact=f"ended by {how}",
-            remedy=f"tail {log}",
+            remedy=f"tail {shell_word(log)}",
         )
     jobs.planning_log(run).unlink(missing_ok=True)  # Of a run that was not made: it has been shown.
     result: dict[str, Any] = msgspec.json.decode(answer)

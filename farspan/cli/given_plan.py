@@ -10,6 +10,7 @@ from farspan.cli.arguments import load_config
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
 from farspan.cli.plan_table import paragraph
+from farspan.domain.escapes import key_word
 from farspan.domain.model import parameters
 from farspan.domain.problems import Refusal, command
 from farspan.domain.units import (
@@ -61,7 +62,7 @@ def priced(given: argparse.Namespace, console: Console) -> bool:
             what=f"--{other} does not go with --price",
             where="farspan plan",
             fact="a plan that is given is priced as it is",
-            remedy=f"leave out --{other}",
+            remedy=f"leave out --{key_word(other)}",
         )
     found = _priced(given, console)
     say(found, console)

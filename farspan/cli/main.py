@@ -24,7 +24,7 @@ from farspan._version import __version__
 from farspan.app.extensions import extensions
 from farspan.cli import commands
 from farspan.cli.console import Console
-from farspan.domain.escapes import shell_line
+from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal, command, nearest
 
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
             what=message,
             where=self.prog,
             fact=" ".join(self.format_usage().split()),
-            remedy=f"{self.prog} --help",
+            remedy=f"{shell_line(*self.prog.split())} --help",
         )
 
 
@@ -97,7 +97,7 @@ def load(name: str) -> ModuleType:
             what=f"there is no command {name!r}",
             where="farspan",
             fact=f"commands: {', '.join(names())}",
-            remedy=f"farspan {match} --help" if match else "farspan --help",
+            remedy=f"farspan {shell_word(match)} --help" if match else "farspan --help",
         )
     module: ModuleType = point.load()
     return module

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farspan.cli.console import Console
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.planning.rank import Candidate, Ranking, Refused
 
@@ -129,5 +130,5 @@ def _unknown(name: str, known: Any, count: int = 0) -> Refusal:
         what=f"there is no candidate {name!r}",
         where="farspan plan",
         fact=f"known: {', '.join(names)}{numbers}",
-        remedy=f"use {match!r}" if match else command("plan", "--help"),
+        remedy=f"use {shell_word(match)}" if match else command("plan", "--help"),
     )

@@ -26,6 +26,7 @@ from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, Skipped, by_kind
+from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted, format_bytes, format_count, parse_fraction
@@ -193,7 +194,10 @@ def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Pa
             what="the tokenizer has ids beyond the given vocabulary",
             where=where,
             fact=f"its largest id is {words.vocab_size - 1}, tokenizer.vocab is {vocab}",
-            remedy=f"write in run.yaml: tokenizer: {{use: {where}, vocab: {words.vocab_size}}}",
+            remedy=(
+                f"write in run.yaml: tokenizer: {{use: {yaml_word(where)}, "
+                f"vocab: {words.vocab_size:d}}}"
+            ),
         )
     words.save(tokenizer_file)
 
@@ -259,11 +263,12 @@ def _refuse_empty_split(fates: npt.NDArray[np.uint8], keys: dedup.U64, data: Dat
                 fact=f"it has {counted(len(distinct), 'distinct document')}, of which {data.val} "
                 "by hash are for "
                 "validation",
-                remedy=f"write in run.yaml: data: {{source: {data.source}, val: {enough}}}"
+                remedy="write in run.yaml: data: "
+                f"{{source: {yaml_word(data.source)}, val: {enough}}}"
                 if enough
                 else (
                     "cut the text in several documents: split -C 64k --additional-suffix=.txt "
-                    f"{data.source} part-"
+                    f"{shell_word(Path(data.source))} part-"
                 ),
             )
 
@@ -319,7 +324,7 @@ def _require_space(folder: Path, text_bytes: int) -> None:
             what="the disk has too little room to prepare this corpus",
             where=folder,
             fact=f"{format_bytes(free)} free, about {format_bytes(need)} needed",
-            remedy=f"free some space, largest folders last: du -xd1 {folder} | sort -n",
+            remedy=f"free some space, largest folders last: du -xd1 {shell_word(folder)} | sort -n",
         )
 
 

@@ -15,6 +15,7 @@ from farspan.corpus._hub import hub
 from farspan.corpus._ranks import SEPARATOR, as_tiktoken
 from farspan.corpus.documents import encodable
 from farspan.domain.codec import missing_path, write_atomically
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def load(where: Path | str) -> Tokenizer:
             if local
             else (
                 "fetch it where the hub can be reached, then name the folder: hf download "
-                f"{where} --local-dir DIR"
+                f"{shell_word(where)} --local-dir DIR"
             ),
         ) from None
     return Tokenizer(inner, end_of_text)

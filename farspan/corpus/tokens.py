@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 
 #: What tells one split's bytes from another's: so many blocks of so many bytes, a quarter of a
@@ -62,6 +63,6 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
             what="a token file is not as large as the corpus manifest says",
             where=path,
             fact=f"it has {size} bytes and should have {count * dtype.itemsize}",
-            remedy=f"remove the damaged corpus and prepare again: rm -r {path.parent}",
+            remedy=f"remove the damaged corpus and prepare again: rm -r {shell_word(path.parent)}",
         )
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

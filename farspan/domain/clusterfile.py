@@ -31,6 +31,7 @@ from farspan.domain.cluster import (
     UnitTime,
 )
 from farspan.domain.codec import load_yaml, write_atomically
+from farspan.domain.escapes import key_word, shell_word, yaml_word
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import counted, parse_bytes, parse_fraction, parse_rate, parse_seconds
 
@@ -195,7 +196,7 @@ class _Reader:
                 f"the name {twice[0]!r} is used twice",
                 "sites",
                 "hosts and sites share one space of names",
-                f"rename one {twice[0]}",
+                f"rename one {shell_word(twice[0])}",
             )
         for kind in file.prices:
             self._check_kind(kind, "prices")
@@ -254,7 +255,7 @@ class _Reader:
                     f"the kind {name} has no {lacking}",
                     where,
                     "a kind needs memory, bandwidth and flops",
-                    f"add its {lacking} to {where}, such as {example}",
+                    f"add its {lacking} to {key_word(where)}, such as {example}",
                 )
         assert memory is not None
         sheet = DataSheet(
@@ -288,8 +289,8 @@ class _Reader:
         for index, written in enumerate(entry.devices):
             given = DeviceEntry(kind=written) if isinstance(written, str) else written
             if not 1 <= given.count <= 64:
-                fact, fits = f"{given.count} is not between 1 and 64", 1 if given.count < 1 else 64
-                raise self._out_of_range(f"{where}.devices[{index}].count", fact, f": {fits}")
+                fact, most = f"{given.count} is not between 1 and 64", 1 if given.count < 1 else 64
+                raise self._out_of_range(f"{where}.devices[{index}].count", fact, f": {most:d}")
             devices += [self._device(given, f"{where}.devices[{index}]", price)] * given.count
         # A device's place in its host is its number for CUDA, which counts GPUs only.
         devices.sort(key=lambda device: device.backend != "cuda")
@@ -330,7 +331,7 @@ class _Reader:
                 f"{entry.kind} needs its memory",
                 where,
                 "its kind comes in all sizes",
-                f"write {{kind: {entry.kind}, memory: 8GB}}",
+                f"write {{kind: {yaml_word(entry.kind)}, memory: 8GB}}",
             )
         prices = (entry.price, site_price, self._file.prices.get(entry.kind), device.usd_per_hour)
         set_here = {
@@ -374,7 +375,9 @@ class _Reader:
                     if len(pair) == 1
                     else "the same pair has a link above"
                 )
-                raise self._invalid("this link cannot exist", where, fact, f"remove {where}")
+                raise self._invalid(
+                    "this link cannot exist", where, fact, f"remove {key_word(where)}"
+                )
             if not (pair <= hosts or pair <= sites):
                 raise self._invalid(
                     "this link cannot exist",
@@ -438,16 +441,16 @@ class _Reader:
             f"there is no {what} {name!r}",
             where,
             f"known: {', '.join(names)}",
-            f"write {match}" if match else "farspan cluster list",
+            f"write {shell_word(match)}" if match else "farspan cluster list",
         )
 
-    def _out_of_range(self, where: str, fact: str, fits: str = " to a value that fits") -> Refusal:
+    def _out_of_range(self, where: str, fact: str, fix: str = " to a value that fits") -> Refusal:
         return Refusal(
             "out-of-range",
             what=f"{where} has a value that farspan cannot use",
             where=self._where,
             fact=fact,
-            remedy=f"set {where}{fits}",
+            remedy=f"set {key_word(where)}{fix}",
         )
 
     def _invalid(self, what: str, where: str, fact: str, remedy: str) -> Refusal:

@@ -11,13 +11,13 @@ import hashlib
 import itertools
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from farspan.domain.escapes import key_word, shell_line, shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import LIKE, Refusal, nearest
 from farspan.domain.units import counted
@@ -224,13 +224,16 @@ def missing_path(path: Path) -> Refusal:
     candidates = {p.name: p for p in parent.iterdir()}
     missing_name = expanded.absolute().relative_to(parent).parts[0]
     match = nearest(missing_name, candidates)
-    listing = f"see what is there: ls {shlex.quote(str(parent))}"
     return Refusal(
         "path-missing",
         what="there is no such file or folder",
         where=path,
         fact=f"{parent} has no {missing_name!r}",
-        remedy=f"use {candidates[match]}, the nearest that exists" if match else listing,
+        remedy=(
+            f"use {shell_word(candidates[match])}, the nearest that exists"
+            if match
+            else f"see what is there: {shell_line('ls', parent)}"
+        ),
     )
 
 
@@ -265,17 +268,19 @@ def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusa
         field.encode_name for field in msgspec.structs.fields(_struct_in(_type_at(kind, path)))
     ]
     full = f"{path}.{key}" if path else key
-    remedy = f"remove {key!r}"
+    remedy = f"remove {key_word(key)}"
     if match := _meant(
         full, {*(f"{path}.{name}" if path else name for name in known), *_dotted(kind)}
     ):
         folder, _, last = match.rpartition(".")
-        remedy = f"use {match} instead of {full}"
+        remedy = f"use {key_word(match)} instead of {key_word(full)}"
         if text and folder != path:  # The lines of a file have no dots.
             folders = folder.split(".") if folder else []
             remedy = (
-                f"move it to {match}: "
-                f"{''.join(f'{name}: {{' for name in folders)}{last}: ...{'}' * len(folders)}"
+                f"move it to {key_word(match)}: "
+                f"{''.join(f'{key_word(name)}: {{' for name in folders)}{key_word(last)}: ..."
+                + "}"
+                * len(folders)
             )
     return Refusal(
         "unknown-key",
@@ -353,15 +358,20 @@ def _described(kind: Any) -> str | None:
 def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
     """What is wrong with a value, and how to mend it, by what msgspec says and by its type; of a
     bound that is broken the nearest value that is not."""
+    path_word = key_word(path)
     if said.startswith("Invalid enum value ") and (allowed := _allowed(kind)):
         value = said.removeprefix("Invalid enum value ")
         meant = nearest(value.strip("'"), allowed)
         fact = f"{value} is not one of {', '.join(allowed)}"
-        return fact, f"set {path}: {meant}" if meant else f"set {path} to one of them"
+        fix = f"{path_word}: {shell_word(meant)}" if meant else f"{path_word} to one of them"
+        return fact, f"set {fix}"
     if "matching regex" in said and (description := _described(kind)):
-        return f"it is not {description}", f"set {path} to {description}"
+        return f"it is not {description}", f"set {path_word} to {description}"
     if match := re.fullmatch(r"Object missing required field `(.+)`", said):
-        return f"the key `{match[1]}` is missing", f"add the key {match[1]} to {path}"
+        return (
+            f"the key `{match[1]}` is missing",
+            f"add the key {key_word(match[1])} to {path_word}",
+        )
     if match := re.fullmatch(r"Expected `(\w+)` (of length )?(>=|<=|>|<) (\S+)", said):
         noun, length, sign, bound = match.groups()
         bound = bound.removesuffix(".0")
@@ -370,11 +380,11 @@ def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
                 f"{BOUNDS[sign]} "
                 f"{counted(int(bound), {'str': 'letter', 'object': 'key'}.get(noun, 'value'))}"
             )
-            return f"it must have {size}", f"give {path} {size}"
+            return f"it must have {size}", f"give {path_word} {size}"
         beyond = {">": NEAR, "<": -NEAR}.get(sign)
         return (
             f"it must be {BOUNDS[sign]} {bound}",
-            f"set {path}: {f'{float(bound) + beyond:g}' if beyond else bound}",
+            f"set {path_word}: {f'{float(bound) + beyond:g}' if beyond else bound}",
         )
     if match := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", said):
         wanted = " or ".join(
@@ -382,12 +392,10 @@ def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
         )
         return (
             f"it is {TYPES.get(match[2], match[2])}, and must be {wanted}",
-            f"set {path} to {wanted}",
+            f"set {path_word} to {wanted}",
         )
-    return (
-        said,
-        f"set {path} to {'a smaller number' if 'out of range' in said else 'a value that fits'}",
-    )
+    better = "a smaller number" if "out of range" in said else "a value that fits"
+    return said, f"set {path_word} to {better}"
 
 
 def _allowed(kind: Any) -> list[str]:

@@ -11,6 +11,7 @@ import msgspec
 
 from farspan.domain.cluster import DType
 from farspan.domain.codec import convert, parse_yaml
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, nearest
 
 #: What kernels do beside matrix products' arithmetic, by what they go over: a weight's elements, a
@@ -210,7 +211,7 @@ def engine(name: str) -> Engine:
             what=f"there is no engine {name!r}",
             where="--engine",
             fact=f"known: {', '.join(known)}",
-            remedy=f"--engine {match or known[-1]}",
+            remedy=f"--engine {shell_word(match or known[-1])}",
         )
     text = folder.joinpath(f"{name}.yaml").read_text()
     return convert(parse_yaml(text, f"engines/{name}.yaml"), Engine, f"engines/{name}.yaml", text)

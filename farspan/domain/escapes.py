@@ -18,6 +18,8 @@ _STYLE_OR_CONTROL = re.compile(rf"\x1b\[[0-9;]*m|[{_UNSAFE}]")
 #: A text that YAML reads as itself without quotes, also between braces, but for `_YAML_KEYWORDS`.
 _PLAIN_YAML = re.compile(r"(?:~/|hf:)?[A-Za-z_./][A-Za-z0-9_./+@-]*")
 _YAML_KEYWORDS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null", "."}
+#: A key of a file, such as `stages[0].layers`: brackets match names of files at most.
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_.\[\]-]+")
 #: Characters that need no escape in a double-quoted YAML text and mean nothing to a shell there.
 _PLAIN_IN_QUOTES = re.compile(r"[A-Za-z0-9_./ +@:,=-]")
 
@@ -65,6 +67,11 @@ def shell_word(word: object) -> str:
 def shell_line(*words: object) -> str:
     """Words of a shell's command line, each quoted where it must be."""
     return " ".join(map(shell_word, words))
+
+
+def key_word(key: str) -> str:
+    """A key of a file, quoted for a shell unless it is made of names and places."""
+    return key if _PLAIN_KEY.fullmatch(key) else shell_word(key)
 
 
 def yaml_word(value: object) -> str:

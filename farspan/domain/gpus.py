@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from farspan.domain import catalog
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem
 
 Capability = tuple[int, int]
@@ -95,9 +96,7 @@ class Build(NamedTuple):
     def install(self, torch: str) -> str:
         tag = f"cu{self.cuda.replace('.', '')}"
         plain = torch.split("+")[0]
-        return (
-            f"pip install torch=={plain}+{tag} --index-url https://download.pytorch.org/whl/{tag}"
-        )
+        return f"pip install torch=={shell_word(plain)}+{tag} --index-url https://download.pytorch.org/whl/{tag}"
 
 
 #: PyTorch's RELEASE.md, "PyTorch CUDA Support Matrix" of 2.11 to 2.14; the newer build goes first.
@@ -153,7 +152,7 @@ def judge(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict:
         what=f"PyTorch cannot use the {_names(cards)} of {host or 'this machine'}",
         where=f"host {host}" if host else "nvidia-smi",
         fact=f"{why}; driver {driver or 'unknown'}; {wheel}",
-        remedy=f"on {host}: {fix}" if host else f"{fix}; {cpu}",
+        remedy=f"on {shell_word(host)}: {fix}" if host else f"{fix}; {cpu}",
     )
     return Verdict(problem)
 
@@ -238,11 +237,9 @@ def _fix(capability: Capability | None, driver: str, wheel: Wheel) -> str:
             wheel.cuda is not None and wheel.cuda.split(".")[0] == able[-1].cuda.split(".")[0]
         )
         return newer if same_major else f"{newer}, then: {able[0].install(wheel.torch)}"
-    install = ready[0].install(wheel.torch)
+    fix = ready[0].install(wheel.torch)
     # The wheel that is there would do, had it its driver.
-    return (
-        f"{newer}, or: {install}" if wheel.cuda is not None and ready[0] is not able[0] else install
-    )
+    return f"{newer}, or: {fix}" if wheel.cuda is not None and ready[0] is not able[0] else fix
 
 
 def _arch(capability: Capability) -> str:

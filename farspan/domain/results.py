@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from farspan.domain.codec import parse_json, read_bytes
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning
@@ -413,5 +414,5 @@ def decoded(lines: Iterable[bytes], where: object) -> Iterator[Event]:
                 what="a line is not an event of a run",
                 where=where,
                 fact=f"{str(error)[:200]}: {line[:80].decode(errors='backslashreplace')}",
-                remedy=f"take that line out of {where}",
+                remedy=f"take that line out of {shell_word(where)}",
             ) from None

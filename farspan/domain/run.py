@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shlex
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 
 from farspan.domain.codec import load
 from farspan.domain.config import RunConfig
+from farspan.domain.escapes import shell_word
 from farspan.domain.forecast import Forecast
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
@@ -166,9 +166,7 @@ class RunFolder:
                 what="this is not a farspan run",
                 where=path,
                 fact=f"{missing}; runs here: {', '.join(runs[:RUNS_SHOWN]) or 'none'}{more}",
-                remedy=f"use {shlex.quote(meant)}"
-                if meant
-                else "start one: farspan train run.yaml",
+                remedy=f"use {shell_word(meant)}" if meant else "start one: farspan train run.yaml",
             )
         return run
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import missing_path
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, nearest
 
 
@@ -40,7 +41,7 @@ def find(name: str) -> Cluster:
             what=f"{whole} has fewer than {count} devices"
             if int(count)
             else f"{name} has no devices",
-            remedy=f"--cluster {whole}:{len(cluster.devices)}",
+            remedy=f"--cluster {shell_word(whole)}:{len(cluster.devices)}",
         )
     return cluster.first(int(count))
 
@@ -59,5 +60,5 @@ def _path(name: str) -> Path:
         what=f"there is no cluster {name!r}",
         where="--cluster",
         fact=f"it is neither a file nor one of {', '.join(ours)}",
-        remedy=f"--cluster {match}" if match else "farspan cluster list",
+        remedy=f"--cluster {shell_word(match)}" if match else "farspan cluster list",
     )

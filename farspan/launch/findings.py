@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
+from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import judge
 from farspan.domain.problems import Problem
 from farspan.domain.units import format_bytes, format_seconds
@@ -59,7 +60,10 @@ def _of_way(way: HostPath, cluster: Cluster, examined: Examination) -> Iterator[
             what=f"{way.a} would reach {way.b} over {way.interface}",
             where=f"link {way.a} -> {way.b}",
             fact="only this machine sees that interface",
-            remedy=f"set address: of {way.b} in the cluster file to its address in your network",
+            remedy=(
+                f"set address: of {shell_word(way.b)} in the cluster file to its address in your "
+                "network"
+            ),
         )
     # Each pair is seen twice, and the sign says nothing about who is wrong.
     if way.a < way.b and abs(way.clock_offset_s or 0.0) > MAX_SKEW_S:
@@ -86,22 +90,22 @@ def _unreachable(way: HostPath, examined: Examination, hosts: dict[str, Host]) -
     if way.failed == "name":
         what, remedy = (
             f"{way.a} does not know the name {target}",
-            f"set address: of {way.b} in the cluster file",
+            f"set address: of {shell_word(way.b)} in the cluster file",
         )
     elif back.failed is None:
         what = f"{way.b} refuses connections from {way.a}; the other direction works"
-        remedy = f"on {way.b}: sudo ufw allow proto tcp from {own}"
+        remedy = f"on {shell_word(way.b)}: sudo ufw allow proto tcp from {shell_word(own)}"
     elif way.one_way and back.one_way:
         what = f"{way.b} refuses connections from {way.a}, though packets arrive"
-        remedy = f"on {way.b}: sudo ufw allow proto tcp from {own}"
+        remedy = f"on {shell_word(way.b)}: sudo ufw allow proto tcp from {shell_word(own)}"
     elif way.one_way:
         what, remedy = (
             f"answers of {way.b} do not reach {way.a}",
-            f"see the link {way.b} -> {way.a}",
+            f"see the link {shell_word(way.b)} -> {shell_word(way.a)}",
         )
     else:
         what = f"the link {way.a} -> {way.b} is cut: nothing of {way.a} arrives at {way.b}"
-        remedy = f"on {way.a}: traceroute {target}"
+        remedy = f"on {shell_word(way.a)}: traceroute {shell_word(target)}"
     return Finding(
         severity="refused",
         code="host-unreachable",
@@ -114,6 +118,7 @@ def _unreachable(way: HostPath, examined: Examination, hosts: dict[str, Host]) -
 
 def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
     facts, where = examined.hosts[host.name], f"host {host.name}"
+    host_word = shell_word(host.name)
     # A system other than Linux names none of its interfaces.
     absent = bool(facts.interfaces) and host.interface not in facts.interfaces
     if host.interface is not None and (absent or PRIVATE.match(host.interface)):
@@ -125,7 +130,7 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
             what=f"interface {host.interface} {why}",
             where=where,
             fact=f"it has {usable}",
-            remedy=f"set interface: of {host.name} to one of them, or leave it out",
+            remedy=f"set interface: of {host_word} to one of them, or leave it out",
         )
     if facts.disk_free < LITTLE_DISK:
         yield Finding(
@@ -136,7 +141,7 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
             fact=(
                 f"{format_bytes(facts.disk_free)} free, {format_bytes(LITTLE_DISK)} is comfortable"
             ),
-            remedy=f"on {host.name}: du -xh ~ | sort -h | tail",
+            remedy=f"on {host_word}: du -xh ~ | sort -h | tail",
         )
     wanted = sum(device.backend == "cuda" for device in host.devices)
     if facts.wheel is not None and (problem := judge(facts.nvidia, facts.wheel, host.name).problem):
@@ -149,7 +154,7 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
             what=f"{host.name} has fewer GPUs than the file says",
             where=where,
             fact=f"{wanted} in the file, {facts.nvidia.failure or len(facts.nvidia.gpus)} there",
-            remedy=f"on {host.name}: nvidia-smi, then mend its devices: in the cluster file",
+            remedy=f"on {host_word}: nvidia-smi, then mend its devices: in the cluster file",
         )
     if _numbers(facts.python) < OLDEST_PYTHON:
         yield Finding(
@@ -158,7 +163,7 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
             what=f"Python of {host.name} is too old",
             where=where,
             fact=f"{facts.python}; farspan needs {'.'.join(map(str, OLDEST_PYTHON))}",
-            remedy=f"set python: of {host.name} in the cluster file to a newer interpreter",
+            remedy=f"set python: of {host_word} in the cluster file to a newer interpreter",
         )
         return
     missing = [name for name in ("farspan", "torch") if facts.packages[name] is None]
@@ -169,7 +174,7 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
             what=f"{host.name} lacks {' and '.join(missing)}",
             where=where,
             fact=f"not installed for {host.python} there",
-            remedy=f"on {host.name}: {host.python} -m pip install 'farspan[train]'",
+            remedy=f"on {host_word}: {shell_word(host.python)} -m pip install 'farspan[train]'",
         )
 
 
@@ -193,11 +198,12 @@ def _of_versions(examined: Examination) -> Iterator[Finding]:
             what=f"{name} differs between hosts",
             where=f"hosts {', '.join(known)}",
             fact=", ".join(f"{host} {version}" for host, version in known.items()),
-            remedy=f"set python: in the cluster file to interpreters of version {newest}"
+            remedy="set python: in the cluster file to interpreters of version "
+            f"{shell_word(newest)}"
             if name == "python"
             else (
-                f"on {', '.join(host for host, version in known.items() if version != newest)}: "
-                f"pip install {package}"
+                f"on {', '.join(shell_word(host) for host in known if known[host] != newest)}: "
+                f"pip install {shell_word(package)}"
             ),
         )
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from farspan.domain.cluster import Host
+from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
 
 #: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no
@@ -91,8 +92,8 @@ def answer_of(line: bytes, host: Host) -> dict[str, Any]:
                 "files may"
             ),
             remedy=(
-                f"on {host.name}, as the first line of ~/.bashrc: case $- in *i*) ;; *) return "
-                ";; esac"
+                f"on {shell_word(host.name)}, as the first line of ~/.bashrc: "
+                "case $- in *i*) ;; *) return ;; esac"
             ),
         ) from None
 
@@ -235,15 +236,19 @@ class Agent:
         )
 
     def _unreachable(self, cause: str, fact: str) -> Refusal:
-        name = self.host.name
+        name, host_word = self.host.name, shell_word(self.host.name)
         remedy = {
-            "name": f"add {name} to ~/.ssh/config with its HostName",
-            "route": f"ping {name}",
-            "port": f"start its ssh server there: sudo systemctl start ssh   (port 22 of {name})",
-            "authentication": f"ssh-copy-id {name}",
-            "host key": f"ssh {name}   (once, to see and accept its key)",
-            "python": f"set python: of {name} in the cluster file to an interpreter that is there",
-        }.get(cause, shlex.join(command(self.host, ["true"])))
+            "name": f"add {host_word} to ~/.ssh/config with its HostName",
+            "route": f"ping {host_word}",
+            "port": (
+                f"start its ssh server there: sudo systemctl start ssh   (port 22 of {host_word})"
+            ),
+            "authentication": f"ssh-copy-id {host_word}",
+            "host key": f"ssh {host_word}   (once, to see and accept its key)",
+            "python": (
+                f"set python: of {host_word} in the cluster file to an interpreter that is there"
+            ),
+        }.get(cause, shell_line(*command(self.host, ["true"])))
         return Refusal(
             "host-unreachable",
             what=f"{name} cannot be reached: {cause}",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import shlex
 import time
 from pathlib import Path
 from typing import IO
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
 
@@ -28,7 +28,7 @@ def locked(path: Path, what: str, where: Path) -> IO[bytes]:
                 what=what,
                 where=where,
                 fact="another process holds its lock",
-                remedy=f"fuser {shlex.quote(str(path))}",
+                remedy=f"fuser {shell_word(path)}",
             )
         time.sleep(ASKING_S / 10)
     return file

@@ -25,6 +25,7 @@ import ray
 
 from farspan.domain.cluster import GIVEN
 from farspan.domain.codec import save
+from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
@@ -142,7 +143,9 @@ def nodes_of(job: Job) -> dict[str, str]:
                 what=f"{missing[0]} did not join the Ray cluster",
                 where=f"host {missing[0]}",
                 fact=f"nodes there: {known}",
-                remedy=f"on {missing[0]}: ray start --address={job.address}",
+                remedy=(
+                    f"on {shell_word(missing[0])}: ray start --address={shell_word(job.address)}"
+                ),
             )
         time.sleep(POLL_S)
 
@@ -212,7 +215,7 @@ def _spots(job: Job, actors: list[Any]) -> list[Spot]:
             what="Ray does not give the GPUs that the plan needs",
             where=job.address,
             fact=f"it needs {wanted}; within {JOIN_S:.0f} s they were not free",
-            remedy=f"ray status --address={job.address}",
+            remedy=f"ray status --address={shell_word(job.address)}",
         ) from None
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import tarfile
@@ -20,6 +19,7 @@ import msgspec
 from farspan.domain.cluster import Host
 from farspan.domain.codec import load, missing_path, to_json
 from farspan.domain.corpus import TOKEN_FILES
+from farspan.domain.escapes import shell_word
 from farspan.domain.model import parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
@@ -282,6 +282,6 @@ def _inside(path: Path, folder: Path) -> Path:
             what="a file of the model is a link that leads out of its folder",
             where=path,
             fact=f"it leads to {real}, which would be sent to another host",
-            remedy=f"cp --remove-destination {shlex.quote(str(real))} {shlex.quote(str(path))}",
+            remedy=f"cp --remove-destination {shell_word(real)} {shell_word(path)}",
         )
     return real

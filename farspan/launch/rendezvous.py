@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from farspan.domain.cluster import Host
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.agent import free_ports
 from farspan.launch.examine import HostPath, address, agents, reach
@@ -77,7 +78,7 @@ def interface(a: Host, b: Host, way: HostPath) -> str:
                 "no interface that can be seen there has the address that its packets to "
                 f"{address(b)} leave by"
             ),
-            remedy=f"set interface: of {a.name} in the cluster file",
+            remedy=f"set interface: of {shell_word(a.name)} in the cluster file",
         )
     if PRIVATE.match(name):
         raise _lost(a, b, f"it would use the interface {name}, which only that machine sees")

@@ -52,8 +52,8 @@ def require(run: RunFolder) -> None:
             where=run.cluster,
             fact=f"it would run: {_first(commands)}",
             remedy=(
-                f"{farspan('resume', run.path, '--trust')}   (after a look at {run.cluster.name} "
-                f"and {run.record.name})"
+                f"{farspan('resume', run.path, '--trust')}   "
+                "(after a look at cluster.json and run.json)"
             ),
         )
     require_own_links(run)

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from typing import Protocol, cast
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal, nearest
@@ -122,6 +123,8 @@ def _unknown(kind: str, key: str, name: str, known: tuple[str, ...]) -> Refusal:
         what=f"there is no {kind} {name!r}",
         where=f"run.yaml, key {key}",
         fact=f"known: {', '.join(known)}",
-        remedy=f"use {match!r}" if match else f"use one of {', '.join(known)}",
+        remedy=f"use {shell_word(match)}"
+        if match
+        else f"use one of {', '.join(map(shell_word, known))}",
         key=key,
     )

@@ -13,6 +13,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.escapes import key_word, shell_word, yaml_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal
 from farspan.domain.results import RESERVE
@@ -77,12 +78,12 @@ def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
                 f"the corpus's vocabulary has {corpus.vocab_size} tokens, the model's "
                 f"{spec.vocab_size}"
             ),
-            remedy=f"set tokenizer.use: {folder}",
+            remedy=f"set tokenizer.use: {yaml_word(folder)}",
         )
     seq_len = config.model.context or spec.context
     if seq_len > spec.context:
         fact = f"the model in {folder} has {spec.context} positions"
-        raise out_of_range("model.context", seq_len, fact, f"set model.context: {spec.context}")
+        raise out_of_range("model.context", seq_len, fact, f"set model.context: {spec.context:d}")
     origin = {
         "model": f"run.yaml: {folder}/config.json",
         "train.seq_len": given_or(config.model.context, "run.yaml: the model's own"),
@@ -221,7 +222,7 @@ def _sized(
             f"with a vocabulary of {vocab} tokens and these knobs the nearest has "
             f"{parameters(spec):,} parameters"
         )
-        raise out_of_range(key, asked, fact, f"set {key}: {parameters(spec)}")
+        raise out_of_range(key, asked, fact, f"set {key_word(key)}: {parameters(spec):d}")
     return spec
 
 
@@ -235,12 +236,14 @@ def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> 
     fits = longest >= SHORTEST_CONTEXT
     if config.model.context is not None and fits:
         raise out_of_range(
-            "model.context", seq_len, f"the corpus has {sizes}", f"set model.context: {longest}"
+            "model.context", seq_len, f"the corpus has {sizes}", f"set model.context: {longest:d}"
         )
     raise Refusal(
         "corpus-too-small",
         what="the corpus cannot fill one training and one validation window of the model",
         where=corpus.source,
         fact=f"there are {sizes}; each needs at least {seq_len + 1}",
-        remedy=f"set model.context: {longest}" if fits else f"add text to {corpus.source}",
+        remedy=f"set model.context: {longest:d}"
+        if fits
+        else f"add text to {shell_word(corpus.source)}",
     )

@@ -9,6 +9,7 @@ import msgspec
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.escapes import key_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Refusal
@@ -200,8 +201,8 @@ def _batch(
             f"a step would read {counted(rows, 'sequence')} of {chosen.seq_len} tokens, the "
             f"corpus has {windows:,}"
         )
-        fits = f"{windows} sequences" if key.endswith("global") else str(windows // workers)
-        raise out_of_range(key, value, fact, f"set {key}: {fits}")
+        fix = f"{windows:d} sequences" if key.endswith("global") else f"{windows // workers:d}"
+        raise out_of_range(key, value, fact, f"set {key_word(key)}: {fix}")
     return rows, "run.yaml"
 
 
@@ -219,7 +220,7 @@ def _auto_batch(
                 f"it has {counted(windows, 'sequence')} of {chosen.seq_len} tokens for "
                 f"{counted(workers, 'device')}"
             ),
-            remedy=f"set parallel.workers: {windows}",
+            remedy=f"set parallel.workers: {windows:d}",
         )
     rows = 2 ** max(0, round(math.log2(batch_tokens(run_tokens) / chosen.seq_len)))
     rows = max(1, min(rows, windows // 16))
@@ -252,7 +253,7 @@ def _steps(
         )
         fact = f"one step takes {format_seconds(step_s)}"
         raise out_of_range(
-            key, value, fact, f"raise {key}, or lower train.batch.global or the size"
+            key, value, fact, f"raise {key_word(key)}, or lower train.batch.global or the size"
         )
     return steps, why
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from farspan.domain.escapes import yaml_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.trial import Trial
 from farspan.domain.units import format_count, format_seconds, short_time
@@ -128,7 +129,8 @@ def _short(
             f"{by}{format_count(limit.amount)} parameters fit, with {limit.technique} on "
             f"{limit.where}"
         )
-        remedy = f"in run.yaml, model: {{family: {asked.model.family}, params: {limit.typed}}}"
+        family_word = yaml_word(asked.model.family)
+        remedy = f"in run.yaml, model: {{family: {family_word}, params: {limit.typed}}}"
     return Refusal("out-of-memory", what=what, where=where, fact=f"{fact}; {fits}", remedy=remedy)
 
 

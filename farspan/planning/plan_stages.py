@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Axis, Edge, GradSync, Mesh, Replica, Stage, row_quantum
 from farspan.domain.planfile import PlanRefusals, ReplicaEntry, StageEntry
@@ -80,7 +81,7 @@ class StageReader:
                 place,
                 f"{place} has {counted(len(values), 'value')}",
                 f"the stages need {count}",
-                f"remove {place}, or give {count}",
+                f"remove {key_word(place)}, or give {count:d}",
             )
         return values
 
@@ -128,11 +129,12 @@ class StageReader:
             first, end = self._blocks(where, stage, f"{done}-{layers}")
             # The ends may have no block: the embedding alone, or the head.
             least = done if s == 0 or last else done + 1
-            fits = f"set {where}: {done}-{layers if last else min(max(least, end), layers)}"
+            until = layers if last else min(max(least, end), layers)
+            fix = f"set {key_word(where)}: {done:d}-{until:d}"
             has = f"the model has blocks 0 to {layers - 1}"
             if first > done:
                 raise self._refusals.mismatch(
-                    where, f"no stage has {_named(done, first)}", has, fits
+                    where, f"no stage has {_named(done, first)}", has, fix
                 )
             if first < done:
                 twice = _named(first, min(done, max(end, first + 1)))
@@ -140,15 +142,15 @@ class StageReader:
                     where,
                     f"two stages have {twice}",
                     f"stages[{s - 1}] ends with block {done - 1}",
-                    fits,
+                    fix,
                 )
             if not least <= end <= layers:
                 raise self._refusals.mismatch(
-                    where, f"the blocks {stage.layers} cannot be a stage", has, fits
+                    where, f"the blocks {stage.layers} cannot be a stage", has, fix
                 )
             if last and end < layers:
                 raise self._refusals.mismatch(
-                    where, f"no stage has {_named(end, layers)}", has, fits
+                    where, f"no stage has {_named(end, layers)}", has, fix
                 )
             units.append((0 if s == 0 else first + 1, end + (2 if last else 1)))
             done = end
@@ -163,7 +165,7 @@ class StageReader:
                 where,
                 f"{written!r} is no range of blocks",
                 "0-12 are blocks 0 to 11",
-                f"set {where}: {example}",
+                f"set {key_word(where)}: {example}",
             )
         return int(match[1]), int(match[2])
 
@@ -187,7 +189,7 @@ class StageReader:
                 where,
                 f"tp and dp do not make {counted(count, 'device')}",
                 f"on names {count}; {product}",
-                f"set {where}.tp: {near} and dp: {count // near}",
+                f"set {key_word(where)}.tp: {near:d} and dp: {count // near:d}",
             )
         if dp % stage.sites:
             near = max(parts for parts in range(1, stage.sites) if dp % parts == 0)
@@ -195,7 +197,7 @@ class StageReader:
                 f"{where}.sites",
                 f"dp {dp} does not divide into {stage.sites} sites",
                 f"{dp} is no multiple of {stage.sites}",
-                f"set {where}.sites: {near}",
+                f"set {key_word(where)}.sites: {near:d}",
             )
         sizes: dict[Axis, int] = {"site": stage.sites, "data": dp // stage.sites, "tensor": tp}
         kept = {axis: size for axis, size in sizes.items() if axis == "data" or size > 1}
@@ -233,12 +235,12 @@ class StageReader:
         grouped = dim == "n" and self._graph.sizes["r"] > self._graph.sizes["e"]
         name = "kv_heads" if grouped else DIMS[dim]
         padded = f"; a vocabulary of {-(-size // tp) * tp} would do" if dim == "v" else ""
-        more = "" if stage.dp is None else f" and dp: {count // near}"
+        fix = "" if stage.dp is None else f" and dp: {count // near:d}"
         return self._refusals.value(
             f"{where}.tp",
             f"tp {tp} does not divide the model's {name}",
             f"{size} is no multiple of {tp}{padded}",
-            f"set {where}.tp: {near}{more}",
+            f"set {key_word(where)}.tp: {near:d}{fix}",
         )
 
     def _given_splits(self, where: str, splits: dict[str, str], ways: int) -> dict[str, str]:
@@ -255,7 +257,7 @@ class StageReader:
                     what=f"the model has no operator {name!r}",
                     where=f"{self._refusals.file}, {place}",
                     fact=f"known: {', '.join(names)}",
-                    remedy=f"use {nearest(name, names) or names[0]}",
+                    remedy=f"use {shell_word(nearest(name, names) or names[0])}",
                 )
             fits = [
                 "",
@@ -271,7 +273,7 @@ class StageReader:
                     place,
                     f"{name} cannot be divided by {dim!r} among {ways}",
                     f"possible: {', '.join(map(repr, fits))}",
-                    f"set {place}: {fits[-1]}",
+                    f"set {key_word(place)}: {shell_word(fits[-1])}",
                 )
             if name in known:
                 strategy(known[name], dim)
@@ -307,7 +309,7 @@ class StageReader:
                 place,
                 f"{counted(batch, 'sequence')} a step do not divide evenly",
                 f"dp and microbatches of the stages ask for a multiple of {least}",
-                f"set {place}: {near}",
+                f"set {key_word(place)}: {near:d}",
             )
         return [
             (batch // draft.coordinates,) * draft.coordinates
@@ -323,30 +325,29 @@ class StageReader:
     ) -> tuple[int, ...]:
         place, rows, count = f"{draft.where}.rows", draft.entry.rows or (), draft.coordinates
         each, more = divmod(batch // portion, count)
-        fits = (
-            f"set {place}: [{', '.join(str((each + (c < more)) * portion) for c in range(count))}]"
-        )
+        even = ", ".join(f"{(each + (c < more)) * portion:d}" for c in range(count))
+        fix = f"set {key_word(place)}: [{even}]"
         if batch % portion or not each:
             near = max(1, math.floor(batch / portion / count + 0.5)) * portion * count
             raise self._refusals.value(
                 place,
                 f"no rows divide {counted(batch, 'sequence')}",
                 f"each of {count} must be a multiple of {portion}",
-                f"set train.batch: {near}",
+                f"set train.batch: {near:d}",
             )
         if len(rows) != count:
             raise self._refusals.mismatch(
                 place,
                 f"there are {len(rows)} rows for {counted(count, 'group')} of devices",
                 f"dp is {count}",
-                fits,
+                fix,
             )
         if sum(rows) != batch:
             raise self._refusals.mismatch(
                 place,
                 "the rows do not sum to the batch",
                 f"they sum to {sum(rows)}, a step has {batch}",
-                fits,
+                fix,
             )
         for n in rows:
             if n % portion or (piped and n < 1):
@@ -354,7 +355,7 @@ class StageReader:
                     place,
                     f"{n} rows do not come in equal microbatches",
                     f"each must be a multiple of {portion}",
-                    fits,
+                    fix,
                 )
         return rows
 

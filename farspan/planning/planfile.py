@@ -19,6 +19,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert
 from farspan.domain.engine import engine
+from farspan.domain.escapes import key_word, shell_word, yaml_word
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Inputs, Plan, PlannedDevice, Sync
 from farspan.domain.planfile import ModelEntry, PlanFile, PlanRefusals
@@ -155,7 +156,7 @@ class _Places:
                     f"{at}stages",
                     "there are no stages",
                     "a plan has one at least",
-                    f"add stages: [{{on: [{next(iter(self._counts))}]}}]",
+                    f"add stages: [{{on: [{yaml_word(next(iter(self._counts)))}]}}]",
                 )
             for s, stage in enumerate(replica.stages):
                 where, items = (
@@ -168,7 +169,7 @@ class _Places:
                         where,
                         "the stage has no devices",
                         "it needs one at least",
-                        f"set {where}: [{self._names[0]}]",
+                        f"set {key_word(where)}: [{yaml_word(self._names[0])}]",
                     )
                 places[f"{at}stages[{s}]"] = own
         self._demand_once(places)
@@ -187,9 +188,9 @@ class _Places:
                     f"{stage}.on",
                     f"the device {name} is used twice",
                     f"{first[place]} has it already",
-                    f"write {free}, which no stage has"
+                    f"write {shell_word(free)}, which no stage has"
                     if free
-                    else f"take {name} out of {stage}.on",
+                    else f"take {shell_word(name)} out of {key_word(stage)}.on",
                 )
             first[place] = stage
 
@@ -205,7 +206,7 @@ class _Places:
                 where,
                 f"there is no host {host!r} with devices",
                 f"known: {known}",
-                f"write {item.replace(host, best, 1)}" if best else "name one of them",
+                f"write {shell_word(item.replace(host, best, 1))}" if best else "name one of them",
             )
         first = int(match[2] or 0)
         last = int(match[3] or match[2] or count - 1)
@@ -215,7 +216,7 @@ class _Places:
                 where,
                 f"there are no devices {item}",
                 f"{host} has {counted(count, 'device')}, 0 to {count - 1}",
-                f"write {host}:{low}" + (f"-{high}" if high > low else ""),
+                f"write {shell_word(host)}:{low:d}" + (f"-{high:d}" if high > low else ""),
             )
         start = self._names.index(f"{host}:0")
         return list(range(start + first, start + last + 1))
@@ -240,7 +241,7 @@ def _model(file: PlanFile, refusals: PlanRefusals) -> ModelSpec:
             f"model.{b}",
             f"model.{b} cannot stand beside model.{a}",
             f"{a} sets the same",
-            f"remove model.{b} or model.{a}",
+            f"remove model.{key_word(b)} or model.{key_word(a)}",
         )
     if entry.path is not None:
         return model_of(entry.path, "model.path", refusals.file)
@@ -290,7 +291,7 @@ def _shape(
                 f"model.{key}",
                 f"the model has no {key}",
                 "nothing else says how large it is",
-                f"add {key}: {example}, or name a preset",
+                f"add {key_word(key)}: {example:d}, or name a preset",
             )
     return models.family(family).shape(vocab_size=vocab_size, context=context, **knobs)
 
@@ -303,7 +304,7 @@ def _train(file: PlanFile, refusals: PlanRefusals, model: ModelSpec, used: Clust
             "train.seq_len",
             f"the model cannot read {seq_len} tokens at once",
             f"it has {model.context} positions",
-            f"set train.seq_len: {model.context}",
+            f"set train.seq_len: {model.context:d}",
         )
     precision: Precision = (
         common_precisions(used)[0] if entry.precision == "auto" else entry.precision
@@ -334,7 +335,7 @@ def _batches(file: PlanFile, refusals: PlanRefusals, total: int) -> list[int]:
             "train.batch",
             f"{counted(len(given), 'replica')} cannot read {total} sequences a step",
             shared,
-            f"set train.batch: {fits}",
+            f"set train.batch: {fits:d}",
         )
     return [batch or rest // unsaid for batch in given]
 

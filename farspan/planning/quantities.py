@@ -4,7 +4,6 @@ key."""
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +11,7 @@ from typing import TypeVar
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import missing_path
 from farspan.domain.config import Quantity, RunConfig
+from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import parse_count, parse_fraction, parse_seconds
 from farspan.planning.model_speed import hourly_price
@@ -44,9 +44,11 @@ def out_of_range(
     return Refusal("out-of-range", what=what, where=where, fact=fact, remedy=remedy, key=own)
 
 
-def setting(key: str, value: str) -> str:
+def setting_remedy(key: str, value: str) -> str:
     """The remedy that gives a key, or a flag, another value."""
-    return f"{key} {shlex.quote(value)}" if key.startswith("--") else f"set {key}: {value}"
+    if key.startswith("--"):
+        return f"{key_word(key)} {shell_word(value)}"
+    return f"set {key_word(key)}: {value}"
 
 
 def given_or(value: object, otherwise: str) -> str:
@@ -65,7 +67,7 @@ def positive(
     """`value` read by `parse`; refuses what does not parse, is not above 0, or is not `within` two
     values."""
     least, most = TIMES if parse is parse_seconds else within
-    remedy = f"set {key} to something like {example}"
+    remedy = f"set {key_word(key)} to something like {example}"
     try:
         number = parse(value)
     except (ValueError, OverflowError) as error:
@@ -73,9 +75,13 @@ def positive(
     if not number > 0:
         raise out_of_range(key, value, "it must be above 0", remedy, file)
     if number < parse(least):
-        raise out_of_range(key, value, f"it must be at least {least}", setting(key, least), file)
+        raise out_of_range(
+            key, value, f"it must be at least {least}", setting_remedy(key, least), file
+        )
     if number > parse(most):
-        raise out_of_range(key, value, f"it must be at most {most}", setting(key, most), file)
+        raise out_of_range(
+            key, value, f"it must be at most {most}", setting_remedy(key, most), file
+        )
     return number
 
 
@@ -89,7 +95,7 @@ def asked_parameters(config: RunConfig) -> int | None:
     if not size.removeprefix("-")[:1].isdigit():
         known = ["auto", *SIZES]
         match = nearest(size, known)
-        fix = f"use {match!r}" if match else "use auto, or parameters such as 30M"
+        fix = f"use {shell_word(match)}" if match else "use auto, or parameters such as 30M"
         raise out_of_range(
             "size", size, f"known: {', '.join(known)}, or parameters such as 30M", fix
         )
@@ -117,7 +123,7 @@ def asked_rows(
             key,
             value,
             f"one sequence has {seq_len} tokens",
-            setting(key, f"{seq_len} tokens"),
+            setting_remedy(key, f"{seq_len} tokens"),
             file,
         )
     return round(count / seq_len)
@@ -202,4 +208,6 @@ def _at_most_one(values: Mapping[str, object]) -> None:
     given = [key for key, value in values.items() if value is not None]
     if len(given) > 1:
         fact = f"{given[0]} = {values[given[0]]} sets the same"
-        raise out_of_range(given[1], values[given[1]], fact, f"remove {given[1]} or {given[0]}")
+        raise out_of_range(
+            given[1], values[given[1]], fact, f"remove {key_word(given[1])} or {key_word(given[0])}"
+        )

@@ -12,6 +12,7 @@ import msgspec
 from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import load, parse_json, read_bytes
+from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
@@ -68,7 +69,7 @@ def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelS
             "it is no number such as 124M, no folder with config.json, no plan file, and none "
             f"of {', '.join(known)}"
         ),
-        remedy=f"{flag} {match}" if flagged else f"use {match}",
+        remedy=f"{key_word(flag)} {shell_word(match)}" if flagged else f"use {shell_word(match)}",
     )
 
 
@@ -78,7 +79,7 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster) -> TrainSpe
     seq_len = question.seq_len or model.context
     if not 1 <= seq_len <= model.context:
         fact = f"the model has {model.context} positions"
-        raise out_of_range("--seq-len", seq_len, fact, f"--seq-len {model.context}")
+        raise out_of_range("--seq-len", seq_len, fact, f"--seq-len {model.context:d}")
     tokens = asked_tokens(question.tokens, parameters(model), "--tokens")
     devices = len(cluster.devices)
     if question.batch is not None:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.codec import load
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, nearest
 from farspan.retrieval import stores
 from farspan.retrieval.evaluate import Evaluation
@@ -159,9 +160,9 @@ class Index:
         path: Path,
         manifest: IndexManifest,
         embedder: Callable[[Path, Origin], QueryEmbedder],
-        command: str,
+        remedy: str,
     ) -> None:
-        self.path, self.manifest, self._embedder, self._command = path, manifest, embedder, command
+        self.path, self.manifest, self._embedder, self._remedy = path, manifest, embedder, remedy
         self._files = path / manifest.files
         self._opened: Store | None = None
         self.passages = passages_of(path, path, manifest)
@@ -172,26 +173,26 @@ class Index:
         path: Path,
         embedder: Callable[[Path, Origin], QueryEmbedder],
         *,
-        command: str,
+        remedy: str,
         vectors: bool = True,
     ) -> Self:
-        """The index at `path`; refuses (no-index) a missing and a damaged one. `command` would make
+        """The index at `path`; refuses (no-index) a missing and a damaged one. `remedy` would make
         it.
 
         Without `vectors` the store stays closed: it may lie at a server, and words alone do not
         need it.
         """
         while True:
-            manifest = read_manifest(path, command)
+            manifest = read_manifest(path, remedy)
             try:
-                index = cls(path, manifest, embedder, command)
+                index = cls(path, manifest, embedder, remedy)
                 # All that a search may need is opened now: a new index may take this one's files
                 # away.
                 index._read(vectors)
                 return index
             except Exception:
                 # A new index may have taken this one's files away meanwhile.
-                if read_manifest(path, command) == manifest:
+                if read_manifest(path, remedy) == manifest:
                     raise
 
     def _read(self, vectors: bool) -> None:
@@ -236,7 +237,7 @@ class Index:
                 what="the store holds the vectors of another index",
                 where=self.path,
                 fact=f"it was made for {about}, the index for {wanted}",
-                remedy=self._command,
+                remedy=self._remedy,
             )
         return self._opened
 
@@ -269,7 +270,7 @@ def unknown_field(name: str, fields: tuple[str, ...]) -> Refusal:
         what=f"there is no field {name!r} to filter by",
         where="the filter of a search",
         fact=f"fields: {', '.join(fields)}",
-        remedy=f"filter by {nearest(name, fields) or 'title'}",
+        remedy=f"filter by {shell_word(nearest(name, fields) or 'title')}",
     )
 
 
@@ -280,16 +281,16 @@ def passages_of(index: Path, folder: Path, manifest: IndexManifest) -> Passages:
     )
 
 
-def read_manifest(path: Path, command: str) -> IndexManifest:
+def read_manifest(path: Path, remedy: str) -> IndexManifest:
     """The manifest of the index at `path`; refuses where there is none, and one of an earlier
-    version. `command` would make it."""
+    version. `remedy` would make it."""
     if not (path / MANIFEST).exists():
         raise Refusal(
             "no-index",
             what="there is no index to search",
             where=path,
             fact=f"{MANIFEST} is missing",
-            remedy=command,
+            remedy=remedy,
         )
     try:
         return load(path / MANIFEST, IndexManifest)
@@ -299,5 +300,5 @@ def read_manifest(path: Path, command: str) -> IndexManifest:
             what="the index is damaged, or of another version of farspan",
             where=path / MANIFEST,
             fact=refusal.problem.fact,
-            remedy=command,
+            remedy=remedy,
         ) from None

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from farspan.domain.corpus import Document
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import counted
 from farspan.retrieval.queries import Query
@@ -117,7 +118,7 @@ def _unknown(path: Path, number: int, what: str, name: str, known: list[str]) ->
         what=f"there is no such {what}",
         where=f"{path}:{number}",
         fact=f"{name[:80]!r}",
-        remedy=f"the nearest is {like!r}"
+        remedy=f"the nearest is {shell_word(like)}"
         if like
-        else f"name one of {len(known):,} that there are, as {known[0]!r}",
+        else f"name one of {len(known):,} that there are, as {shell_word(known[0])}",
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import shlex
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy.typing as npt
 
 from farspan.domain.codec import content_hash
 from farspan.domain.corpus import Document
+from farspan.domain.escapes import shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal, command
 from farspan.retrieval.chunk import Chunk
@@ -43,7 +43,7 @@ class Damaged(Refusal):
             what="the index is damaged",
             where=index,
             fact=fact,
-            remedy=f"rm -r {shlex.quote(str(index))} && {command('embed', index.parent)}",
+            remedy=f"rm -r {shell_word(index)} && {command('embed', index.parent)}",
         )
 
 

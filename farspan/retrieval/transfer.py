@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.codec import missing_path
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.retrieval import targets
 from farspan.retrieval.index import field
@@ -88,7 +89,7 @@ def files_of(path: Path) -> list[Path]:
             what=f"vectors cannot be written as {path.suffix or 'a file without an ending'}",
             where=path,
             fact=f"formats: {', '.join(_FORMATS)}",
-            remedy=f"name it {path.with_suffix('.parquet').name}",
+            remedy=f"name it {shell_word(path.with_suffix('.parquet').name)}",
         )
     beside = [path.with_suffix(".jsonl")] if path.suffix == ".npy" else []
     files = [path, *beside, path.with_name(f"{path.name}.load.md")]
@@ -98,7 +99,7 @@ def files_of(path: Path) -> list[Path]:
             what="this file exists already",
             where=there[0],
             fact="nothing is ever written over",
-            remedy=f"name another file, such as {path.stem}-2{path.suffix}",
+            remedy=f"name another file, such as {shell_word(f'{path.stem}-2{path.suffix}')}",
         )
     if not path.absolute().parent.is_dir():
         raise missing_path(path.absolute().parent)

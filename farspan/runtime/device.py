@@ -29,6 +29,7 @@ from farspan.domain.cluster import (
     Site,
     WorkerSlot,
 )
+from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import TorchGpu, Wheel, is_kind, runs
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
@@ -81,7 +82,10 @@ def check_kind(planned: PlannedDevice, name: str) -> None:
             what=f"GPU {planned.index} is not the one that was planned for",
             where=planned.host,
             fact=f"the plan is for {planned.kind}; it is {name}",
-            remedy=f"put that GPU back, or name {name!r} among the host's devices, and plan again",
+            remedy=(
+                f"put that GPU back, or name {shell_word(name)} among the host's devices, and "
+                "plan again"
+            ),
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,8 +12,9 @@ import torch
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import load as load_struct
+from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.manifest import Corrupt
@@ -51,7 +51,7 @@ def load(run: RunFolder) -> Trained:
                 what="the best weights of this run are damaged",
                 where=run.best,
                 fact=faults[0],
-                remedy=f"use those of step {trained.step}: rm -r {shlex.quote(str(run.best))}",
+                remedy=f"use those of step {trained.step:d}: rm -r {shell_word(run.best)}",
             )
         return trained
     raise Refusal(
@@ -59,7 +59,7 @@ def load(run: RunFolder) -> Trained:
         what="this run has no weights to use",
         where=run.checkpoints,
         fact="; ".join(faults) or "no checkpoint was written yet",
-        remedy=f"farspan resume {run.path}",
+        remedy=command("resume", run.path),
     )
 
 
@@ -90,8 +90,7 @@ def _tokenizer(run: RunFolder) -> Tokenizer:
             where=run.tokenizer,
             fact="without it no text becomes tokens",
             remedy=(
-                f"{shlex.join(['cp', str(corpus / run.tokenizer.name), str(run.path)])}   (from "
-                "its corpus)"
+                f"{shell_line('cp', corpus / run.tokenizer.name, run.path)}   (from its corpus)"
             ),
         )
     return tokenizers.load(run.tokenizer)

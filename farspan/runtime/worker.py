@@ -336,8 +336,8 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             fact=(
                 f"predicted {format_bytes(predicted) if predicted else 'nothing'}; {message[:200]}"
             ),
-            remedy=f"lower train.batch.global (now {plan.train.batch} sequences of "
-            f"{plan.train.seq_len}) or set "
+            remedy=f"lower train.batch.global (now {plan.train.batch:d} sequences of "
+            f"{plan.train.seq_len:d}) or set "
             "train.recompute: true in run.yaml",
         )
     if isinstance(error, Corrupt):

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from typing import Protocol, cast
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, nearest
 from farspan.domain.units import counted
@@ -41,7 +42,7 @@ def technique(name: str) -> Technique:
             what=f"there is no technique {name!r}",
             where="run.yaml, key parallel.technique",
             fact=f"known: {', '.join(names())}",
-            remedy=f"use {match or 'auto'!r}",
+            remedy=f"use {shell_word(match or 'auto')}",
             key="parallel.technique",
         )
     return cast(Technique, importlib.import_module(f"{__name__}.{name}"))

@@ -85,5 +85,5 @@ def _remedy(task: Task, backend: str, needed: float, rank: int) -> str:
         and (fitting := int(task.capacity(rank) * everywhere // needed)) >= 1
         and everywhere > 1
     ):
-        return f"set parallel.workers: {fitting}"
+        return f"set parallel.workers: {fitting:d}"
     return "ask what fits: farspan plan --fit model, with the same cluster"

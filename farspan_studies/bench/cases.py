@@ -11,6 +11,7 @@ from farspan import models, techniques
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load
 from farspan.domain.engine import Engine
+from farspan.domain.escapes import shell_word
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, Replica, unsound
 from farspan.domain.problems import Problem, Refusal, nearest
@@ -82,13 +83,14 @@ def places_of(cluster: Cluster, devices: str) -> tuple[int, ...] | Problem:
         return tuple(place for place, site in enumerate(everything) if site == devices)
     if devices.isdigit() and 1 <= int(devices) <= len(everything):
         return tuple(range(int(devices)))
-    sites = ", ".join(dict.fromkeys(everything))
+    sites = list(dict.fromkeys(everything))
+    site_words = ", ".join(map(shell_word, sites))
     return Problem(
         code="device-missing",
         what=f"the cluster has no devices {devices!r}",
         where="key devices",
-        fact=f"it has {len(everything)} devices at {sites}",
-        remedy=f"use all, 1 to {len(everything)}, or one of {sites}",
+        fact=f"it has {len(everything)} devices at {', '.join(sites)}",
+        remedy=f"use all, 1 to {len(everything)}, or one of {site_words}",
     )
 
 
@@ -103,7 +105,7 @@ def check_techniques(matrix: Matrix) -> None:
                 what=f"there is no technique {name!r}",
                 where="key techniques",
                 fact=f"neither a plan file nor one of {', '.join(known)}",
-                remedy=f"use {match or known[0]}",
+                remedy=f"use {shell_word(match or known[0])}",
             )
 
 
@@ -133,7 +135,7 @@ def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: s
             what=f"{cell.model} has {model.context} positions",
             where="key seq_len",
             fact=f"{seq_len} are asked for",
-            remedy=f"set seq_len: [{model.context}]",
+            remedy=f"set seq_len: [{model.context:d}]",
         )
     else:
         planned = _plan(cell, model, cluster, train, places, engine, corpus)
@@ -181,7 +183,7 @@ def _plan(
             what=f"the published plan {name} has {stages} equal stages",
             where=str(cell),
             fact=f"there are {len(places)} devices",
-            remedy=f"choose a multiple of {stages} devices",
+            remedy=f"choose a multiple of {stages:d} devices",
         )
     try:
         plan = published_plan(name, published.plans[name], model, cluster.only(places), settings)

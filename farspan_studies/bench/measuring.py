@@ -8,7 +8,6 @@ import itertools
 import os
 import platform
 import random
-import shlex
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -24,6 +23,7 @@ from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.codec import content_hash, cut_unfinished_line, load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import engine
+from farspan.domain.escapes import shell_word
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
@@ -79,7 +79,7 @@ class Results:
                 what="the results were written by another version of farspan",
                 where=self.path,
                 fact=str(error),
-                remedy=f"mv {shlex.quote(str(self.folder))} ELSEWHERE   (then measure again)",
+                remedy=f"mv {shell_word(self.folder)} ELSEWHERE   (then measure again)",
             ) from None
 
     def plan(self, hash_: str) -> Plan:
@@ -223,7 +223,7 @@ def refuse_other_versions(results: Results, rows: Sequence[Row]) -> None:
             what="the results were measured with another version of farspan",
             where=results.path,
             fact=f"with {', '.join(others)}; this is {__version__}",
-            remedy=f"measure into another folder: -o {shlex.quote(f'{results.folder}-2')}",
+            remedy=f"measure into another folder: -o {shell_word(f'{results.folder}-2')}",
         )
 
 

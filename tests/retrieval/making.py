@@ -59,7 +59,7 @@ def opened(folder: Path, own: Decoder | None = None, tokenizer: Tokenizer = TOKE
     return Index.open(
         folder,
         lambda fitted, of: Embedder.load(own or model(5), tokenizer, fitted),
-        command="embed",
+        remedy="embed",
     )
 
 

@@ -19,6 +19,7 @@ from farspan.app.resolving import Resolved, resolve
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.cli.plan_table import paragraph, say_ranking
+from farspan.domain.escapes import shell_word
 from farspan.domain.objective import OBJECTIVES, TOLERANCE
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
@@ -136,7 +137,7 @@ def algorithm(name: str) -> ModuleType:
             what=f"there is no algorithm {name!r}",
             where="--algorithm",
             fact=f"known: {known}",
-            remedy=f"--algorithm {nearest(name, (OWN, *algorithms)) or OWN}",
+            remedy=f"--algorithm {shell_word(nearest(name, (OWN, *algorithms)) or OWN)}",
         )
     module: ModuleType = algorithms[name].load()
     return module

@@ -30,8 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     config = load_config(given)
     path = Path(given.run) if given.run else Path("runs") / default_name(config)
-    another = command("train", given.config, "--run", f"{path}-2")
-    refuse_existing(path, f"{another}, or to go on: {command('resume', path)}")
+    remedy = command("train", given.config, "--run", f"{path}-2")
+    refuse_existing(path, f"{remedy}, or to go on: {command('resume', path)}")
     if given.detach:
         plan = () if given.plan is None else ("--plan", given.plan)
         detached(["train", *words_again(given), "--run", path, *plan], RunFolder(path), console)

@@ -19,6 +19,7 @@ from typing import Any
 from farspan.corpus.documents import PART_CHARS, clean, numbered, open_zst, parts
 from farspan.domain.codec import missing_path
 from farspan.domain.corpus import Document, Skipped
+from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
 
 TEXT_FIELDS = ("text", "content", "body")
@@ -36,7 +37,7 @@ _MARKS = {
 #: Kinds of files that came to be read in another way: what the same file held before is not what it
 #: holds now.
 _READ_AS = {".pdf": "pages", ".html": "headings", ".htm": "headings"}
-_UNPACK = {".gz": "gzip -d", ".zst": "zstd -d --rm"}
+_UNPACK = {".gz": ("gzip", "-d"), ".zst": ("zstd", "-d", "--rm")}
 _HEADING = re.compile(
     r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE
 )
@@ -62,7 +63,7 @@ def open_source(location: str) -> Folder:
                 "a path that begins with ~NAME lies in the home folder of a user, and none has "
                 "this name"
             ),
-            remedy=f"use ~/{location[1:]}, in your own home folder, or the whole path",
+            remedy=f"use ~/{shell_word(location[1:])}, in your own home folder, or the whole path",
         ) from None
     if not path.exists():
         raise missing_path(path)
@@ -125,7 +126,7 @@ class Folder:
                     what="the file cannot be read as what its name says",
                     where=file,
                     fact=" ".join(str(error).split())[:300],
-                    remedy=f"take it out of the folder: mv '{file}' /tmp/",
+                    remedy=f"take it out of the folder: mv {shell_word(file)} /tmp/",
                 ) from None
             self.skipped.append(Skipped.file(file, f"not a PDF that can be read ({error})"))
         else:
@@ -145,7 +146,8 @@ class Folder:
             what="there is no file here that can be read",
             where=self.path,
             fact=f"it holds {kinds}; farspan reads {' '.join(_READERS)}",
-            remedy=remedy or f"name a folder with such files: ls {self.path.absolute().parent}",
+            remedy=remedy
+            or f"name a folder with such files: ls {shell_word(self.path.absolute().parent)}",
         )
 
 
@@ -175,11 +177,11 @@ def _missing_extra(suffix: str) -> str | None:
     return f"pip install 'farspan[{extra}]'" if importlib.util.find_spec(library) is None else None
 
 
-def _mending(file: Path, command: str) -> str:
+def _mending(file: Path, fix: str) -> str:
     """A command that mends a text file; of a packed one the command that unpacks it, which comes
     first."""
     unpack = _UNPACK.get(file.suffix.lower())
-    return f"{unpack} '{file}'" if unpack else command
+    return shell_line(*unpack, file) if unpack else fix
 
 
 def _open(file: Path) -> Any:
@@ -194,18 +196,19 @@ def _lines(file: Path, most: int = -1) -> Iterator[str]:
             yield from codecs.iterdecode(iter(partial(stream.readline, most), b""), "utf-8")
         except UnicodeDecodeError as error:
             encoding = _encoding(file)
-            convert = (
-                f"iconv -f {encoding} -t utf-8 -o '{file}.utf8' '{file}' && mv '{file}.utf8' "
-                f"'{file}'"
+            path_word = shell_word(Path(f"{file}.utf8"))
+            fix = (
+                f"iconv -f {shell_word(encoding)} -t utf-8 -o {path_word} {shell_word(file)} && "
+                f"mv {path_word} {shell_word(file)}"
             )
             raise Refusal(
                 "not-utf8",
                 what="the file is not UTF-8 text",
                 where=f"{file}, byte {stream.tell() - len(error.object) + error.start}",
                 fact=f"byte 0x{error.object[error.start]:02x} there: {error.reason}",
-                remedy=_mending(file, convert)
+                remedy=_mending(file, fix)
                 if encoding
-                else f"take it out of the folder: mv '{file}' /tmp/",
+                else f"take it out of the folder: mv {shell_word(file)} /tmp/",
             ) from None
 
 
@@ -275,7 +278,7 @@ def _jsonl(file: Path) -> Iterator[Document]:
                     what="the line is not a JSON object",
                     where=f"{file}:{number}",
                     fact=str(error),
-                    remedy=_mending(file, f"sed -i.bak '{number}d' '{file}'"),
+                    remedy=_mending(file, f"sed -i.bak '{number:d}d' {shell_word(file)}"),
                 ) from None
             yield row_document(row, f"{file}:{number}", file.stem)
 
@@ -293,7 +296,7 @@ def row_document(row: dict[str, Any], origin: str, name: str) -> Document:
                 f"its columns are {', '.join(map(str, row)) or 'none'}; farspan looks for "
                 f"{', '.join(TEXT_FIELDS)}"
             ),
-            remedy=f"rename the column that holds the text to {TEXT_FIELDS[0]!r}",
+            remedy=f"rename the column that holds the text to {shell_word(TEXT_FIELDS[0])}",
         )
     rest = {key: value for key, value in row.items() if key not in (field, "title")}
     metadata = {

@@ -12,6 +12,7 @@ from farspan.corpus._hub import hub
 from farspan.corpus.sources.folder import row_document
 from farspan.domain.codec import missing_path
 from farspan.domain.corpus import Document, Skipped
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 
 
@@ -88,7 +89,7 @@ class HuggingFace:
                 where=f"hf:{self.name}",
                 fact=fault or " ".join(str(error).split())[:300],
                 remedy=(
-                    f"where the hub can be reached: hf download --repo-type dataset {self.name} "
-                    "--local-dir DIR"
+                    "where the hub can be reached: hf download --repo-type dataset "
+                    f"{shell_word(self.name)} --local-dir DIR"
                 ),
             ) from None

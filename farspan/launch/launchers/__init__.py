@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 
 from farspan.domain.cluster import Cluster
+from farspan.domain.escapes import shell_word
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.run import RunFolder
@@ -34,7 +35,7 @@ def split(name: str) -> tuple[str, str]:
             what=f"there is no launcher {name!r}",
             where="run.yaml, key parallel.launcher",
             fact=f"known: {', '.join(names())}, ray:ADDRESS",
-            remedy=f"--launcher {match or 'local'}",
+            remedy=f"--launcher {shell_word(match or 'local')}",
             key="parallel.launcher",
         )
     return kind, argument

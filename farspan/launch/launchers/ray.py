@@ -24,6 +24,7 @@ from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Site
 from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import load
+from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Problem, Refusal
@@ -161,7 +162,10 @@ def _unusable(where: str, fact: str) -> Refusal:
         what="the Ray cluster cannot be read",
         where=where,
         fact=fact[:400],
-        remedy=f"ray status --address={where}, on this machine, with the same RAY_AUTH_TOKEN",
+        remedy=(
+            f"ray status --address={shell_word(where)}, on this machine, with the same "
+            "RAY_AUTH_TOKEN"
+        ),
     )
 
 
@@ -344,8 +348,8 @@ def refuse_public(host: Host) -> None:
             where=f"host {host.name}",
             fact=f"{where} can be reached from the internet",
             remedy=(
-                f"set address: of {host.name} in the cluster file to a private one, or use "
-                "--launcher torchrun"
+                f"set address: of {shell_word(host.name)} in the cluster file to a private one, "
+                "or use --launcher torchrun"
             ),
         )
 
@@ -359,5 +363,5 @@ def _ip(name: str) -> str:
             what=f"the name {name} is not known here",
             where=f"host {name}",
             fact=str(error),
-            remedy=f"set address: of {name} in the cluster file",
+            remedy=f"set address: of {shell_word(name)} in the cluster file",
         ) from None

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 
 import msgspec
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
 from farspan.planning.export._regular import evened
@@ -71,7 +72,7 @@ def system(name: str) -> System:
             what=f"farspan writes no configuration for {name!r}",
             where="--export",
             fact=f"known: {', '.join(names())}",
-            remedy=f"--export {match}",
+            remedy=f"--export {shell_word(match)}",
         )
     return cast(System, importlib.import_module(f"{__name__}.{name}"))
 
@@ -82,13 +83,15 @@ def export(plan: Plan, name: str) -> Exported:
     target, parts = system(name), plan.replicas[0].microbatches
     plan = evened(plan)
     if reasons := target.reasons(plan):
-        muon = "set train.optimizer: adamw in run.yaml" if plan.train.optimizer.muon else ""
+        remedy = "farspan plan --technique fsdp, with the same model and cluster"
+        if plan.train.optimizer.muon:
+            remedy = "set train.optimizer: adamw in run.yaml"
         raise Refusal(
             "cannot-export",
             what=f"{name} cannot run this plan of {plan.technique}",
             where=f"--export {name}",
             fact="; ".join(reasons),
-            remedy=muon or "farspan plan --technique fsdp, with the same model and cluster",
+            remedy=remedy,
         )
     notes = list(target.notes(plan))
     if (now := plan.replicas[0].microbatches) != parts:

@@ -124,7 +124,7 @@ def _full(request: Request, error: Exception) -> Response:
         what="the server is busy",
         where=request.url.path,
         fact="as many requests wait already as may",
-        remedy=f"ask again in {error.seconds} s",
+        remedy=f"ask again in {error.seconds:g} s",
     )
     return problem_answer(problem, 503, request.url.path, {"retry-after": str(error.seconds)})
 

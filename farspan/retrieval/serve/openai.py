@@ -8,6 +8,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.refusals import Turned, json_answer
@@ -47,7 +48,7 @@ def openai_routes(site: Site) -> APIRouter:
                 what=f"there is no model {form.model[:80]!r}",
                 where=f"{_PLACE}, key model",
                 fact=f"the model of this server is {site.served.name}",
-                remedy=f"set model to {site.served.name}",
+                remedy=f"set model to {shell_word(site.served.name)}",
             )
         return json_answer(
             await site.ask(lambda searcher: _embed(searcher, form, texts), site.writing)
@@ -90,7 +91,7 @@ def _embed(searcher: Searcher, form: forms.Embed, texts: list[str]) -> forms.Emb
             what="the vectors have another size",
             where=f"{_PLACE}, key dimensions",
             fact=f"{form.dimensions} numbers are asked for; the index has {dim} a vector",
-            remedy=f"set dimensions to {dim}, or leave it out",
+            remedy=f"set dimensions to {dim:d}, or leave it out",
         )
     kinds = [_kind(text, form) for text in texts]
     vectors, cut, used = np.zeros((len(texts), dim), np.float32), [0] * len(texts), 0

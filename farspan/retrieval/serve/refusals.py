@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal
 
 #: Of the codes that a request can be refused with; other codes are about the server's own files.
@@ -92,9 +93,11 @@ def invalid(errors: list[dict[str, Any]], place: str) -> Problem:
     limits = error.get("ctx", {})
     wanted = next((limits[key] for key in ("le", "ge") if key in limits), None)
     given = "" if error["type"] == "missing" else f"; {str(error.get('input'))[:60]!r} is given"
-    remedy = f"set {name}={wanted}" if wanted is not None else f"see {name} in /openapi.json"
+    remedy = f"see {shell_word(name)} in /openapi.json"
+    if wanted is not None:
+        remedy = f"set {shell_word(name)}={shell_word(wanted)}"
     if error["type"] == "string_too_long":
-        remedy = f"shorten {name} to {limits['max_length']:,} characters"
+        remedy = f"shorten {shell_word(name)} to {limits['max_length']:,} characters"
     return Problem(
         code="out-of-range",
         what=f"the parameter {name} cannot be taken",

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from farspan._version import __version__
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.retrieval.rank import System
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve import forms
@@ -73,7 +73,7 @@ def _pages(router: APIRouter, site: Site, files: Files) -> None:
                 what="the run has no report yet",
                 where="/report",
                 fact="report.html is missing",
-                remedy=f"farspan report {site.served.report.parent}",
+                remedy=command("report", site.served.report.parent),
             ) from None
         return Response(
             content, headers={"content-security-policy": REPORT_POLICY}, media_type="text/html"

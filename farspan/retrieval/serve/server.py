@@ -40,7 +40,7 @@ class Address:
     port: int = 8000
     token: str | None = None
 
-    def again(self, *words: object) -> str:
+    def serve_command(self, *words: object) -> str:
         return command("serve", self.run, *words)
 
 
@@ -164,7 +164,7 @@ def _listening(address: Address) -> socket.socket:
                 what="another program listens on this port",
                 where=f"{host}, port {port}",
                 fact=error.strerror or str(error),
-                remedy=address.again("--port", other),
+                remedy=address.serve_command("--port", other),
             ) from None
         far = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         raise Refusal(
@@ -172,7 +172,9 @@ def _listening(address: Address) -> socket.socket:
             what="the server cannot listen here",
             where=f"{host}, port {port}",
             fact=error.strerror or str(error),
-            remedy=address.again("--host", "127.0.0.1") if far else address.again("--port", 8000),
+            remedy=address.serve_command("--host", "127.0.0.1")
+            if far
+            else address.serve_command("--port", 8000),
         ) from None
     return listener
 
@@ -183,10 +185,10 @@ def _check_token(address: Address, *, ours: bool) -> None:
     if address.token is None and ours:
         return
     if address.token is None or not _TOKEN.fullmatch(address.token):
-        where = (
-            address.again("--host", address.host)
+        remedy = (
+            address.serve_command("--host", address.host)
             if address.host != "127.0.0.1"
-            else address.again()
+            else address.serve_command()
         )
         raise Refusal(
             "out-of-range",
@@ -197,7 +199,7 @@ def _check_token(address: Address, *, ours: bool) -> None:
             fact="a token has 16 to 200 letters, digits and . _ ~ -"
             if address.token is not None
             else "everybody who can may read your documents",
-            remedy=f'{where} --token "$(openssl rand -hex 16)"',
+            remedy=f'{remedy} --token "$(openssl rand -hex 16)"',
         )
 
 

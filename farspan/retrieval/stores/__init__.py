@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, nearest
 
 #: What `index.store: auto` means; docs/decisions/0001-vector-database.md says why.
@@ -146,7 +147,7 @@ def resolve(spec: str) -> tuple[str, str]:
             what=f"there is no vector store {name!r}",
             where="run.yaml, key index.store",
             fact=f"stores: {', '.join(names())}",
-            remedy=f"set index.store: {match}",
+            remedy=f"set index.store: {shell_word(match)}",
             key="index.store",
         )
     user, at, _ = location.partition("://")[2].rpartition("@")
@@ -176,6 +177,6 @@ def load(name: str) -> StoreModule:
             what=f"the store {name} needs a library that is not installed",
             where=f"index.store: {name}",
             fact=f"there is no module {error.name}",
-            remedy=f"pip install 'farspan[{extra}]'",
+            remedy=f"pip install {shell_word(f'farspan[{extra}]')}",
             key="index.store",
         ) from None

@@ -3,7 +3,6 @@ from another's."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import msgspec
 import numpy as np
 
 from farspan.domain.codec import load, save
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal, command
 from farspan.retrieval.stores import FIELD, About, Payload, Spot, Vectors
 
@@ -152,7 +152,7 @@ def foreign(where: object, what: str, fact: str) -> Refusal:
     """A folder, table or collection that is not this index's: it is left as it is."""
     remedy = "name another database or server in run.yaml, key index.store"
     if isinstance(where, Path):
-        remedy = shlex.join(["mv", str(where), f"{where}.other"])
+        remedy = shell_line("mv", where, Path(f"{where}.other"))
     return Refusal(
         "store-foreign", what=what, where=where, fact=fact, remedy=remedy, key="index.store"
     )

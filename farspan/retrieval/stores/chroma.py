@@ -16,6 +16,7 @@ import numpy as np
 from chromadb.config import Settings
 from chromadb.errors import ChromaError, InternalError, NotFoundError
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
 from farspan.retrieval.stores._common import (
@@ -136,7 +137,7 @@ def _answers(where: str) -> Iterator[None]:
     except (ChromaError, httpx.HTTPError) as error:
         if not where.startswith("http"):
             raise
-        raise unreachable(where, error, f"curl {where}/api/v2/heartbeat") from None
+        raise unreachable(where, error, f"curl {shell_word(where)}/api/v2/heartbeat") from None
 
 
 def _client(spot: Spot) -> Any:

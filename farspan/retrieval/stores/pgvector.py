@@ -7,7 +7,6 @@ from ~/.pgpass.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.sql import SQL, Composed, Identifier, Literal
 from psycopg.types.json import Jsonb
 
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
 from farspan.retrieval.stores._common import (
@@ -221,7 +221,7 @@ def _where(spot: Spot) -> str:
 
 
 def _psql(where: str, statement: str) -> str:
-    return shlex.join(["psql", where, "-c", statement])
+    return shell_line("psql", where, "-c", statement)
 
 
 def _connect(spot: Spot) -> psycopg.Connection[Any]:

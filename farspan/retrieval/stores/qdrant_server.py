@@ -18,6 +18,7 @@ from qdrant_client import QdrantClient
 from qdrant_client import models as qdrant
 from qdrant_client.http.exceptions import ApiException
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
 from farspan.retrieval.stores._common import (
@@ -133,7 +134,7 @@ def _answers(where: str) -> Iterator[None]:
     try:
         yield
     except (ApiException, httpx.HTTPError) as error:
-        raise unreachable(where, error, f"curl {where}/healthz") from None
+        raise unreachable(where, error, f"curl {shell_word(where)}/healthz") from None
 
 
 def _client(spot: Spot) -> QdrantClient:

@@ -17,6 +17,7 @@ from torch import Tensor
 from farspan import models
 from farspan.corpus import tokenizer as tokenizers
 from farspan.domain.codec import missing_path, parse_json, read_bytes, write_atomically
+from farspan.domain.escapes import shell_line
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.models import Family, TensorMap
@@ -144,14 +145,16 @@ def _weight_files(folder: Path) -> list[Path]:
     if pickled := sorted(
         path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
     ):
+        convert = (
+            "from transformers import AutoModelForCausalLM as M; "
+            f"M.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
         raise Refusal(
             "model-unsupported",
             what="the weights are pickled, and a pickle can run any code when it is opened",
             where=folder / pickled[0],
             fact=f"there is no {WEIGHTS}",
-            remedy='where you trust the file: python -c "from transformers import '
-            "AutoModelForCausalLM as M; "
-            f"M.from_pretrained('{folder}').save_pretrained('{folder}')\"",
+            remedy=f"where you trust the file: {shell_line('python', '-c', convert)}",
         )
     raise missing_path(folder / WEIGHTS)
 

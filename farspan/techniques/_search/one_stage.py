@@ -200,7 +200,7 @@ def too_few_rows(task: Task, coordinates: int) -> Problem:
         "the batch has fewer sequences than there are devices",
         "run.yaml, key train.batch.global",
         f"{counted(task.train.batch, 'sequence')} a step, {coordinates} devices",
-        f"set train.batch.global: {coordinates} sequences",
+        f"set train.batch.global: {coordinates:d} sequences",
     )
 
 
@@ -216,7 +216,7 @@ def too_many_owners(task: Task, zero: Zero, ways: int) -> Problem | None:
         "Muon updates whole matrices, and there are fewer of them than devices to divide them over",
         "run.yaml, key train.optimizer",
         f"{of} {most} matrices, for {ways} devices",
-        f"leave devices out: --cluster NAME:{most}; or set train.optimizer: adamw",
+        f"leave devices out: --cluster NAME:{most:d}; or set train.optimizer: adamw",
     )
 
 
