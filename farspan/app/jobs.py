@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from farspan.domain.cluster import HostName
 from farspan.domain.codec import load, parse_json, save
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Problem, Refusal, command
@@ -40,7 +41,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """`job.json`: the process that trains a run. `started` is in seconds since the epoch."""
 
     pid: int
-    host: str
+    host: HostName
     started: float
     #: When its process began, by a clock that nobody sets: another process may get the same pid
     #: later.

@@ -23,7 +23,7 @@ from farspan.corpus.documents import encodable, read_documents
 from farspan.corpus.entropy import entropies
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.tokens import TokenFile
-from farspan.domain.codec import content_hash, load, save, write_atomically
+from farspan.domain.codec import content_hash, is_content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, Skipped, by_kind
 from farspan.domain.escapes import shell_word, yaml_word
@@ -283,7 +283,9 @@ def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
 def _known(root: Path, key: str) -> tuple[Path, CorpusManifest] | None:
     """The corpus that `key` led to before, if it is still there and whole."""
     pointer = root / f".key-{key}"
-    if not pointer.exists() or not (folder := root / pointer.read_text()).exists():
+    if not pointer.exists() or not is_content_hash(name := pointer.read_text()):
+        return None
+    if not (folder := root / name).exists():
         return None
     manifest = load(folder / "corpus.json", CorpusManifest)
     TokenFile.open(folder, "train", manifest)

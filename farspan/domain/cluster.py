@@ -173,10 +173,16 @@ PART_OF = {
 }
 
 
+#: It stands in commands such as ssh's, which take what begins with - for an option.
+HostName = Annotated[
+    str, msgspec.Meta(pattern=r"^(?!-)\S*\Z", description="a host's name, without spaces")
+]
+
+
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine, by its name in the user's ssh config."""
 
-    name: str
+    name: HostName
     devices: tuple[Device, ...]
     cpus: int | None = None
     memory: int | None = None

@@ -22,6 +22,7 @@ from farspan.domain.cluster import (
     DType,
     Flops,
     Host,
+    HostName,
     Interconnect,
     Link,
     MatmulRate,
@@ -128,7 +129,7 @@ class HostEntry(
 class SiteEntry(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    hosts: dict[Name, HostEntry]
+    hosts: dict[HostName, HostEntry]
     #: Dollars an hour of each device of the site; goes before the catalogue.
     price: float | None = None
     #: Dollars for 10^9 bytes that leave the site.

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -45,6 +45,25 @@ BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _NUL = "a text holds a NUL or half of a surrogate pair, which no name can have"
 #: A NUL in JSON text: behind a backslash that is not itself behind one.
 _JSON_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+
+
+#: What `content_hash` returns: files and folders are named after it, so other text is refused.
+_HASH_FORM = r"[0-9a-f]{16}"
+ContentHash = Annotated[
+    str,
+    msgspec.Meta(pattern=rf"^{_HASH_FORM}\Z", description="a hash of 16 hexadecimal digits"),
+]
+ContentHashOrNone = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=rf"^({_HASH_FORM})?\Z", description="a hash of 16 hexadecimal digits, or empty"
+    ),
+]
+
+
+def is_content_hash(text: str) -> bool:
+    """Whether a text can name what `content_hash` named."""
+    return re.fullmatch(_HASH_FORM, text) is not None
 
 
 def content_hash(*parts: object) -> str:

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from farspan.domain.codec import ContentHash
+
 #: The files of both splits, as `Split` describes them.
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
 
@@ -72,7 +74,7 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of its split's token file: first all of train, then all of val.
     """
 
-    hash: str
+    hash: ContentHash
     source: str
     vocab_size: int
     #: Id of the end-of-text token.

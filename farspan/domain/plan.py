@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from farspan.domain.codec import content_hash
+from farspan.domain.codec import ContentHashOrNone, content_hash
 from farspan.domain.model import ModelSpec
 from farspan.domain.train import TrainSpec
 
@@ -218,10 +218,10 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Content hashes of what the plan was made from."""
+    """Content hashes of what the plan was made from; empty of what there was none."""
 
-    cluster: str
-    corpus: str
+    cluster: ContentHashOrNone
+    corpus: ContentHashOrNone
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.codec import load
+from farspan.domain.codec import ContentHash, load
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, nearest
 from farspan.retrieval import stores
@@ -111,8 +111,8 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     evaluation: Evaluation | None
     #: The folder of the files, beside the manifest, and the table or collection where the store
     #: lies at a server.
-    files: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
-    table: Annotated[str, msgspec.Meta(pattern=r"^(farspan_[0-9a-f]{16})?$")]
+    files: ContentHash
+    table: Annotated[str, msgspec.Meta(pattern=r"^(farspan_[0-9a-f]{16})?\Z")]
     metric: Literal["cosine"] = "cosine"
 
     @property

@@ -20,7 +20,7 @@ from farspan._version import __version__
 from farspan.app.clusters import reached_by
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
-from farspan.domain.codec import content_hash, cut_unfinished_line, load, save
+from farspan.domain.codec import content_hash, cut_unfinished_line, is_content_hash, load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import engine
 from farspan.domain.escapes import shell_word
@@ -84,11 +84,22 @@ class Results:
 
     def plan(self, hash_: str) -> Plan:
         """A row's plan. Raises Refusal where its file is gone."""
-        return load(self.folder / "plans" / f"{hash_}.json", Plan)
+        return load(self._named("plans", hash_), Plan)
 
     def cluster(self, hash_: str) -> Cluster:
         """A row's cluster. Raises Refusal where its file is gone."""
-        return load_cluster_json(self.folder / "clusters" / f"{hash_}.json")
+        return load_cluster_json(self._named("clusters", hash_))
+
+    def _named(self, folder: str, hash_: str) -> Path:
+        if not is_content_hash(hash_):
+            raise Refusal(
+                "file-unreadable",
+                what="a row names no file of these results",
+                where=self.path,
+                fact=f"{hash_[:80]!r} is no hash of 16 hexadecimal digits",
+                remedy="take that row out, or measure it again",
+            )
+        return self.folder / folder / f"{hash_}.json"
 
     def add(self, row: Row, plan: Plan | None, cluster: Cluster) -> None:
         """Append a row; its plan and its cluster go beside it."""

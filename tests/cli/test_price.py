@@ -77,7 +77,7 @@ def test_a_short_form_prices_as_the_whole_plan_that_it_becomes(here: Farspan, pl
     assert again["estimate"] == short["estimate"]
     assert again["plan"] == {**short["plan"], "inputs": again["plan"]["inputs"]}
     content = json.loads(whole.read_text())
-    content["inputs"] = {"cluster": "another", "corpus": "another"}
+    content["inputs"] = {"cluster": "a" * 16, "corpus": "b" * 16}
     (plans / "elsewhere.json").write_text(json.dumps(content))
     assert (
         answer(here, "--price", plans / "elsewhere.json", *CLUSTER)["estimate"] == short["estimate"]

@@ -95,7 +95,7 @@ def plan(steps: int, replica: Replica) -> Plan:
             PlannedDevice(host=name, site=name, backend="cpu", index=0, threads=16)
             for name in SITES
         ),
-        inputs=Inputs(cluster="c0ffee", corpus=CORPUS.hash),
+        inputs=Inputs(cluster="c0ffee00c0ffee00", corpus=CORPUS.hash),
     )
 
 

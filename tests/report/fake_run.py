@@ -114,7 +114,7 @@ def make_plan(steps: int, world: int = 1) -> Plan:
         devices=tuple(
             PlannedDevice(host="localhost", backend="cpu", index=i, threads=2) for i in range(world)
         ),
-        inputs=Inputs(cluster="c0ffee", corpus=CORPUS.hash),
+        inputs=Inputs(cluster="c0ffee00c0ffee00", corpus=CORPUS.hash),
     )
 
 

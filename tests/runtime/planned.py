@@ -155,7 +155,7 @@ def shrunk(plan: Plan) -> Plan:
         train=train,
         replicas=tuple(_shrunk(one, share) for one in plan.replicas),
         sync=replace(plan.sync, every=2) if plan.sync else None,
-        inputs=replace(plan.inputs, corpus="tiny"),
+        inputs=replace(plan.inputs, corpus="7e57" * 4),
     )
 
 

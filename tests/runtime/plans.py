@@ -142,7 +142,7 @@ def plan(
         train=replace(train, batch=sum(one.batch for one in replicas)),
         replicas=replicas,
         devices=devices,
-        inputs=Inputs(cluster="here", corpus="tiny"),
+        inputs=Inputs(cluster="", corpus="7e57" * 4),
         sync=sync,
     )
 

@@ -77,7 +77,7 @@ class StoredSlice(
     """A box of a global tensor in a file: where it begins, its shape, and the checksum of each
     BLOCK of its bytes."""
 
-    file: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]{1,40}\.safetensors$")]
+    file: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]{1,40}\.safetensors\Z")]
     at: Shape
     shape: Shape
     #: The first 16 digits of each block's SHA-256. Empty in an earlier version's, whose files are

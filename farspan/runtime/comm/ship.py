@@ -23,7 +23,7 @@ import msgspec
 import psutil
 
 from farspan.corpus.tokens import TokenFile
-from farspan.domain.codec import load, save
+from farspan.domain.codec import ContentHash, load, save
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.plan import Plan
@@ -47,8 +47,8 @@ POLL_S = 0.05
 class ShipmentOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells the others."""
 
-    plan: str
-    corpus: str
+    plan: ContentHash
+    corpus: ContentHash
     address: str
     port: int
 

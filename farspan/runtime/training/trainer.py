@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec.structs import replace
 
-from farspan.domain.codec import load
+from farspan.domain.codec import is_content_hash, load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Step, Traced, Warned
@@ -443,8 +443,10 @@ class Trainer:
 
     def _former(self, progress: TrainingProgress) -> Plan | None:
         """The run's former plan that made a checkpoint, where it is kept."""
+        if not is_content_hash(progress.plan):
+            return None
         path = self.worker.run.plans / f"{progress.plan}.json"
-        return load(path, Plan) if progress.plan.isalnum() and path.exists() else None
+        return load(path, Plan) if path.exists() else None
 
     def _adopt(self, progress: TrainingProgress) -> None:
         plan, run = self.worker.plan, self.worker.run
