@@ -108,6 +108,42 @@ def test_a_query_may_be_2000_characters_of_any_script(server):
     assert [emoji["passage"][start:stop] for start, stop in emoji["marks"]] == ["kayak"]
 
 
+def test_a_search_by_post_answers_like_one_by_get(server):
+    form = {"q": "river", "k": 3, "offset": 1, "system": "model", "where": {"kind": "essay"}}
+    asked = {"where.kind": "essay", "k": 3, "offset": 1, "system": "model"}
+    assert server.post("/api/search", form).json() == search(server, "river", **asked)
+    assert server.post("/api/search", {"q": "river"}).json() == search(server, "river")
+
+
+def test_a_long_text_goes_by_post(server):
+    """It would be too long for an address."""
+    boats, titles = "🚣" * 2000, {"title": "é" * 8000}
+    answer = server.post("/api/search", {"q": boats, "where": titles})
+    assert answer.status_code == 200 and answer.json()["query"] == boats
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({}, "q"),
+        ({"q": " "}, "nothing to search for"),
+        ({"q": "a" * 50_000}, "at most 2,000"),
+        ({"q": "a", "k": 0}, "k"),
+        ({"q": "a", "k": 101}, "at most 100"),
+        ({"q": "a", "offset": 10_001}, "at most 10,000"),
+        ({"q": "a", "offset": -1}, "offset"),
+        ({"q": "a", "system": "google"}, "system"),
+        ({"q": "a", "where": {"langg": "en"}}, "filter by lang"),
+        ({"q": "a", "where": {"lang": 1}}, "must be text"),
+        ({"q": "a", "ofset": 1}, "use offset instead of ofset"),
+    ],
+)
+def test_a_search_by_post_that_cannot_be_is_refused(server, form, words):
+    answer = server.post("/api/search", form)
+    assert answer.status_code == 422, answer.text
+    assert words in " ".join(problem(answer).values())
+
+
 @pytest.mark.parametrize(
     "q", [NASTY, "'; DROP TABLE x; --", "\x00\x1b[31m", "{{7*7}}", "%s%n", "../../etc", "\udcff"]
 )
@@ -214,7 +250,7 @@ def test_internal_error_is_answered_with_500_without_a_traceback(server):
 
 def test_another_way_to_ask_is_refused(server):
     asked = (
-        ("POST", "/api/search"),
+        ("PUT", "/api/search"),
         ("GET", "/api/generate"),
         ("DELETE", "/"),
         ("OPTIONS", "/api/search"),
@@ -261,6 +297,11 @@ def test_the_schema_is_valid_and_true_of_the_answers(server):
     _check(
         schema["paths"]["/api/generate"]["post"],
         server.post("/api/generate", {"prompt": "a"}),
+        registry,
+    )
+    _check(
+        schema["paths"]["/api/search"]["post"],
+        server.post("/api/search", {"q": "river"}),
         registry,
     )
     form = {"model": "papers", "input": "a"}

@@ -302,6 +302,16 @@ def test_page_shows_a_refused_search_with_its_remedy(browser, server):
     browser.complaints.clear()
 
 
+def test_page_sends_a_long_search_as_a_body(page, server):
+    """In an address it would be above 32 kB."""
+    page.run("document.getElementById('query').value = 'danube ' + '🚣'.repeat(1900)")
+    title = "é" * 3000
+    page.run(f"history.replaceState(null, '', '?title=' + {json.dumps(title)})")
+    page.run("document.getElementById('search').requestSubmit()")
+    page.until("document.querySelector('.empty')")
+    assert len(page.run("location.search")) > 32_000
+
+
 def test_page_retries_a_busy_server_and_reports_one_that_does_not_answer(browser, start):
     server = start(limits={"searching_waiting": 0, "look_s": 60.0})
     browser.show()

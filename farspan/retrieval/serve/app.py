@@ -34,8 +34,9 @@ from farspan.retrieval.serve.site import Site, components, given
 TROUBLES = {
     401: "no token",
     403: "a page of another site asks",
-    413: "too large",
+    413: "the body is too large",
     422: "not as it should be",
+    431: "the head is too large",
     503: "all busy: again after Retry-After",
     504: "too slow",
 }

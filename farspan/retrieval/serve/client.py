@@ -34,14 +34,16 @@ def ask(
     ):
         return None
     url, token = found
-    asked = {"q": query, "k": str(k), **({"system": system} if system else {})}
-    asked |= {f"where.{name}": value for name, value in where.items()}
-    request = urllib.request.Request(f"{url}/api/search?{urllib.parse.urlencode(asked)}")
+    form = {"q": query, "k": k, "system": system, "where": dict(where)}
+    request = urllib.request.Request(
+        f"{url}/api/search", headers={"Content-Type": "application/json"}
+    )
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     # No proxy: the server is on this host.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
+        request.data = msgspec.json.encode(form)
         with opener.open(request, timeout=ANSWER_S) as answer:
             return msgspec.json.decode(answer.read(_MOST_BYTES), type=Answer)
     except (OSError, ValueError, msgspec.MsgspecError):

@@ -9,8 +9,19 @@ import msgspec
 
 from farspan.domain.problems import Problem
 from farspan.retrieval.index import IndexManifest
+from farspan.retrieval.rank import System
 from farspan.retrieval.search import Result
 from farspan.retrieval.serve.limits import Limits
+
+
+class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to search for; `where` holds fields and the value of each."""
+
+    q: str
+    k: Annotated[int, msgspec.Meta(ge=1)] = 10
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
+    system: System | None = None
+    where: dict[str, str] = {}
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

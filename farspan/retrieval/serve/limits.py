@@ -7,8 +7,8 @@ import msgspec
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes: int = 1_000_000
-    #: Of the address after its `?`: a query of `query_chars` fits in any script.
-    address_bytes: int = 32_000
+    #: Of the first line and the headers: a query of `query_chars` fits in any script.
+    head_bytes: int = 32_000
     query_chars: int = 2_000
     prompt_chars: int = 8_000
     #: Results at once, and how deep paging goes.

@@ -114,18 +114,22 @@ def _searches(router: APIRouter, site: Site) -> None:
             System | None, Query(description="search this way, whatever was measured")
         ] = None,
     ) -> Response:
-        if not q.strip():
-            raise Refusal(
-                "usage",
-                what="there is nothing to search for",
-                where="parameter q",
-                fact="the query is empty",
-                remedy="ask with words: /api/search?q=read+a+file",
-            )
-        where = _filters(request)
-        return json_answer(
-            await site.ask(lambda searcher: searcher.search(q, k, system, where or None, offset))
-        )
+        form = forms.Search(q=q, k=k, offset=offset, system=system, where=_filters(request))
+        return await _searched(site, form, "parameter q")
+
+    @router.post(
+        "/api/search",
+        response_class=Response,
+        responses=given(Answer),
+        openapi_extra=taken(forms.Search),
+        summary="Search the documents for a long text",
+    )
+    async def search_text(request: Request) -> Response:
+        form = parsed(await request.body(), forms.Search, "POST /api/search")
+        at_most(len(form.q), limits.query_chars, "characters", "key q")
+        at_most(form.k, limits.k, "results", "key k")
+        at_most(form.offset, limits.offset, "results to pass over", "key offset")
+        return await _searched(site, form, "key q")
 
     @router.get(
         "/api/passages/{id}",
@@ -145,6 +149,23 @@ def _searches(router: APIRouter, site: Site) -> None:
     async def similar(id: Id, k: Annotated[int, Query(ge=1, le=limits.k)] = 5) -> Response:
         results = await _found(site, lambda searcher: searcher.similar(id, k))
         return json_answer(forms.Similar(id=id, results=tuple(results)))
+
+
+async def _searched(site: Site, form: forms.Search, place: str) -> Response:
+    """The answer to a search; refuses (usage) an empty query, which stands at `place`."""
+    if not form.q.strip():
+        raise Refusal(
+            "usage",
+            what="there is nothing to search for",
+            where=place,
+            fact="the query is empty",
+            remedy="ask with words: /api/search?q=read+a+file",
+        )
+
+    def work(searcher: Searcher) -> Answer:
+        return searcher.search(form.q, form.k, form.system, form.where or None, form.offset)
+
+    return json_answer(await site.ask(work))
 
 
 def _filters(request: Request) -> dict[str, str]:

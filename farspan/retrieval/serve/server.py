@@ -21,13 +21,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from farspan.domain.problems import Refusal, command
 from farspan.retrieval.serve import beside
 from farspan.retrieval.serve.app import create_app
-from farspan.retrieval.serve.guard import Entrance, loopback_names
+from farspan.retrieval.serve.guard import (
+    DRAINED,
+    HEADERS,
+    Entrance,
+    head_too_large,
+    loopback_names,
+    not_http,
+)
 from farspan.retrieval.serve.limits import Limits
+from farspan.retrieval.serve.refusals import problem_answer
 from farspan.retrieval.serve.searcher import Searcher
 from farspan.retrieval.serve.site import Served, Site
 
-#: Bytes of the first line and the headers that are read: a query that is too long is told so.
-_HEAD_BYTES = 2**21
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,200}")
 
 
@@ -84,8 +90,10 @@ def serve(
 
 
 def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+    bounds = limits
+
     class Protocol(_Protocol):
-        head_s = limits.head_s
+        limits = bounds
 
     return uvicorn.Config(
         app,
@@ -98,7 +106,7 @@ def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
         # Whatever else is installed: uvloop resets connections whose requests were a fault.
         loop="asyncio",
         http=Protocol,
-        h11_max_incomplete_event_size=_HEAD_BYTES,
+        h11_max_incomplete_event_size=limits.head_bytes,
         limit_concurrency=limits.connections,
         timeout_graceful_shutdown=max(1, round(limits.end_s)),
         timeout_keep_alive=20,
@@ -106,25 +114,71 @@ def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's own waits for the end of a request's head for ever."""
+    """uvicorn's own waits for the end of a request's head for ever, and refuses in plain text."""
 
-    head_s: float
+    limits: Limits
     _timer: asyncio.TimerHandle | None = None
+    #: Bytes that are still read after a refusal; None before one.
+    _drain_bytes: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._timer = self.loop.call_later(self.head_s, transport.close)
+        self._start(self.limits.head_s)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        if self._drain_bytes is None:
+            super().data_received(data)
+            self._watch_head()
+            return
+        self._drain_bytes -= len(data)
+        if self._drain_bytes < 0:
+            self.transport.close()
+
+    def _watch_head(self) -> None:
+        if self._drain_bytes is not None:
+            return
         if self.conn.their_state is not h11.IDLE:
             self._stop()
         elif self._timer is None:
-            self._timer = self.loop.call_later(self.head_s, self.transport.close)
+            self._start(self.limits.head_s)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a head that is too large or not HTTP, in the form of every refusal.
+
+        What the client still sends is read and thrown away, within limits: a client that cannot
+        send does not read the answer either.
+        """
+        self._stop()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            # The answer has begun: what cannot be read came after it.
+            self.transport.close()
+            return
+        head, _ = self.conn.trailing_data
+        too_large = len(head) > self.limits.head_bytes
+        turned = head_too_large(self.limits) if too_large else not_http()
+        _, _, target = head[:100].partition(b" ")
+        answer = problem_answer(
+            turned.problem, turned.status, target.decode("latin-1"), turned.headers
+        )
+        headers = {**HEADERS, **answer.headers}
+        events = (
+            h11.Response(status_code=answer.status_code, headers=[*headers.items()]),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.write_eof()
+        self._drain_bytes = DRAINED * self.limits.body_bytes
+        self._start(self.limits.body_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
         super().connection_lost(exc)
+
+    def _start(self, seconds: float) -> None:
+        """Close the connection after so long, unless `_stop` comes before."""
+        self._timer = self.loop.call_later(seconds, self.transport.close)
 
     def _stop(self) -> None:
         if self._timer is not None:

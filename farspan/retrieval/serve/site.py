@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 ANSWERS = (
     Answer,
+    forms.Search,
     forms.Similar,
     forms.Map,
     forms.About,

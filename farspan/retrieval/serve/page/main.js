@@ -16,7 +16,7 @@ let about = null, running = null, choice = [];
 
 const state = () => new URLSearchParams(location.search);
 const filters = (query = state()) => [...query].filter(([name]) => !OWN.includes(name));
-const offset = () => Math.max(0, Number(state().get("offset")) || 0);
+const offset = (query = state()) => Math.max(0, Math.trunc(query.get("offset")) || 0);
 const open = (result, from) => passage.open(result, from, writeOn);
 
 /** Ask for something else, from the first result on unless `change` says otherwise. */
@@ -46,9 +46,8 @@ async function search({ focus = false } = {}) {
     clearTimeout(busy);
     sayBusy(`The server is busy; asking again in ${counted(seconds, "second")}.`);
   };
-  query.set("k", PAGE);
   try {
-    const answer = await ask(`/api/search?${query}`, { signal: mine.signal, waiting });
+    const answer = await ask("/api/search", { body: formOf(query), signal: mine.signal, waiting });
     if (mine !== running) return;
     show(answer);
     if (focus) titles()[0]?.focus();
@@ -58,6 +57,15 @@ async function search({ focus = false } = {}) {
     clearTimeout(busy);
     if (mine === running) at("results").removeAttribute("aria-busy");
   }
+}
+
+/** The search that an address stands for. It goes as a body: an address has bounds. */
+function formOf(query) {
+  const where = filters(query).map(([name, value]) => [name.startsWith(PREFIX) ? name.slice(PREFIX.length) : name, value]);
+  return {
+    q: query.get("q"), k: PAGE, offset: offset(query),
+    system: query.get("system") || null, where: Object.fromEntries(where),
+  };
 }
 
 function sayBusy(text) {
