@@ -13,13 +13,13 @@ import hmac
 import os
 import platform
 import secrets
-import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load, read_bytes, write_atomically
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord
@@ -69,7 +69,7 @@ def require_own_links(run: RunFolder) -> None:
     if not links or _is_sealed(run):
         return
     ends = [f"{link.relative_to(run.path)} -> {link.readlink()}" for link in links]
-    look = shlex.join(["find", str(run.path), "-type", "l", "-ls"])
+    look = shell_line("find", run.path, "-type", "l", "-ls")
     raise Refusal(
         "run-untrusted",
         what="this run was not made by you on this machine, and it holds links",
@@ -109,7 +109,7 @@ def _commands(run: RunFolder) -> list[str]:
         for device in (None, *range(len(host.devices))):
             words = command(host, [interpreter(host)], device=device)
             if words != [interpreter(host)] or host.enter != ():
-                joined.append(shlex.join(words))
+                joined.append(shell_line(*words))
     return list(dict.fromkeys(joined))
 
 

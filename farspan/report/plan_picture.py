@@ -17,7 +17,7 @@ from farspan.estimate.schedule import PassSpan
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime
 from farspan.estimate.traffic import Exchange, traffic
-from farspan.semantics.communications import PURPOSE_NAMES
+from farspan.semantics.communications import PURPOSE_NAMES, Purpose
 
 #: What fills memory, in the order in which bars stack it.
 PARTS = tuple(Memory(**dict.fromkeys(Memory.__struct_fields__, 0.0)).shown)
@@ -61,7 +61,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     a: str
     b: str
     between_sites: bool
-    bytes: dict[str, float]
+    bytes: dict[Purpose, float]
     rtt_s: float
     rate: float
 
@@ -198,7 +198,7 @@ def _boxes(plan: Plan, estimate: Estimate, costs: Costs) -> Iterator[tuple[tuple
 def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
     """Flows between sites, the heaviest first, then those inside sites."""
     network = costs.network
-    carried: dict[tuple[str, str, bool], dict[str, float]] = {}
+    carried: dict[tuple[str, str, bool], dict[Purpose, float]] = {}
     ends: dict[tuple[str, str, bool], tuple[str, str]] = {}
     for exchange in exchanges:
         for (a, b), size in exchange.by_hosts.items():
