@@ -1,5 +1,5 @@
-"""Real servers for the tests of stores: PostgreSQL with pgvector, and Chroma's own. Each ends with
-its context."""
+"""Servers for the tests of stores: real ones of PostgreSQL with pgvector and of Chroma, and the
+engine in Qdrant's client. Each ends with its context."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from pathlib import Path
 
 from tests.waiting import LIMIT_S
 
+#: Where `qdrant_engine` answers, in this process alone.
+QDRANT = "http://qdrant.invalid:6333"
 USER, PASSWORD = "farspan", "correct horse"
 
 
@@ -144,3 +146,29 @@ def chroma() -> Iterator[str]:
         ]
         with _running(words, folder / "log", lambda: _accepts(port), signal.SIGTERM, None):
             yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def qdrant_engine() -> Iterator[str]:
+    """The URL at which stores of this process find the engine in Qdrant's client, in memory.
+
+    It stands for the server, which PyPI does not have.
+    """
+    from qdrant_client import QdrantClient
+
+    from farspan.retrieval.stores import Spot, qdrant_server
+
+    class Engine(QdrantClient):
+        def close(self, **_: object) -> None:
+            """Do nothing: at a server collections outlive the store that has made them."""
+
+    engine, connect = Engine(":memory:"), qdrant_server._client
+
+    def find(spot: Spot) -> QdrantClient:
+        return engine if spot.location == QDRANT else connect(spot)
+
+    qdrant_server._client = find
+    try:
+        yield QDRANT
+    finally:
+        qdrant_server._client = connect

@@ -31,7 +31,7 @@ from farspan.retrieval.index import IndexManifest, passages_of, read_manifest
 from tests.cli.conftest import TINY, WORDS
 from tests.examples import slow_but
 from tests.retrieval import servers
-from tests.retrieval.test_stores import EMBEDDED, FUNCTIONS, KINDS, name_function, plant_library
+from tests.retrieval.test_stores import FUNCTIONS, KINDS, QUICK, name_function, plant_library
 from tests.waiting import LIMIT_S
 
 RUN = "runs/docs"
@@ -182,7 +182,7 @@ def default_answers(
 
 
 # Of the module, and named first by the test: what is skipped trains no run.
-@pytest.fixture(scope="module", params=slow_but(EMBEDDED, KINDS))
+@pytest.fixture(scope="module", params=slow_but(QUICK, KINDS))
 def store(request: pytest.FixtureRequest) -> Iterator[str]:
     """What `--store` is given; a server that it names runs until its tests end."""
     name, modules, server = KINDS[request.param]
@@ -221,7 +221,7 @@ def test_store_embeds_follows_and_filters_like_the_default_store(
     first, followed = embed_and_search_twice(desk, "--store", store)
     manifest = manifest_of(desk)
     assert manifest.recipe.store == store
-    assert manifest.spot(desk).name, "chroma and qdrant_server need one in a folder too"
+    assert manifest.spot(desk).name, "chroma needs one in a folder too"
     for answers in (first, followed):
         check_filters(answers)
     assert REPLACED in passages_in(first) and REMOVED in passages_in(first)

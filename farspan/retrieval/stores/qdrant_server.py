@@ -1,8 +1,8 @@
-"""A Qdrant server, at a location such as http://localhost:6333; without one, the client's own
-engine in a folder.
+"""A Qdrant server, at a location such as http://localhost:6333.
 
-The engine in a folder compares all vectors in NumPy: it is for trying things out. Tests run it and
-not the server, of which there was none to be had. A key for the server comes from QDRANT_API_KEY.
+The client's own engine in a folder is not used: it unpickles what lies there, and a pickle from
+elsewhere runs code. Tests run that engine in memory and not the server, of which there was none to
+be had. A key for the server comes from QDRANT_API_KEY.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from farspan.retrieval.stores._common import (
     foreign,
     marked,
     missing,
-    new_folder,
-    own_folder,
     rows_to_add,
     unreachable,
 )
@@ -43,13 +41,13 @@ MOST_NUMBERS = 65_536
 #: Vectors in one request: as JSON, some megabytes.
 AT_ONCE = 500
 ANSWER_S, FINISH_S = 30, 3600
-_DATA, _METRIC = "meta.json", qdrant.Distance.DOT
+_METRIC = qdrant.Distance.DOT
 
 
 class QdrantServerStore:
     def __init__(self, client: QdrantClient, spot: Spot, about: About) -> None:
-        self._client, self._name, self._about, self._where = client, spot.name, about, _where(spot)
-        self._shared = shared(spot.location)
+        self._client, self._about = client, about
+        self._name, self._where = spot.name, spot.location
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
         numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
@@ -75,8 +73,6 @@ class QdrantServerStore:
             qdrant.FieldCondition(key=key, match=qdrant.MatchValue(value=value))
             for key, value in equal.items()
         ]
-        # The engine in a folder has no graph, and warns of what is said to it.
-        graph = qdrant.SearchParams(hnsw_ef=max(SEARCH_EF, k)) if self._shared else None
         with _answers(self._where):
             points = self._client.query_points(
                 self._name,
@@ -84,7 +80,7 @@ class QdrantServerStore:
                 limit=k,
                 with_payload=True,
                 query_filter=qdrant.Filter(must=must),
-                search_params=graph,
+                search_params=qdrant.SearchParams(hnsw_ef=max(SEARCH_EF, k)),
             ).points
         return [
             Hit(id=int(point.id), score=point.score, payload=point.payload or {})
@@ -124,10 +120,6 @@ class QdrantServerStore:
         self._client.close()
 
 
-def _where(spot: Spot) -> str:
-    return spot.location or str(spot.folder)
-
-
 @contextmanager
 def _answers(where: str) -> Iterator[None]:
     """Refuses (store-unreachable) where the server does not do what is asked of it."""
@@ -139,7 +131,14 @@ def _answers(where: str) -> Iterator[None]:
 
 def _client(spot: Spot) -> QdrantClient:
     if not spot.location:
-        return _in_folder(spot)
+        raise Refusal(
+            "out-of-range",
+            what="qdrant_server needs the location of a Qdrant server",
+            where="run.yaml, key index.store",
+            fact="there is none; the store qdrant keeps vectors in the run's folder",
+            remedy="set index.store: qdrant",
+            key="index.store",
+        )
     if not spot.location.startswith(("http://", "https://")):
         raise Refusal(
             "out-of-range",
@@ -153,26 +152,12 @@ def _client(spot: Spot) -> QdrantClient:
     return QdrantClient(url=spot.location, api_key=key, timeout=ANSWER_S, check_compatibility=False)
 
 
-def _in_folder(spot: Spot) -> QdrantClient:
-    try:
-        return QdrantClient(path=str(spot.folder))
-    except RuntimeError as error:
-        raise Refusal(
-            "run-busy",
-            what="another process has this vector store open",
-            where=spot.folder,
-            fact=str(error).split(".")[0],
-            remedy="end that process, or set index.store: qdrant",
-            key="index.store",
-        ) from None
-
-
 def _claim(client: QdrantClient, spot: Spot, wanted: About | None = None) -> About:
     """What the collection is about; refuses (store-foreign) one that is not farspan's or of other
     vectors."""
-    with _answers(_where(spot)):
+    with _answers(spot.location):
         config = client.get_collection(spot.name).config
-    where = f"{_where(spot)}, collection {spot.name}"
+    where = f"{spot.location}, collection {spot.name}"
     about = claimed((config.metadata or {}).get(MARK), where, wanted)
     vectors = config.params.vectors
     if not isinstance(vectors, qdrant.VectorParams) or (vectors.size, vectors.distance) != (
@@ -188,13 +173,12 @@ def _claim(client: QdrantClient, spot: Spot, wanted: About | None = None) -> Abo
 
 
 def shared(location: str) -> bool:
-    """Yes at a server, no in a folder."""
-    return bool(location)
+    """Yes: it is a server."""
+    return True
 
 
 def create(spot: Spot, about: About) -> QdrantServerStore:
-    """A new collection, in a new folder where there is no location; at a server the one that is
-    there for `about`."""
+    """A new collection, or the one that is there for `about`."""
     if about.dim > MOST_NUMBERS:
         raise Refusal(
             "out-of-range",
@@ -204,11 +188,9 @@ def create(spot: Spot, about: About) -> QdrantServerStore:
             remedy="set index.store: faiss",
             key="index.store",
         )
-    if not spot.location:
-        new_folder(spot, about)
     client = _client(spot)
     try:
-        with _answers(_where(spot)):
+        with _answers(spot.location):
             if not client.collection_exists(spot.name):
                 client.create_collection(
                     spot.name,
@@ -227,14 +209,12 @@ def create(spot: Spot, about: About) -> QdrantServerStore:
 
 def open_store(spot: Spot) -> QdrantServerStore:
     """The collection that `create` made."""
-    if not spot.location:
-        own_folder(spot, _DATA)
     client = _client(spot)
     try:
-        with _answers(_where(spot)):
+        with _answers(spot.location):
             there = client.collection_exists(spot.name)
         if not there:
-            raise missing(_where(spot), f"there is no collection {spot.name}")
+            raise missing(spot.location, f"there is no collection {spot.name}")
         about = _claim(client, spot)
     except Refusal:
         client.close()
@@ -243,13 +223,10 @@ def open_store(spot: Spot) -> QdrantServerStore:
 
 
 def drop(spot: Spot) -> None:
-    """Remove the collection from a server, if it is farspan's; in a folder there is nothing to
-    do."""
-    if not spot.location:
-        return
+    """Remove the collection, if it is farspan's."""
     client = _client(spot)
     try:
-        with _answers(_where(spot)):
+        with _answers(spot.location):
             if client.collection_exists(spot.name):
                 _claim(client, spot)
                 client.delete_collection(spot.name)
