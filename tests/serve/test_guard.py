@@ -251,6 +251,20 @@ def test_server_survives_bytes_that_are_not_http(server):
     assert server.get("/healthz").status_code == 200
 
 
+def test_body_whose_chunks_cannot_be_read_gets_400(start):
+    server = start()
+    head = (
+        "POST /api/generate HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
+        "Transfer-Encoding: chunked"
+    )
+    for body in (b"zz\r\n", b"1\r\n{\r\n-1\r\n"):
+        answer = raw(server, head, body)
+        assert answer.split()[1] == b"400" and b"the request is not HTTP" in answer
+    assert server.get("/healthz").status_code == 200
+    server.process.terminate()
+    assert server.process.communicate(timeout=LIMIT_S)[1] == ""
+
+
 def test_without_the_token_nothing_of_the_run_is_seen(guarded):
     with httpx.Client(base_url=guarded.url, trust_env=False) as anybody:
         for path in (

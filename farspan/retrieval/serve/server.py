@@ -169,6 +169,10 @@ class _Protocol(H11Protocol):
         for event in events:
             self.transport.write(self.conn.send(event) or b"")
         self.transport.write_eof()
+        if self.cycle is not None:
+            # What waits for the rest of a body is told that it will not come.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self._drain_bytes = DRAINED * self.limits.body_bytes
         self._start(self.limits.body_s)
 
