@@ -93,10 +93,12 @@ def _is_sealed(run: RunFolder) -> bool:
 def _links(run: RunFolder) -> Iterator[Path]:
     """The links inside a run folder. Raises OSError for a folder that cannot be listed."""
 
-    def refuse(error: OSError) -> None:
-        raise error
+    def refuse_hidden(error: OSError) -> None:
+        # A run that is being trained removes old checkpoints meanwhile.
+        if not isinstance(error, FileNotFoundError):
+            raise error
 
-    for folder, folders, files in os.walk(run.path, onerror=refuse):
+    for folder, folders, files in os.walk(run.path, onerror=refuse_hidden):
         yield from filter(Path.is_symlink, (Path(folder, name) for name in (*folders, *files)))
 
 

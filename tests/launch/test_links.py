@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Finished
 from farspan.domain.run import RunFolder, RunRecord, SpareTask
 from farspan.domain.train import TrainSpec
+from farspan.launch import trust
 from farspan.launch.launchers import launch
 from farspan.launch.lease import Lease
 from farspan.launch.processes import run_folder
@@ -150,6 +153,25 @@ def test_changes_of_an_index_are_not_written_through_a_link(tmp_path: Path, diar
     with pytest.raises(Refusal, match="path-unusable"):
         store.add([1], np.array([[1.0, 0.0]], np.float32), [{}])
     assert diary.read_text() == "dear diary"
+
+
+def test_links_are_looked_for_while_the_run_removes_old_checkpoints(run: RunFolder) -> None:
+    ended = threading.Event()
+
+    def make_and_remove() -> None:
+        while not ended.is_set():
+            for step in range(20):
+                (run.checkpoints / f"step-{step:08d}" / "part").mkdir(parents=True)
+            shutil.rmtree(run.checkpoints)
+
+    trainer = threading.Thread(target=make_and_remove)
+    trainer.start()
+    try:
+        for _ in range(200):
+            trust.require_own_links(run)
+    finally:
+        ended.set()
+        trainer.join()
 
 
 # -- a cache, which others may write to
