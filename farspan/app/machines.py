@@ -92,14 +92,12 @@ def probe(
     another = out.with_stem(f"{out.stem}-2")
     refuse_file(out, command("probe", "--cluster", cluster, "-o", another))
     measured, failed, left_out = measure(described, spec, notes(progress), seq_len=length)
-    arguments = f"--cluster {cluster} --model {model} --seq-len {length}"
     lost = [
         f"device {index} of {host} has failed: {problem.fact}"
         for (host, index), problem in failed.items()
     ]
-    save_cluster(
-        measured, out, "\n# ".join((f"Measured by farspan probe {arguments}.", *left_out, *lost))
-    )
+    probe = command("probe", "--cluster", cluster, "--model", model, "--seq-len", length)
+    save_cluster(measured, out, "\n".join((f"Measured by {probe}.", *left_out, *lost)))
     progress(measured)
     for problem in failed.values():
         others = f"; {len(failed) - 1} more have failed" if len(failed) > 1 else ""

@@ -32,7 +32,7 @@ from farspan.domain.cluster import (
     UnitTime,
 )
 from farspan.domain.codec import load_yaml, write_atomically
-from farspan.domain.escapes import key_word, shell_word, yaml_word
+from farspan.domain.escapes import escape_controls, key_word, shell_word, yaml_word
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import counted, parse_bytes, parse_fraction, parse_rate, parse_seconds
 
@@ -474,15 +474,15 @@ def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
 
 
 def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
-    """Write a file that reads back as the same cluster. Numbers are SI: seconds, bytes, bytes a
-    second, FLOP/s."""
+    """Write a file that reads back as the same cluster, under the lines of `comment`. Numbers are
+    SI: seconds, bytes, bytes a second, FLOP/s."""
     import yaml
 
     text = yaml.safe_dump(msgspec.to_builtins(to_file(cluster)), sort_keys=False, width=120)
-    write_atomically(
-        path,
-        f"# {comment}\n# Numbers are SI: seconds, bytes, bytes a second, FLOP/s.\n{text}".encode(),
-    )
+    units = "Numbers are SI: seconds, bytes, bytes a second, FLOP/s."
+    # What hosts answer may hold line breaks, some of them YAML's alone: none ends the comment.
+    comments = [f"# {escape_controls(line)}\n" for line in (*comment.split("\n"), units)]
+    write_atomically(path, f"{''.join(comments)}{text}".encode())
 
 
 def to_file(cluster: Cluster) -> ClusterFile:

@@ -92,6 +92,13 @@ def test_a_device_held_to_a_share_has_that_share_of_what_its_kind_reaches(tmp_pa
     assert load_cluster(tmp_path / "again.yaml") == cluster
 
 
+def test_comment_of_a_saved_cluster_stays_a_comment(tmp_path):
+    cluster = read(tmp_path, "sites: {a: {hosts: {x: {devices: [a30]}}}}")
+    for end in ("\n", "\r", "\x85", "\u2028", "\u2029"):
+        save_cluster(cluster, tmp_path / "again.yaml", f"x failed:{end}sites: {{}}{end}kinds: 1")
+        assert load_cluster(tmp_path / "again.yaml") == cluster
+
+
 #: A file with one kind of its own, and a data sheet that is whole.
 KIND = "kinds: {{mygpu: {{{}}}}}\nsites: {{a: {{hosts: {{x: {{devices: [mygpu]}}}}}}}}"
 SHEET = "memory: 48GB, bandwidth: 900GB/s, flops: {bf16: 180e12, fp32: 40e12}, watts: 300"

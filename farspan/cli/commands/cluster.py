@@ -10,6 +10,7 @@ from farspan.cli.cluster_text import count, say_cluster
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import as_json
+from farspan.domain.problems import command
 from farspan.domain.units import format_flops
 
 HELP = "show, list or check clusters"
@@ -40,9 +41,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     for line in unknown:
         console.say(f"unknown: {line}")
     if unknown:
-        console.say(
-            f"farspan probe --cluster {given.cluster} -o measured.yaml measures what is unknown"
-        )
+        probe = command("probe", "--cluster", given.cluster, "-o", "measured.yaml")
+        console.say(f"{probe} measures what is unknown")
     return console.answer(
         {"cluster": given.cluster, "devices": len(cluster.devices), "unknown": unknown}
     )
