@@ -153,4 +153,5 @@ def _fault(request: Request, error: Exception) -> Response:
         fact=type(error).__name__,
         remedy="report it with what the server printed",
     )
-    return problem_answer(problem, 500, request.url.path)
+    # The server ends the connection after a fault: a client must not use it for its next request.
+    return problem_answer(problem, 500, request.url.path, {"connection": "close"})

@@ -103,7 +103,7 @@ def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
         proxy_headers=False,
         ws="none",
         lifespan="off",
-        # Whatever else is installed: uvloop resets connections whose requests were a fault.
+        # The same one whatever else is installed.
         loop="asyncio",
         http=Protocol,
         h11_max_incomplete_event_size=limits.head_bytes,
