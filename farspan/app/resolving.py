@@ -81,6 +81,8 @@ def prepare(config: RunConfig, progress: Progress = silent) -> tuple[Path, Corpu
     )
     for kinds in manifest.skipped_kinds:
         progress(Note(f"skipped {kinds}"))
+    for kinds in manifest.recoded_kinds:
+        progress(Note(kinds))
     return folder, manifest
 
 

@@ -10,24 +10,16 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, encodable
 from farspan.domain.own_files import open_own
 
 #: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a
 #: validation part.
 PART_CHARS = 1 << 18
+#: A title stands with every part of its document: what is longer is cut off.
+MAX_TITLE_CHARS = 1000
 #: What is no part of a text around it: byte-order mark and blank space.
 _OUTER = "\ufeff \t\n\v\f"
-
-
-def encodable(text: str) -> str:
-    """The text with halves of surrogate pairs joined, and those without their other half as
-    U+FFFD."""
-    return (
-        text
-        if text.isascii()
-        else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    )
 
 
 def clean(text: str) -> str:
@@ -63,6 +55,7 @@ def cut(document: Document) -> Iterator[Document]:
     """The document cleaned, in parts that are not blank, each with the line and page that it begins
     on."""
     title, origin = " ".join(clean(document.title).split()), encodable(document.origin)
+    title = title[:MAX_TITLE_CHARS]
     metadata = {clean(key): clean(value) for key, value in document.metadata.items()}
     whole, line, page = _unix(document.text).rstrip(_OUTER), document.line, document.page
     outer = len(whole) - len(whole.lstrip(_OUTER))

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.documents import encodable, read_documents
+from farspan.corpus.documents import read_documents
 from farspan.corpus.entropy import entropies
+from farspan.corpus.reading import UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import content_hash, is_content_hash, load, save, write_atomically
@@ -38,7 +39,6 @@ _SAMPLE_BYTES = 16 << 20
 #: Disk needed for each byte of text: shards 0.3, shingles 0.7, tokens twice 0.6 each, documents
 #: twice 0.3 each.
 _DISK_FACTOR = 3
-_SKIPPED_SHOWN = 100
 #: Work that was refused or interrupted is gone on with at the next try; what nobody has tried for
 #: so long is given up.
 _ABANDONED_S = 7 * 86_400
@@ -65,6 +65,8 @@ def prepare(
     source = open_source(data.source)
     key = _key(source, data, tokenizer)
     if prepared := _known(root, key):
+        if data.bad == "refuse":
+            _refuse_bad(prepared[1].skipped, data)
         return prepared
     root.mkdir(parents=True, exist_ok=True)
     work = root / f".work-{key}"
@@ -110,6 +112,8 @@ def read_text(
     fingerprint = source.fingerprint()
     known = _known(root, _key(source, data, tokenizer))
     if known is not None and known[0] == prepared:
+        for kinds in known[1].skipped_kinds:
+            say(f"skipped {kinds}")
         return Text(list(read_documents(prepared)), known[1].train.documents, fingerprint)
     say("the text has changed since the corpus was made")
     root.mkdir(parents=True, exist_ok=True)
@@ -118,6 +122,8 @@ def read_text(
             Path(folder) / f"{number:05}"
             for number in range(len(_spool(source, data, Path(folder), say)))
         ]
+        for kinds in by_kind(source.skipped.entries()):
+            say(f"skipped {kinds}")
         pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
         _decide(stems, data, splits=False)
         train, val = (
@@ -175,7 +181,8 @@ def _build(
         bigram_nats=bigram,
         exact_duplicates=exact,
         near_duplicates=near,
-        skipped=_shown(source.skipped),
+        skipped=source.skipped.entries(),
+        recoded=source.recoded.entries(),
     )
     save(manifest, final / "corpus.json")
     folder = work.parent / manifest.hash
@@ -207,22 +214,47 @@ def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.
     say(f"reading {data.source}")
     shards = pack.spool(source, work)
     if not shards:
-        raise Refusal(
-            "no-documents",
-            what="the source holds no text",
-            where=data.source,
-            fact=(
-                "no document has any text; skipped: "
-                f"{'; '.join(map(str, by_kind(source.skipped)[:3])) or 'nothing'}"
-            ),
-            remedy="name a folder that holds text files: farspan init FOLDER",
-        )
+        raise _nothing_read(source, data)
+    if data.bad == "refuse":
+        _refuse_bad(source.skipped.entries(), data)
     text_bytes = sum(shard.text_bytes for shard in shards)
     documents = sum(shard.documents for shard in shards)
     many = f"{format_count(documents)} documents" if documents > 1 else "1 document"
     say(f"{many}, {format_bytes(text_bytes)} of text")
     _require_space(work, text_bytes)
     return shards
+
+
+def _nothing_read(source: Source, data: DataConfig) -> Refusal:
+    """The refusal of a source without text; where files are damaged, they are what to mend."""
+    kinds = by_kind(source.skipped.entries())
+    kinds.sort(key=lambda kind: not kind.bad)
+    is_bad = bool(kinds) and kinds[0].bad
+    code = "source-unreadable" if is_bad else "no-documents"
+    if is_bad and kinds[0].reason == UNKNOWN_ENCODING:
+        code = "not-utf8"
+    return Refusal(
+        code,
+        what="nothing in the source can be read" if is_bad else "the source holds no text",
+        where=data.source,
+        fact=f"no document has any text; skipped: {'; '.join(map(str, kinds[:3])) or 'nothing'}",
+        remedy="name a folder that holds text files: farspan init FOLDER",
+    )
+
+
+def _refuse_bad(skipped: Iterable[Skipped | str], data: DataConfig) -> None:
+    """Raises Refusal (source-unreadable) that counts and names what cannot be read, if anything."""
+    bad = [entry for entry in skipped if isinstance(entry, Skipped) and entry.bad]
+    if not bad:
+        return
+    raise Refusal(
+        "source-unreadable",
+        what="files or rows of the source cannot be read",
+        where=data.source,
+        fact="; ".join(map(str, by_kind(bad))),
+        remedy="mend or remove them, or leave them out: write `bad: skip` under `data` in run.yaml",
+        key="data.bad",
+    )
 
 
 def _decide(stems: list[Path], data: DataConfig, *, splits: bool) -> tuple[int, int, str]:
@@ -346,9 +378,3 @@ def _file_digest(path: str | Path | None) -> str:
     return hashlib.sha256(
         b"".join(file.read_bytes() for file in files if file.is_file())
     ).hexdigest()
-
-
-def _shown(skipped: list[Skipped]) -> tuple[Skipped, ...]:
-    """The first by name, the others by kind."""
-    files = [Skipped.file(encodable(str(file.path)), encodable(file.reason)) for file in skipped]
-    return (*files[:_SKIPPED_SHOWN], *by_kind(files[_SKIPPED_SHOWN:]))

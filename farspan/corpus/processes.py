@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.machinery import ModuleSpec
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 
 from farspan.domain.interpreter import safe_path_environment
@@ -50,6 +52,27 @@ def spawned(count: int) -> ProcessPoolExecutor:
     is killed."""
     with _STARTING, safe_path_environment():  # Its locks start a process of their own.
         return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start)
+
+
+def start_beside(
+    target: Callable[..., None], *arguments: object
+) -> tuple[SpawnProcess, Connection]:
+    """One new process that runs `target(connection, *arguments)`, and this end of the connection.
+
+    It ends with this process however this one ends.
+    """
+    context = _Context()
+    here, there = context.Pipe()
+    process = context.Process(target=_run_beside, args=(target, there, *arguments), daemon=True)
+    process.start()
+    # Only the new process holds its end, so that its death ends the connection.
+    there.close()
+    return process, here
+
+
+def _run_beside(target: Callable[..., None], connection: Connection, *arguments: object) -> None:
+    _start()
+    target(connection, *arguments)
 
 
 def _start() -> None:

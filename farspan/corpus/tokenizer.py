@@ -3,6 +3,7 @@ tiktoken where proven."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ import numpy.typing as npt
 
 from farspan.corpus._hub import hub
 from farspan.corpus._ranks import SEPARATOR, as_tiktoken
-from farspan.corpus.documents import encodable
+from farspan.corpus.patterns import unsafe_pattern
 from farspan.domain.codec import missing_path, write_atomically
+from farspan.domain.corpus import encodable
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
+#: Bytes of a tokenizer.json and tokens in it: the largest published ones have 35 MB and 262,144.
+MAX_FILE_BYTES = 256 << 20
+MAX_TOKENS = 1_000_000
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -104,8 +109,6 @@ def load(where: Path | str) -> Tokenizer:
     Refuses a path that does not exist, a file that is no tokenizer, one without an end-of-text
     token, and a hub id that cannot be fetched.
     """
-    from tokenizers import Tokenizer as Inner
-
     path = Path(where).expanduser()
     local = path.exists()
     if not local and (
@@ -120,9 +123,14 @@ def load(where: Path | str) -> Tokenizer:
             inner = _read(path)
         else:
             with hub() as fault:
-                inner = Inner.from_pretrained(str(where))
+                inner = _read(_fetch(str(where)))
         end_of_text = _end_of_text(inner, path if local else None)
-    except Exception as error:  # the Rust library raises bare Exception for everything
+        _check_ids(inner)
+        return Tokenizer(inner, end_of_text)
+    except (KeyboardInterrupt, SystemExit, Refusal):
+        raise
+    # The Rust library raises bare Exception for everything, and BaseException where it panics.
+    except BaseException as error:
         raise Refusal(
             "tokenizer-unreadable",
             where=where,
@@ -137,7 +145,6 @@ def load(where: Path | str) -> Tokenizer:
                 f"{shell_word(where)} --local-dir DIR"
             ),
         ) from None
-    return Tokenizer(inner, end_of_text)
 
 
 def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
@@ -155,13 +162,45 @@ def _read(path: Path) -> tokenizers.Tokenizer:
 
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
-        return Inner.from_file(str(file))
+        return Inner.from_str(checked_json(file))
     vocab, merges = path / "vocab.json", path / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         raise ValueError("the folder has neither tokenizer.json nor both vocab.json and merges.txt")
     inner = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
     inner.add_special_tokens([END_OF_TEXT])
     return inner
+
+
+def _fetch(name: str) -> Path:
+    """A hub repository's tokenizer.json, from the hub or its cache."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, "tokenizer.json"))
+
+
+def checked_json(file: Path) -> str:
+    """The text of a tokenizer.json; raises ValueError for one that is too long, or whose regular
+    expressions may not end."""
+    with file.open("rb") as content:
+        text = content.read(MAX_FILE_BYTES + 1)
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"the file is longer than {MAX_FILE_BYTES >> 20} MiB")
+    parts = json.loads(text)
+    if isinstance(parts, dict) and (pattern := unsafe_pattern(parts)) is not None:
+        raise ValueError(f"its pattern {pattern[:100]!r} does not end on some texts")
+    return text.decode()
+
+
+def _check_ids(inner: tokenizers.Tokenizer) -> None:
+    """Raises ValueError unless the ids are 0, 1, 2 and so on, as those of a model's table are."""
+    if not inner.get_vocab_size(with_added_tokens=False):
+        raise ValueError("it has no tokens for text")
+    ids = sorted(set(inner.get_vocab(with_added_tokens=True).values()))
+    if len(ids) > MAX_TOKENS:
+        raise ValueError(f"it has {len(ids):,} tokens; at most {MAX_TOKENS:,} are read")
+    if ids and ids[-1] >= len(ids):
+        missing = next(number for number, token_id in enumerate(ids) if number != token_id)
+        raise ValueError(f"its ids go up to {ids[-1]:,}, but none of its tokens has id {missing:,}")
 
 
 def _end_of_text(inner: tokenizers.Tokenizer, path: Path | None) -> int:

@@ -228,10 +228,11 @@ def _values(node: yaml.Node, counts: dict[int, int]) -> int:
     return count
 
 
-def read_bytes(path: Path) -> bytes:
-    """The bytes of a file that must exist."""
+def read_bytes(path: Path, *, most: int | None = None) -> bytes:
+    """The bytes of a file that must exist; of one of more than `most` one byte more than that."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read() if most is None else file.read(most + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise missing_path(path) from None
 

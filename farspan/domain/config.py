@@ -28,6 +28,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     source: Source
     val: Quantity = "5%"
     dedup: bool = True
+    #: What becomes of a corpus with files or rows that cannot be read.
+    bad: Literal["skip", "refuse"] = "skip"
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

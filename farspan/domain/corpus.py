@@ -15,42 +15,117 @@ from farspan.domain.codec import ContentHash
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
 
 
+def encodable(text: str) -> str:
+    """The text with halves of surrogate pairs joined, and those without their other half as
+    U+FFFD."""
+    return (
+        text
+        if text.isascii()
+        else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    )
+
+
 class Skipped(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A file that was left out and why, or the number of several files by their endings."""
+    """A file or row that was left out and why, or the number of several by their endings."""
 
     reason: str
     path: str | None = None
+    #: What is particular to this one; entries of one reason are counted together.
+    detail: str = ""
     kinds: dict[str, int] = {}
+    #: The first of several by name.
+    first: tuple[str, ...] = ()
+    #: True if the file or row should have been read: `data.bad: refuse` refuses it.
+    bad: bool = False
 
     @classmethod
-    def file(cls, path: object, reason: str) -> Skipped:
-        return cls(reason=reason, path=str(path))
+    def file(cls, path: object, reason: str, detail: str = "", *, bad: bool = False) -> Skipped:
+        return cls(reason=reason, path=str(path), detail=detail, bad=bad)
+
+    @classmethod
+    def row(
+        cls, file: PurePath, number: int, reason: str, detail: str = "", *, count: int = 1
+    ) -> Skipped:
+        """Row `number` of a file, from 1; with `count` that many rows from there on."""
+        kind = f"{_ending(file)} (rows)"
+        path = f"{file}:{number}"
+        return cls(reason=reason, path=path, detail=detail, kinds={kind: count}, bad=True)
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of files by their endings."""
-        return (
-            self.kinds
-            if self.path is None
-            else {PurePath(self.path).suffix.lower() or "without an extension": 1}
-        )
+        """The number of files or rows by their endings."""
+        return self.kinds or {_ending(PurePath(self.path or "")): 1}
 
     def __str__(self) -> str:
+        if self.path is not None:
+            return f"{self.path}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
         several = sorted(self.kinds.items(), key=lambda kind: -kind[1])
-        return (
-            f"{self.path or ', '.join(f'{number} {kind}' for kind, number in several)}: "
-            f"{self.reason}"
-        )
+        named = f" ({', '.join(self.first)})" if self.first else ""
+        return f"{', '.join(f'{number} {kind}' for kind, number in several)}: {self.reason}{named}"
+
+
+def _ending(path: PurePath) -> str:
+    return path.suffix.lower() or "without an extension"
+
+
+#: Entries that a report names for each reason; a corpus's manifest names more.
+NAMES_SHOWN = 3
+NAMES_KEPT = 20
 
 
 def by_kind(skipped: Iterable[Skipped]) -> list[Skipped]:
-    """Files by their endings, one entry for each reason."""
-    counts: dict[str, Counter[str]] = {}
+    """Files and rows by their endings: one entry for each reason, with the first names."""
+    counts: dict[tuple[str, bool], Counter[str]] = {}
+    first: dict[tuple[str, bool], list[str]] = {}
     for entry in skipped:
-        counts.setdefault(entry.reason, Counter()).update(entry.counts)
-    return [Skipped(reason=reason, kinds=dict(kinds)) for reason, kinds in counts.items()]
+        key = (entry.reason, entry.bad)
+        counts.setdefault(key, Counter()).update(entry.counts)
+        names = first.setdefault(key, [])
+        names += entry.first or ([_short_name(entry)] if entry.path is not None else [])
+        del names[NAMES_SHOWN:]
+    return [
+        Skipped(reason=key[0], bad=key[1], kinds=dict(kinds), first=tuple(first[key]))
+        for key, kinds in counts.items()
+    ]
+
+
+def _short_name(entry: Skipped) -> str:
+    name = PurePath(entry.path or "").name
+    return f"{name}: {entry.detail}" if entry.detail else name
+
+
+class SkipLog:
+    """What a source left out: the first of each reason by name, the others counted.
+
+    Its size does not grow with the number of rows.
+    """
+
+    def __init__(self) -> None:
+        self._named: list[Skipped] = []
+        self._names: Counter[str] = Counter()
+        self._counted: list[Skipped] = []
+
+    def add(self, entry: Skipped) -> None:
+        # Names are bytes to the system, and not all of them UTF-8.
+        path, detail = encodable(entry.path or ""), encodable(entry.detail)
+        entry = msgspec.structs.replace(entry, path=path or None, detail=detail)
+        self._names[entry.reason] += 1
+        if self._names[entry.reason] <= NAMES_KEPT:
+            self._named.append(entry)
+        else:
+            nameless = Skipped(reason=entry.reason, bad=entry.bad, kinds=entry.counts)
+            self._counted = by_kind([*self._counted, nameless])
+
+    def clear(self) -> None:
+        self._named.clear()
+        self._names.clear()
+        self._counted.clear()
+
+    def entries(self) -> tuple[Skipped, ...]:
+        """The named ones in the order they were met, then the others by kind."""
+        return (*self._named, *self._counted)
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,11 +161,13 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     #: smoothed), and bigram (smoothed towards the unigram, see `farspan.corpus.entropy`).
     unigram_nats: float
     bigram_nats: float
-    #: Documents left out as exact or near duplicates, and files skipped: the first by name, the
-    #: others by kind (earlier versions: lines of text).
+    #: Documents left out as exact or near duplicates, and files and rows skipped: the first by
+    #: name, the others by kind (earlier versions: lines of text).
     exact_duplicates: int
     near_duplicates: int
     skipped: tuple[Skipped | str, ...] = ()
+    #: Files that were read in another encoding than UTF-8, in the same form.
+    recoded: tuple[Skipped, ...] = ()
 
     @property
     def skipped_kinds(self) -> list[str]:
@@ -101,6 +178,11 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             *map(str, by_kind(files)),
             *(line for line in self.skipped if isinstance(line, str)),
         ]
+
+    @property
+    def recoded_kinds(self) -> list[str]:
+        """`3 .txt: read as cp1252 (NAMES)`, one line for each encoding."""
+        return list(map(str, by_kind(self.recoded)))
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

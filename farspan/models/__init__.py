@@ -4,9 +4,12 @@ none of them."""
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
+from pathlib import Path
 from typing import Protocol, cast
 
+from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.escapes import shell_word
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
@@ -24,7 +27,21 @@ __all__ = [
     "graph",
     "preset",
     "presets",
+    "read_config",
 ]
+
+#: Bytes of a config.json: those of published models have a few kB.
+MAX_CONFIG_BYTES = 1 << 20
+#: Sizes of a model that is read from a folder, well above the largest that are published.
+MAX_SIZES = {
+    "layers": 1024,
+    "d_model": 1 << 18,
+    "heads": 1 << 16,
+    "kv_heads": 1 << 16,
+    "d_ff": 1 << 22,
+    "vocab_size": 1_000_000,
+    "context": 1 << 24,
+}
 
 
 class Family(Protocol):
@@ -84,31 +101,69 @@ def preset(name: str) -> Preset:
     return known[name]
 
 
+def read_config(folder: Path) -> ModelSpec:
+    """The spec of a Hugging Face folder, by its config.json.
+
+    Raises Refusal as `from_config`, and for a file that is missing, damaged or far too long.
+    """
+    file = folder / "config.json"
+    content = read_bytes(file, most=MAX_CONFIG_BYTES)
+    if len(content) > MAX_CONFIG_BYTES:
+        raise _cannot_be_built(f"{file} is longer than {MAX_CONFIG_BYTES >> 20} MiB")
+    return from_config(parse_json(content, dict, file))
+
+
 def from_config(config: Config) -> ModelSpec:
     """The spec of a Hugging Face config.json; a Refusal names what farspan cannot compute."""
     architectures = config.get("architectures") or ["none named"]
+    if not isinstance(architectures, list):
+        raise _cannot_be_built(f"architectures is {str(architectures)[:100]}, not a list")
     known = {
         architecture: name for name in families() for architecture in family(name).ARCHITECTURES
     }
-    match = next((known[a] for a in architectures if a in known), None)
+    match = next((known[a] for a in architectures if isinstance(a, str) and a in known), None)
     if match is None:
         raise Refusal(
             "model-unsupported",
-            what=f"the model's architecture is {architectures[0]}",
+            what=f"the model's architecture is {str(architectures[0])[:100]}",
             where="config.json, key 'architectures'",
             fact=f"farspan reads {', '.join(known)}",
             remedy="choose a model folder of one of these architectures",
         )
     try:
-        return family(match).from_config(config)
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise Refusal(
-            "model-unsupported",
-            what="config.json describes a model that cannot be built",
-            where="config.json",
-            fact=str(error),
-            remedy="export the model again with transformers' save_pretrained",
-        ) from None
+        spec = family(match).from_config(config)
+        _check_sizes(spec)
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise _cannot_be_built(str(error)[:300]) from None
+    return spec
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    """Raises ValueError for a size that no model has: it would be built before it is missed."""
+    for name, most in MAX_SIZES.items():
+        size = getattr(spec, name)
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise ValueError(f"{name} is {str(size)[:100]}, not a whole number")
+        if size > most:
+            raise ValueError(f"{name} is {str(size)[:100]}; models have {most:,} at most")
+    for name in ("norm_eps", "rope_theta"):
+        value = getattr(spec, name)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {str(value)[:100]}, not a number above 0")
+    for name in ("bias", "tied"):
+        value = getattr(spec, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {str(value)[:100]}, neither true nor false")
+
+
+def _cannot_be_built(fact: str) -> Refusal:
+    return Refusal(
+        "model-unsupported",
+        what="config.json describes a model that cannot be built",
+        where="config.json",
+        fact=fact,
+        remedy="export the model again with transformers' save_pretrained",
+    )
 
 
 def graph(spec: ModelSpec) -> OpGraph:

@@ -10,7 +10,6 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import key_word, shell_word, yaml_word
@@ -66,9 +65,7 @@ def choose_model(
 
 def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
     folder = Path(str(config.model.path)).expanduser()
-    spec = models.from_config(
-        parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json")
-    )
+    spec = models.read_config(folder)
     if spec.vocab_size < corpus.vocab_size:
         raise Refusal(
             "tokenizer-mismatch",

@@ -11,7 +11,7 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import load, parse_json, read_bytes
+from farspan.domain.codec import load
 from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
@@ -51,9 +51,7 @@ def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelS
     if folder.suffix == ".json" and folder.is_file():
         return load(folder, Plan).model
     if (folder / "config.json").is_file():
-        return models.from_config(
-            parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json")
-        )
+        return models.read_config(folder)
     known = models.presets()
     if name in known:
         return known[name].spec

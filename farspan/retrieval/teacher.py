@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from farspan.corpus.tokenizer import checked_json
 from farspan.domain.codec import missing_path
 from farspan.domain.problems import Refusal
 
@@ -68,7 +69,7 @@ def _static(folder: Path, texts: Sequence[str]) -> Tensor:
 
     try:
         table_VE = load_file(folder / _STATIC)[_TABLE].float()
-        tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
+        tokenizer = Tokenizer.from_str(checked_json(folder / _TOKENIZER))
         encoded = [
             encoding.ids
             for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -76,7 +77,10 @@ def _static(folder: Path, texts: Sequence[str]) -> Tensor:
         lengths = torch.tensor([0, *map(len, encoded[:-1])]).cumsum(0)
         tokens = torch.tensor([token for ids in encoded for token in ids], dtype=torch.long)
         return F.embedding_bag(tokens, table_VE, lengths, mode="mean")
-    except Exception as error:  # The library of tokenizers raises bare Exception for everything.
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # The library of tokenizers raises bare Exception for everything, BaseException where it panics.
+    except BaseException as error:
         raise _unsupported(folder, f"{type(error).__name__}: {error}") from None
 
 

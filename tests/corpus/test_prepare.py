@@ -380,11 +380,9 @@ def test_large_vocabularies_are_stored_in_four_bytes(texts: list[str], tmp_path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = sorted({word for text in texts for word in text.split()})
-    inner = Tokenizer(
-        models.WordLevel(
-            {"</s>": 0} | {word: 70_000 + i for i, word in enumerate(words)}, unk_token="</s>"
-        )
-    )
+    unused = ["</s>", *(f"unused {number}" for number in range(1, 70_000))]
+    vocab = {word: number for number, word in enumerate([*unused, *words])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="</s>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.save(str(tmp_path / "big.json"))
     use = TokenizerConfig(use=str(tmp_path / "big.json"))

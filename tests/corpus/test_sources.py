@@ -17,9 +17,8 @@ import pytest
 import zstandard
 
 from farspan.corpus.documents import PART_CHARS, clean, cut
-from farspan.corpus.prepare import _shown
 from farspan.corpus.sources import available, open_source
-from farspan.domain.corpus import Document, Skipped, by_kind
+from farspan.domain.corpus import Document, SkipLog, Skipped, by_kind
 from farspan.domain.problems import Problem, Refusal
 
 
@@ -127,7 +126,7 @@ def test_every_kind_of_text_file_is_read(tmp_path: Path) -> None:
     assert [d.text for d in documents[4:7]] == ["row 0 é", "row 1 é", "row 2 é"]
     assert documents[5].metadata == {"n": "1"}
     assert documents[5].origin == f"{tmp_path}/sub/e.jsonl:2"
-    assert list(map(str, source.skipped)) == [
+    assert list(map(str, source.skipped.entries())) == [
         f"{tmp_path}/sub/h.bin: not a kind of file that can be read"
     ]
     assert [d.text for d in read(tmp_path / "b.md")] == ["intro\n\n# The heading #\n\nbody"]
@@ -170,8 +169,8 @@ def test_parquet_and_pdf(tmp_path: Path) -> None:
     ]
     assert documents[7].metadata == {"year": "7"}
     assert documents[-1].text.strip() == "Hello from a page"
-    assert str(source.skipped[0]) == f"{tmp_path}/b.pdf: no text in it (a scan?)"
-    assert str(source.skipped[1]).startswith(f"{tmp_path}/c.pdf: not a PDF that can be read")
+    assert str(source.skipped.entries()[0]) == f"{tmp_path}/b.pdf: no text in it (a scan?)"
+    assert str(source.skipped.entries()[1]).startswith(f"{tmp_path}/c.pdf: damaged (")
 
 
 def test_an_extra_that_is_installed_changes_the_fingerprint(
@@ -185,7 +184,7 @@ def test_an_extra_that_is_installed_changes_the_fingerprint(
         without.setitem(sys.modules, "pypdf", None)
         source = open_source(str(tmp_path))
         assert [d.text for d in source.documents()] == ["plain"]
-        assert list(map(str, source.skipped)) == [
+        assert list(map(str, source.skipped.entries())) == [
             f"{tmp_path}/b.pdf: needs pip install 'farspan[pdf]'"
         ]
         assert open_source(str(tmp_path / "a.txt")).fingerprint() == plain, "it needs no extra"
@@ -244,7 +243,7 @@ def test_local_datasets_are_streamed(tmp_path: Path) -> None:
     assert refused(f"hf:{tmp_path}/savd").code == "path-missing"
 
 
-def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
+def test_a_path_without_files_that_can_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "papers").mkdir()
     problem = refused(tmp_path / "paper")
     assert (problem.code, f"{tmp_path}/papers" in problem.remedy) == ("path-missing", True)
@@ -252,90 +251,25 @@ def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "papers" / "y.docx").write_bytes(b"x")
     problem = refused(tmp_path / "papers")
     assert (problem.code, "2 .docx" in problem.fact) == ("no-documents", True)
-
-    (tmp_path / "latin.txt").write_bytes(
-        b"x" * (PART_CHARS + 7) + "é".encode() + b"caf\xe9 and more"
-    )
-    problem = refused(tmp_path / "latin.txt")
-    assert (problem.code, problem.where) == (
-        "not-utf8",
-        f"{tmp_path}/latin.txt, byte {PART_CHARS + 7 + 2 + 3}",
-    )
-    assert subprocess.run(problem.remedy, shell=True).returncode == 0
-    assert read(tmp_path / "latin.txt")[-1].text.endswith("café and more")
-
-    (tmp_path / "cut.txt").write_bytes("é".encode()[:1])
-    assert refused(tmp_path / "cut.txt").where.endswith("byte 0")
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n{"text": "b"}\n')
-    problem = refused(tmp_path / "bad.jsonl")
-    assert (problem.code, problem.where) == ("source-unreadable", f"{tmp_path}/bad.jsonl:2")
-    assert subprocess.run(problem.remedy, shell=True).returncode == 0
-    assert [d.text for d in read(tmp_path / "bad.jsonl")] == ["a", "b"]
-
-    for name, packed in (("c.jsonl.gz", gzip.compress), ("d.jsonl.zst", zstandard.compress)):
-        (tmp_path / name).write_bytes(packed(b'{"text": "a"}\n{"text": \n{"text": "b"}\n'))
-        assert subprocess.run(refused(tmp_path / name).remedy, shell=True).returncode == 0
-        problem = refused(tmp_path / Path(name).stem)
-        assert subprocess.run(problem.remedy, shell=True).returncode == 0
-        assert [d.text for d in read(tmp_path / Path(name).stem)] == ["a", "b"]
-
     problem = refused("~nobody-here/papers")
     assert (problem.code, problem.where) == ("path-missing", "~nobody-here/papers")
 
-    (tmp_path / "list.jsonl").write_text("[1]\n")
-    assert refused(tmp_path / "list.jsonl").where == f"{tmp_path}/list.jsonl:1"
-    (tmp_path / "other.jsonl").write_text('{"abstract": "a", "id": 1}\n')
-    problem = refused(tmp_path / "other.jsonl")
-    assert "abstract, id" in problem.fact
-    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
-    assert refused(tmp_path / "latin.jsonl").where == f"{tmp_path}/latin.jsonl, byte 24"
-    long = b'{"text": "a"}\n' * 100_000 + b'{"text": "\xe9"}\n'
-    (tmp_path / "latin.jsonl.gz").write_bytes(gzip.compress(long))
-    (tmp_path / "latin.jsonl.zst").write_bytes(
-        zstandard.compress(long[:700_000]) + zstandard.compress(long[700_000:])
-    )
-    for name in ("latin.jsonl.zst", "latin.jsonl.gz"):
-        problem = refused(tmp_path / name)
-        assert problem.where == f"{tmp_path}/{name}, byte 1400010"
-    (tmp_path / "latin.jsonl").unlink()
-    assert subprocess.run(problem.remedy, shell=True).returncode == 0
-    assert subprocess.run(refused(tmp_path / "latin.jsonl").remedy, shell=True).returncode == 0
-    assert read(tmp_path / "latin.jsonl")[-1].text == "é"
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
-    assert refused(tmp_path / "cut.jsonl.gz").code == "source-unreadable"
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
-    assert refused(tmp_path / "bad.parquet").code == "source-unreadable"
 
-
-def test_files_with_nul_bytes_are_skipped_and_non_utf8_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "junk.txt").write_bytes(b"PK\x03\x04\0\0\xff\xfe")
-    (tmp_path / "page.html").write_bytes(b"<p>\0\xff")
-    source = open_source(str(tmp_path))
-    assert [d.text for d in source.documents()] == ["text"]
-    assert list(map(str, source.skipped)) == [
-        f"{tmp_path}/{name}: not text (NUL bytes)" for name in ("junk.txt", "page.html")
-    ]
-
-    for name, encoding in (("a16.txt", "utf-16"), ("a32.txt", "utf-32")):
-        (tmp_path / name).write_text("caf\u00e9 noir", encoding)
-        problem = refused(tmp_path / name)
-        assert (problem.code, f"iconv -f {encoding} " in problem.remedy) == ("not-utf8", True)
-        assert subprocess.run(problem.remedy, shell=True).returncode == 0
-        assert [d.text.lstrip("\ufeff") for d in read(tmp_path / name)] == ["caf\u00e9 noir"]
-
-    # Of this file parts were taken before its end is seen.
-    (tmp_path / "late.txt").write_bytes(b"\0" + b"x" * (2 * PART_CHARS) + b"\xff")
-    problem = refused(tmp_path / "late.txt")
-    assert problem.code == "not-utf8" and "iconv" not in problem.remedy and "mv " in problem.remedy
-
-
-def test_skipped_files_are_counted_by_kind_and_reason() -> None:
+def test_skipped_files_are_counted_by_kind_and_reason_with_the_first_names() -> None:
     names = [*(f"d/{n}.bin" for n in range(2500)), "and 3 more/x.EXE", "d/Makefile"]
-    files = [*(Skipped.file(name, "odd") for name in names), Skipped.file("d/a.pdf", "cut (b: c)")]
-    kinds = ["2500 .bin, 1 .exe, 1 without an extension: odd", "1 .pdf: cut (b: c)"]
-    assert list(map(str, by_kind(files))) == list(map(str, by_kind(_shown(files)))) == kinds
-    assert len(_shown(files)) == 102 and _shown(files)[:3] == tuple(files[:3])
+    log = SkipLog()
+    for name in names:
+        log.add(Skipped.file(name, "odd"))
+    log.add(Skipped.file("d/a.pdf", "damaged", "b: c", bad=True))
+    for number in range(1, 40):
+        log.add(Skipped.row(Path("d/r.jsonl"), number, "odd row", f"column {number}"))
+    assert list(map(str, by_kind(log.entries()))) == [
+        "2500 .bin, 1 .exe, 1 without an extension: odd (0.bin, 1.bin, 2.bin)",
+        "1 .pdf: damaged (a.pdf: b: c)",
+        "39 .jsonl (rows): odd row (r.jsonl:1: column 1, r.jsonl:2: column 2, r.jsonl:3: column 3)",
+    ]
+    assert len(log.entries()) == 20 + 1 + 20 + 2, "named for each reason, the others counted"
+    assert [entry.bad for entry in by_kind(log.entries())] == [False, True, True]
 
 
 def test_long_texts_are_cut_in_parts_that_lose_nothing_but_blank_lines() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 import tiktoken
@@ -18,9 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from farspan.corpus import tokenizer
+from farspan.corpus import patterns, tokenizer
 from farspan.corpus._ranks import PATTERN, as_tiktoken, byte_characters
-from farspan.domain.problems import Refusal
+from farspan.corpus.patterns import unsafe_pattern
+from farspan.domain.problems import Problem, Refusal
 from tests.waiting import LIMIT_S
 
 TEXT = "\n".join(text for _, text in sorted(topics.items()))
@@ -249,6 +251,79 @@ def test_tokenizer_load_refuses_missing_unreadable_or_unsuitable_files(tmp_path:
     endless = Inner(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     endless.save(str(tmp_path / "endless.json"))
     assert refusal(tmp_path / "endless.json") == "tokenizer-unreadable"
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {"type": "Sequence", "pretokenizers": [split | {"invert": False}]}
+
+
+def refusal_of(content: dict[str, Any], folder: Path) -> Problem:
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(Refusal) as caught:
+        tokenizer.load(folder)
+    return caught.value.problem
+
+
+@pytest.fixture
+def content(trained: tokenizer.Tokenizer) -> dict[str, Any]:
+    """A tokenizer.json, to be changed."""
+    made: dict[str, Any] = json.loads(trained._inner.to_str())
+    return made
+
+
+@pytest.mark.parametrize("last_id", [3600, 5_000_000, 2**32 - 2])
+def test_gaps_in_the_ids_of_a_tokenizer_are_refused(
+    last_id: int, content: dict[str, Any], tmp_path: Path
+) -> None:
+    vocab = content["model"]["vocab"]
+    last, missing = max(vocab, key=vocab.__getitem__), len(vocab) - 1
+    content["model"]["vocab"] = vocab | {last: last_id}
+    problem = refusal_of(content, tmp_path)
+    assert problem.code == "tokenizer-unreadable"
+    assert f"up to {last_id:,}, but none of its tokens has id {missing:,}" in problem.fact
+
+
+def test_a_tokenizer_without_tokens_is_refused(content: dict[str, Any], tmp_path: Path) -> None:
+    content["model"] |= {"vocab": {}, "merges": []}
+    assert refusal_of(content, tmp_path).code == "tokenizer-unreadable"
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(\w+\s?)+$", r"(\s|\s\s)+x", r"(.*)*,"])
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_that_does_not_end_on_some_texts_is_refused(
+    pattern: str, part: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    replace = {"type": "Replace", "pattern": {"Regex": pattern}, "content": " "}
+    content[part] = replace if part == "normalizer" else split_by(pattern)
+    problem = refusal_of(content, tmp_path)
+    assert problem.code == "tokenizer-unreadable"
+    assert repr(pattern) in problem.fact and "does not end" in problem.fact
+
+
+def test_a_pattern_of_quadratic_time_is_refused_by_what_it_computes() -> None:
+    quadratic = r"\p{L}+\d|\s+\d|[\p{P}\p{S}]+\d|."
+    assert unsafe_pattern({"pre_tokenizer": split_by(quadratic)}, cpu_s=1) == quadratic
+
+
+def test_patterns_that_end_are_used(
+    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pattern in (r"\d{1,3}|\D+", r"[^\s]+|\s+"):
+        (tmp_path / "tokenizer.json").write_text(
+            json.dumps(content | {"pre_tokenizer": split_by(pattern)})
+        )
+        assert tokenizer.load(tmp_path).encode("12 words")
+    # Known ones are not tried at all.
+    monkeypatch.setattr(patterns, "start_beside", None)
+    for pattern in patterns.KNOWN_PATTERNS:
+        assert unsafe_pattern({"pre_tokenizer": split_by(pattern)}) is None
+
+
+@pytest.mark.parametrize("pattern", sorted(patterns.KNOWN_PATTERNS))
+def test_known_patterns_end_on_hard_texts(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "KNOWN_PATTERNS", frozenset())
+    assert unsafe_pattern({"pre_tokenizer": split_by(pattern)}) is None
 
 
 def test_a_hub_that_cannot_be_reached_is_a_refusal() -> None:

@@ -66,6 +66,56 @@ def test_preset_whose_shape_differs_from_its_checkpoint_is_for_planning_only():
         assert caught.value.problem.code == "model-unsupported"
 
 
+@pytest.mark.parametrize("name", ["gpt2", "slm-100m", "opt-125m"])
+@pytest.mark.parametrize(
+    "value", [10**9, 2**63, 10**400, 1e308, 12.0, -1, 0, True, "12", None, [12], {}]
+)
+def test_config_with_sizes_that_no_model_has_is_refused(name, value):
+    """Each number of a config.json in turn: none is built, none ends in a traceback."""
+    spec = models.preset(name).spec
+    config = models.family(spec.family).to_config(spec)
+    sizes = {key for key, size in config.items() if type(size) is int} - {"n_ctx"}
+    if not value:
+        # These may be left out.
+        sizes -= {"n_inner", "num_key_value_heads", "head_dim", "ffn_dim", "num_attention_heads"}
+    assert len(sizes) >= 4
+    for key in sizes:
+        changed = config | {key: value}
+        with pytest.raises(Refusal) as caught:
+            models.from_config(changed)
+        assert caught.value.problem.code == "model-unsupported", key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [["LlamaForCausalLM"]]},
+        {"architectures": {"LlamaForCausalLM": 1}},
+        {"rope_parameters": "default"},
+        {"rope_parameters": {"rope_theta": "x"}},
+        {"rope_parameters": {"rope_theta": float("inf")}},
+        {"rms_norm_eps": "1e-6"},
+        {"rms_norm_eps": float("nan")},
+        {"tie_word_embeddings": "yes"},
+        {"hidden_act": ["silu"]},
+    ],
+)
+def test_config_of_another_form_is_refused(change):
+    spec = models.preset("slm-100m").spec
+    with pytest.raises(Refusal) as caught:
+        models.from_config(models.family("llama").to_config(spec) | change)
+    assert caught.value.problem.code == "model-unsupported"
+
+
+def test_config_file_that_is_far_too_long_is_refused_unread(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(Refusal) as caught:
+        models.read_config(tmp_path)
+    assert caught.value.problem.code == "model-unsupported"
+
+
 @pytest.mark.parametrize("name", models.presets())
 def test_the_module_has_as_many_parameters_and_the_map_covers_each(name):
     torch = pytest.importorskip("torch")

@@ -382,3 +382,24 @@ def test_a_wrong_end_of_text_is_refused(tmp_path, tokenizer):
             tmp_path / "x", model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=7
         )
     assert caught.value.problem.code == "tokenizer-mismatch"
+
+
+def test_weights_with_more_values_than_the_model_are_refused_unread(tmp_path, tokenizer):
+    """A file of holes: a terabyte by its header, a few kB on the disk."""
+    folder = export(tmp_path / "hf", decoder(build("gpt2")), tokenizer)
+    weights = folder / huggingface.WEIGHTS
+    size = 2**40
+    entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    header = json.dumps({"transformer.wte.weight": entry}).encode()
+    with weights.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    assert f"the files hold {size // 4:,} values" in refusal(folder).fact
+
+
+@pytest.mark.parametrize("length", [0, 3, 2**24 + 1, 2**63])
+def test_weights_with_a_header_of_absurd_length_are_refused(length, tmp_path, tokenizer):
+    folder = export(tmp_path / "hf", decoder(build("gpt2")), tokenizer)
+    weights = folder / huggingface.WEIGHTS
+    weights.write_bytes(length.to_bytes(8, "little") + b"{}" * 100)
+    assert refusal(folder).code == "model-unsupported"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
-from farspan.domain.corpus import Document, Skipped
+from farspan.domain.corpus import Document, SkipLog
 
 
 class Source(Protocol):
@@ -22,8 +22,10 @@ class Source(Protocol):
 
     #: Size of what will be read, for the disk check; 0 when it cannot be known before reading.
     size_bytes: int
-    #: What was left out and why; complete once `documents` is exhausted.
-    skipped: list[Skipped]
+    #: What was left out and why, and what was read in another encoding than UTF-8; complete once
+    #: `documents` is exhausted.
+    skipped: SkipLog
+    recoded: SkipLog
 
     def fingerprint(self) -> str:
         """A cheap word for the present content, such as a hash of paths, sizes and times; reads no

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from farspan.corpus._hub import hub
-from farspan.corpus.sources.folder import row_document
+from farspan.corpus.rows import NO_TEXT, TEXT_FIELDS, row_document
 from farspan.domain.codec import missing_path
-from farspan.domain.corpus import Document, Skipped
+from farspan.domain.corpus import Document, SkipLog, Skipped
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 
@@ -40,7 +40,8 @@ class HuggingFace:
 
     def __init__(self, name: str, config: str | None) -> None:
         self.name, self.config = name, config
-        self.skipped: list[Skipped] = []
+        self.skipped = SkipLog()
+        self.recoded = SkipLog()
         local = (
             sorted(path for path in Path(name).rglob("*") if path.is_file())
             if Path(name).is_dir()
@@ -59,8 +60,17 @@ class HuggingFace:
         )
 
     def documents(self) -> Iterator[Document]:
+        self.skipped.clear()
+        place = Path(f"hf:{self.name}")
         for number, row in enumerate(self._rows()):
-            yield row_document(row, f"hf:{self.name}:{number}", f"{self.name} {number}")
+            origin, title = f"hf:{self.name}:{number}", f"{self.name} {number}"
+            document = row_document(row, place, number, origin=origin, title=title)
+            if isinstance(document, Document):
+                yield document
+                continue
+            if number == 0 and document.reason == NO_TEXT and not {*TEXT_FIELDS} & {*row}:
+                raise _no_text(origin, document)
+            self.skipped.add(document)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         import datasets  # type: ignore[import-untyped]
@@ -93,3 +103,14 @@ class HuggingFace:
                     f"{shell_word(self.name)} --local-dir DIR"
                 ),
             ) from None
+
+
+def _no_text(origin: str, row: Skipped) -> Refusal:
+    """The refusal of a dataset whose rows, which all have the same columns, have none of text."""
+    return Refusal(
+        "source-unreadable",
+        what="the dataset has no known column of text",
+        where=origin,
+        fact=f"{row.detail}; farspan looks for {', '.join(TEXT_FIELDS)}",
+        remedy=f"rename the column that holds the text to {TEXT_FIELDS[0]!r}",
+    )

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from farspan.corpus.processes import spawned
-from farspan.domain.corpus import Document, Skipped
+from farspan.domain.corpus import Document, SkipLog
 
 #: Not documentation, or not fit to be read: test suites, generated code, the internals of torch's
 #: compilers.
@@ -48,7 +48,8 @@ class PyDocs:
     size_bytes = 8_000_000
 
     def __init__(self) -> None:
-        self.skipped: list[Skipped] = []
+        self.skipped = SkipLog()
+        self.recoded = SkipLog()
 
     def fingerprint(self) -> str:
         torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "none"

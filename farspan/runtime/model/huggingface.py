@@ -4,25 +4,31 @@ never opened."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from farspan import models
 from farspan.corpus import tokenizer as tokenizers
 from farspan.domain.codec import missing_path, parse_json, read_bytes, write_atomically
 from farspan.domain.escapes import shell_line
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal
 from farspan.models import Family, TensorMap
 from farspan.runtime.model.decoder import Decoder
 
+#: A safetensors file begins with the length of its header. Entries of 1,024 layers take 3 MB.
+LENGTH = 8
+MAX_HEADER_BYTES = 1 << 24
+#: Bytes of the index of a sharded model.
+MAX_INDEX_BYTES = 1 << 26
 WEIGHTS, INDEX, HEAD = "model.safetensors", "model.safetensors.index.json", "lm_head.weight"
 
 
@@ -80,13 +86,9 @@ def read(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     that are missing, left over or of another shape (model-unsupported), and files that do not exist
     (path-missing).
     """
-    spec = models.from_config(
-        parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json")
-    )
+    spec = models.read_config(folder)
     family = models.family(spec.family)
-    tensors = _full_names(
-        family, {name: t for path in _weight_files(folder) for name, t in _load(path).items()}
-    )
+    tensors = _full_names(family, _load(_weight_files(folder), folder, family, spec))
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
     state = {}
@@ -136,9 +138,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if (folder / INDEX).exists():
-        shards = sorted(
-            set(parse_json(read_bytes(folder / INDEX), _Index, folder / INDEX).weight_map.values())
-        )
+        content = read_bytes(folder / INDEX, most=MAX_INDEX_BYTES)
+        if len(content) > MAX_INDEX_BYTES:
+            raise _misfit(folder, f"{INDEX} is longer than {MAX_INDEX_BYTES >> 20} MiB")
+        shards = sorted(set(parse_json(content, _Index, folder / INDEX).weight_map.values()))
         if outside := [name for name in shards if Path(name).name != name]:
             raise _misfit(folder, f"{INDEX} names {outside[0]!r}, a file outside the folder")
         return [folder / name for name in shards]
@@ -165,13 +168,51 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _load(path: Path) -> dict[str, Tensor]:
-    if not path.exists():
-        raise missing_path(path)
+def _load(files: list[Path], folder: Path, family: Family, spec: ModelSpec) -> dict[str, Tensor]:
+    """The tensors of all files but buffers.
+
+    Raises Refusal for a damaged file, and before any tensor is read for files that hold more values
+    than the model has.
+    """
+    names: dict[Path, list[str]] = {}
+    count = 0
+    for path in files:
+        shapes = _shapes(path)
+        names[path] = [name for name in shapes if not name.endswith(family.BUFFERS)]
+        count += sum(math.prod(shapes[name]) for name in names[path])
+    # A tied head may be stored in addition.
+    most = parameters(spec) + spec.vocab_size * spec.d_model
+    if count > most:
+        raise _misfit(folder, f"the files hold {count:,} values, config.json {most:,} at most")
+    tensors = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                tensors.update({name: file.get_tensor(name) for name in names[path]})
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise _misfit(path, f"the file is damaged: {error}") from None
+    return tensors
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor by the header of a safetensors file, which the library checks."""
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(LENGTH), "little")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise _misfit(path, f"its header has {header_bytes:,} bytes")
+            header = msgspec.json.decode(file.read(header_bytes), type=dict[str, _Entry])
+    except FileNotFoundError:
+        raise missing_path(path) from None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _misfit(path, f"the file is damaged: {error}") from None
+    return {name: entry.shape for name, entry in header.items() if name != "__metadata__"}
+
+
+class _Entry(msgspec.Struct):
+    """The part of a tensor's entry in a header that says how many values it has."""
+
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
 
 
 def _misfit(where: Path, fact: str) -> Refusal:

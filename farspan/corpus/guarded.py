@@ -1,0 +1,183 @@
+"""Readers of formats that unpack to any size, in a process of bounded memory and computation.
+
+A page of a Parquet file or a stream of a PDF may say that it holds gigabytes, and the libraries
+believe it. Only the system can bound what they take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from farspan.corpus.processes import start_beside
+from farspan.corpus.reading import UnreadableFile, first_words
+from farspan.domain.corpus import Document, Skipped, encodable
+
+#: Gives the documents of a file; None says that it goes on, as between pages.
+Reader = Callable[[Path], Iterator[Document | Skipped | None]]
+
+#: Memory of the process beyond what it starts with. Pages of an honest file have a MiB or so.
+MEMORY_BYTES = 1 << 30
+#: Seconds of a core for each document, row or page. One of a usual book takes 0.1 s.
+CPU_S = 120
+#: Text that goes from process to process at a time.
+_BATCH_CHARS = 1 << 20
+_BATCH_ROWS = 1000
+
+
+class _Batch(msgspec.Struct, omit_defaults=True):
+    """What the process sends: documents and rows left out, at last why the file ended early."""
+
+    documents: list[Document] = []
+    skipped: list[Skipped] = []
+    ended: bool = False
+    reason: str = ""
+    detail: str = ""
+
+
+class GuardedReader:
+    """A process that reads files, started for the first of them and again after each that ends it.
+
+    Where the system does not enforce the limits (macOS), files are read without them.
+    """
+
+    def __init__(self, *, memory_bytes: int = MEMORY_BYTES, cpu_s: int = CPU_S) -> None:
+        self._limits = (memory_bytes, cpu_s)
+        self._process: SpawnProcess | None = None
+        self._connection: Connection | None = None
+
+    def read(self, reader: Reader, file: Path) -> Iterator[Document | Skipped]:
+        """The documents of a file. Raises UnreadableFile for one that takes too much, or that the
+        reader cannot read."""
+        if self._connection is None:
+            self._process, self._connection = start_beside(_serve, *self._limits)
+        connection = self._connection
+        is_whole = False
+        try:
+            connection.send((reader, file))
+            while not is_whole:
+                batch = msgspec.msgpack.decode(connection.recv_bytes(), type=_Batch)
+                yield from batch.documents
+                yield from batch.skipped
+                is_whole = batch.ended
+        except (EOFError, OSError):
+            raise UnreadableFile(self._cause_of_death()) from None
+        finally:
+            # What is left of a file that was given up is not the next one's.
+            if not is_whole:
+                self._stop()
+        if batch.reason:
+            raise UnreadableFile(batch.reason, batch.detail)
+
+    def _cause_of_death(self) -> str:
+        assert self._process is not None
+        self._process.join()
+        if self._process.exitcode == -signal.SIGXCPU:
+            return f"takes more than {self._limits[1]} s of a core"
+        return "ends the process that reads it"
+
+    def _stop(self) -> None:
+        if self._process is not None and self._connection is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.join()
+        self._process = self._connection = None
+
+    def __enter__(self) -> GuardedReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+
+def _serve(connection: Connection, memory_bytes: int, cpu_s: int) -> None:
+    """Read the files that are asked for until nobody asks any more."""
+    # Native libraries print traces of what they refuse.
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    with contextlib.suppress(ValueError, OSError):
+        limit = _data_bytes() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    while True:
+        try:
+            reader, file = connection.recv()
+        except EOFError:
+            return
+        end = _Batch(ended=True)
+        try:
+            _send_documents(connection, reader, file, cpu_s)
+        except UnreadableFile as error:
+            end = _Batch(ended=True, reason=error.reason, detail=encodable(error.detail))
+        except MemoryError:
+            reason = f"takes more than {memory_bytes >> 20} MiB of memory"
+            end = _Batch(ended=True, reason=reason)
+        except Exception as error:  # Readers of damaged files raise anything.
+            detail = encodable(first_words(error))
+            end = _Batch(ended=True, reason="damaged", detail=detail)
+        connection.send_bytes(msgspec.msgpack.encode(end))
+
+
+def _send_documents(connection: Connection, reader: Reader, file: Path, cpu_s: int) -> None:
+    batch = _Batch()
+    chars = 0
+    allow_cpu(cpu_s)
+    for item in reader(file):
+        allow_cpu(cpu_s)
+        if isinstance(item, Document):
+            batch.documents.append(_encodable(item))
+            chars += len(item.text)
+        elif item is not None:
+            path, detail = encodable(item.path or ""), encodable(item.detail)
+            batch.skipped.append(msgspec.structs.replace(item, path=path, detail=detail))
+            chars += len(detail)
+        if chars > _BATCH_CHARS or len(batch.skipped) > _BATCH_ROWS:
+            connection.send_bytes(msgspec.msgpack.encode(batch))
+            batch = _Batch()
+            chars = 0
+    connection.send_bytes(msgspec.msgpack.encode(batch))
+
+
+def _encodable(document: Document) -> Document:
+    """A document that can be sent: UTF-8 has no halves of surrogate pairs."""
+    metadata = {encodable(key): encodable(value) for key, value in document.metadata.items()}
+    return msgspec.structs.replace(
+        document,
+        title=encodable(document.title),
+        text=encodable(document.text),
+        origin=encodable(document.origin),
+        metadata=metadata,
+    )
+
+
+def allow_cpu(seconds: int) -> None:
+    """Let this process compute for so long from now; then the system ends it."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    used_s = int(time.process_time()) + 1
+    soft = used_s + seconds
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _data_bytes() -> int:
+    """Bytes of data that this process has mapped; raises OSError where the system does not say."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmData":
+            return int(value.split()[0]) * 1024
+    raise OSError("no VmData")

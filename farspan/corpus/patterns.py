@@ -1,0 +1,104 @@
+"""Regular expressions of somebody else's tokenizer: known ones, or ones that end on hard text.
+
+A backtracking engine may take a time that grows with a power of the text, or end the process. An
+expression that is not known is first tried in a process of bounded computation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import string
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from farspan.corpus.guarded import allow_cpu
+from farspan.corpus.processes import start_beside
+
+#: The split patterns of GPT-2, of GPT-4 (Llama 3), of Qwen 2 and of GPT-4o.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+KNOWN_PATTERNS = frozenset(
+    {
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
+        rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}",
+        rf"{_BEFORE}{_UPPER}*{_LOWER}+{_WORDS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_WORDS}?|\p{{N}}{{1,3}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+#: Parts of a tokenizer that may hold expressions.
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+#: Characters of each text that expressions are tried on, and seconds of a core for all of them,
+#: which known expressions go through in one.
+PROBE_CHARS = 20_000
+PROBE_CPU_S = 20
+#: Memory for compiling and trying them.
+_PROBE_BYTES = 1 << 30
+
+
+def unsafe_pattern(content: dict[str, Any], *, cpu_s: int = PROBE_CPU_S) -> str | None:
+    """The first unknown expression of a tokenizer.json whose expressions do not all end on hard
+    texts; None if they do."""
+    parts = {name: content.get(name) for name in _PARTS}
+    unknown = [pattern for pattern in _patterns(parts) if pattern not in KNOWN_PATTERNS]
+    if not unknown:
+        return None
+    process, connection = start_beside(_try_patterns, json.dumps(_tiny_tokenizer(parts)), cpu_s)
+    with connection:
+        try:
+            has_ended = connection.recv_bytes() == b"ended"
+        except EOFError:
+            has_ended = False
+    process.join()
+    return None if has_ended else unknown[0]
+
+
+def _patterns(part: Any) -> Iterator[str]:
+    """Every regular expression within a part of a tokenizer.json."""
+    values = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    if isinstance(part, dict) and isinstance(part.get("Regex"), str):
+        yield part["Regex"]
+    for value in values:
+        yield from _patterns(value)
+
+
+def _tiny_tokenizer(parts: dict[str, Any]) -> dict[str, Any]:
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    empty = {"truncation": None, "padding": None, "added_tokens": [], "post_processor": None}
+    return {"version": "1.0", **empty, **parts, "model": model}
+
+
+def _try_patterns(connection: Connection, content: str, cpu_s: int) -> None:
+    """Send "ended" once all texts are encoded; where one does not end, the system ends this
+    process."""
+    from tokenizers import Tokenizer
+
+    # The library prints traces of what it gives up.
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (_PROBE_BYTES, resource.RLIM_INFINITY))
+    allow_cpu(cpu_s)
+    tokenizer = Tokenizer.from_str(content)
+    for text in _hard_texts():
+        tokenizer.encode(text, add_special_tokens=False)
+    tokenizer.decode([0] * PROBE_CHARS)
+    connection.send_bytes(b"ended")
+
+
+def _hard_texts() -> Iterator[str]:
+    """Runs of a character or two and of sentences, each alone and with other characters behind."""
+    characters = f"{string.printable}é中\u3000\u0301"
+    pairs = ("ab", "a ", "a1", "1.", "1,", "Aa", "\r\n", " \n", "'s", "a'", ".\n", "中a")
+    sentences = "The quick brown fox, aged 12, didn't jump over 3.14 lazy dogs; see (a) and [b].\n"
+    for piece in (*characters, *pairs, sentences):
+        run = piece * (PROBE_CHARS // len(piece))
+        yield run
+        # An engine gives up at once where a character that the pattern needs is nowhere.
+        yield f"{run}{'!' if '!' not in piece else 'a'}{string.printable}"
