@@ -7,19 +7,19 @@ believe it. Only the system can bound what they take.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from farspan.corpus.processes import start_beside
+from farspan.corpus.processes import Channel, start_beside
 from farspan.corpus.reading import UnreadableFile, first_words
 from farspan.domain.corpus import Document, Skipped, encodable
 
@@ -33,6 +33,14 @@ CPU_S = 120
 #: Text that goes from process to process at a time.
 _BATCH_CHARS = 1 << 20
 _BATCH_ROWS = 1000
+
+
+class _Request(msgspec.Struct):
+    """A file to be read, and the function that reads it."""
+
+    module: str
+    reader: str
+    file: bytes
 
 
 class _Batch(msgspec.Struct, omit_defaults=True):
@@ -54,19 +62,20 @@ class GuardedReader:
     def __init__(self, *, memory_bytes: int = MEMORY_BYTES, cpu_s: int = CPU_S) -> None:
         self._limits = (memory_bytes, cpu_s)
         self._process: SpawnProcess | None = None
-        self._connection: Connection | None = None
+        self._channel: Channel | None = None
 
     def read(self, reader: Reader, file: Path) -> Iterator[Document | Skipped]:
         """The documents of a file. Raises UnreadableFile for one that takes too much, or that the
         reader cannot read."""
-        if self._connection is None:
-            self._process, self._connection = start_beside(_serve, *self._limits)
-        connection = self._connection
+        if self._channel is None:
+            self._process, self._channel = start_beside(_serve, *self._limits)
+        channel = self._channel
+        request = _Request(reader.__module__, reader.__qualname__, os.fsencode(file))
         is_whole = False
         try:
-            connection.send((reader, file))
+            channel.send(msgspec.msgpack.encode(request))
             while not is_whole:
-                batch = msgspec.msgpack.decode(connection.recv_bytes(), type=_Batch)
+                batch = msgspec.msgpack.decode(channel.receive(), type=_Batch)
                 yield from batch.documents
                 yield from batch.skipped
                 is_whole = batch.ended
@@ -87,11 +96,11 @@ class GuardedReader:
         return "ends the process that reads it"
 
     def _stop(self) -> None:
-        if self._process is not None and self._connection is not None:
-            self._connection.close()
+        if self._process is not None and self._channel is not None:
+            self._channel.close()
             self._process.kill()
             self._process.join()
-        self._process = self._connection = None
+        self._process = self._channel = None
 
     def __enter__(self) -> GuardedReader:
         return self
@@ -105,7 +114,7 @@ class GuardedReader:
         self._stop()
 
 
-def _serve(connection: Connection, memory_bytes: int, cpu_s: int) -> None:
+def _serve(channel: Channel, memory_bytes: int, cpu_s: int) -> None:
     """Read the files that are asked for until nobody asks any more."""
     # Native libraries print traces of what they refuse.
     with open(os.devnull, "wb") as nothing:
@@ -115,12 +124,13 @@ def _serve(connection: Connection, memory_bytes: int, cpu_s: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     while True:
         try:
-            reader, file = connection.recv()
-        except EOFError:
+            request = msgspec.msgpack.decode(channel.receive(), type=_Request)
+        except (EOFError, OSError):
             return
         end = _Batch(ended=True)
         try:
-            _send_documents(connection, reader, file, cpu_s)
+            reader = getattr(importlib.import_module(request.module), request.reader)
+            _send_documents(channel, reader, Path(os.fsdecode(request.file)), cpu_s)
         except UnreadableFile as error:
             end = _Batch(ended=True, reason=error.reason, detail=encodable(error.detail))
         except MemoryError:
@@ -129,10 +139,10 @@ def _serve(connection: Connection, memory_bytes: int, cpu_s: int) -> None:
         except Exception as error:  # Readers of damaged files raise anything.
             detail = encodable(first_words(error))
             end = _Batch(ended=True, reason="damaged", detail=detail)
-        connection.send_bytes(msgspec.msgpack.encode(end))
+        channel.send(msgspec.msgpack.encode(end))
 
 
-def _send_documents(connection: Connection, reader: Reader, file: Path, cpu_s: int) -> None:
+def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) -> None:
     batch = _Batch()
     chars = 0
     allow_cpu(cpu_s)
@@ -146,10 +156,10 @@ def _send_documents(connection: Connection, reader: Reader, file: Path, cpu_s: i
             batch.skipped.append(msgspec.structs.replace(item, path=path, detail=detail))
             chars += len(detail)
         if chars > _BATCH_CHARS or len(batch.skipped) > _BATCH_ROWS:
-            connection.send_bytes(msgspec.msgpack.encode(batch))
+            channel.send(msgspec.msgpack.encode(batch))
             batch = _Batch()
             chars = 0
-    connection.send_bytes(msgspec.msgpack.encode(batch))
+    channel.send(msgspec.msgpack.encode(batch))
 
 
 def _encodable(document: Document) -> Document:

@@ -12,11 +12,10 @@ import os
 import resource
 import string
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 from farspan.corpus.guarded import allow_cpu
-from farspan.corpus.processes import start_beside
+from farspan.corpus.processes import Channel, start_beside
 
 #: The split patterns of GPT-2, of GPT-4 (Llama 3), of Qwen 2 and of GPT-4o.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -49,12 +48,13 @@ def unsafe_pattern(content: dict[str, Any], *, cpu_s: int = PROBE_CPU_S) -> str 
     unknown = [pattern for pattern in _patterns(parts) if pattern not in KNOWN_PATTERNS]
     if not unknown:
         return None
-    process, connection = start_beside(_try_patterns, json.dumps(_tiny_tokenizer(parts)), cpu_s)
-    with connection:
-        try:
-            has_ended = connection.recv_bytes() == b"ended"
-        except EOFError:
-            has_ended = False
+    process, channel = start_beside(_try_patterns, json.dumps(_tiny_tokenizer(parts)), cpu_s)
+    try:
+        has_ended = channel.receive() == b"ended"
+    except (EOFError, OSError):
+        has_ended = False
+    finally:
+        channel.close()
     process.join()
     return None if has_ended else unknown[0]
 
@@ -69,12 +69,13 @@ def _patterns(part: Any) -> Iterator[str]:
 
 
 def _tiny_tokenizer(parts: dict[str, Any]) -> dict[str, Any]:
-    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    empty = {"truncation": None, "padding": None, "added_tokens": [], "post_processor": None}
+    model: dict[str, Any] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    empty: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
+    empty["added_tokens"] = []
     return {"version": "1.0", **empty, **parts, "model": model}
 
 
-def _try_patterns(connection: Connection, content: str, cpu_s: int) -> None:
+def _try_patterns(channel: Channel, content: str, cpu_s: int) -> None:
     """Send "ended" once all texts are encoded; where one does not end, the system ends this
     process."""
     from tokenizers import Tokenizer
@@ -89,7 +90,7 @@ def _try_patterns(connection: Connection, content: str, cpu_s: int) -> None:
     for text in _hard_texts():
         tokenizer.encode(text, add_special_tokens=False)
     tokenizer.decode([0] * PROBE_CHARS)
-    connection.send_bytes(b"ended")
+    channel.send(b"ended")
 
 
 def _hard_texts() -> Iterator[str]:

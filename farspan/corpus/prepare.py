@@ -122,8 +122,8 @@ def read_text(
             Path(folder) / f"{number:05}"
             for number in range(len(_spool(source, data, Path(folder), say)))
         ]
-        for kinds in by_kind(source.skipped.entries()):
-            say(f"skipped {kinds}")
+        for skipped in by_kind(source.skipped.entries()):
+            say(f"skipped {skipped}")
         pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
         _decide(stems, data, splits=False)
         train, val = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.machinery import ModuleSpec
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 
 from farspan.domain.interpreter import safe_path_environment
@@ -54,25 +54,47 @@ def spawned(count: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start)
 
 
-def start_beside(
-    target: Callable[..., None], *arguments: object
-) -> tuple[SpawnProcess, Connection]:
-    """One new process that runs `target(connection, *arguments)`, and this end of the connection.
+class Channel:
+    """One end of a connection between two processes, which send each other bytes."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._stream = end.makefile("rb")
+
+    def send(self, content: bytes) -> None:
+        """Raises OSError where nobody is left to read it."""
+        self._socket.sendall(len(content).to_bytes(8, "little") + content)
+
+    def receive(self) -> bytes:
+        """What the other end sent. Raises EOFError where it is gone."""
+        length = self._stream.read(8)
+        size = int.from_bytes(length, "little")
+        content = self._stream.read(size)
+        if len(length) < 8 or len(content) < size:
+            raise EOFError
+        return content
+
+    def close(self) -> None:
+        self._stream.close()
+        self._socket.close()
+
+
+def start_beside(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Channel]:
+    """One new process that runs `target(channel, *arguments)`, and this end of the channel.
 
     It ends with this process however this one ends.
     """
-    context = _Context()
-    here, there = context.Pipe()
-    process = context.Process(target=_run_beside, args=(target, there, *arguments), daemon=True)
-    process.start()
-    # Only the new process holds its end, so that its death ends the connection.
-    there.close()
-    return process, here
+    here, there = socket.socketpair()
+    process = _Process(target=_run_beside, args=(target, there, *arguments), daemon=True)
+    with there:
+        # Only the new process keeps its end, so that its death ends the channel.
+        process.start()
+    return process, Channel(here)
 
 
-def _run_beside(target: Callable[..., None], connection: Connection, *arguments: object) -> None:
+def _run_beside(target: Callable[..., None], end: socket.socket, *arguments: object) -> None:
     _start()
-    target(connection, *arguments)
+    target(Channel(end), *arguments)
 
 
 def _start() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -104,7 +104,7 @@ def find_encoding(file: Path, *, page: bool = False) -> str:
     if is_utf8 and not decoder.getstate()[0]:
         return UTF8
     if b"\0" in head:
-        raise UnreadableFile("not text (NUL bytes)")
+        raise UnreadableFile("binary data, not text")
     declared = _declared(head) if page else None
     return declared or _guess(file)
 
@@ -191,7 +191,7 @@ def _skip_frame(packed: IO[bytes]) -> None:
 
 
 def _open_gz(file: Path) -> IO[bytes]:
-    return gzip.GzipFile(file, "rb")
+    return cast(IO[bytes], gzip.GzipFile(file, "rb"))
 
 
 _OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": _open_gz, ".zst": _open_whole_zst}

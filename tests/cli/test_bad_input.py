@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from farspan.domain.problems import EXIT_CODES
 from tests.cli.conftest import TINY, Farspan
@@ -290,11 +291,10 @@ def test_a_bad_run_yaml_is_refused_before_any_work(
 SOURCES = [
     ({"a.bin": b"x", "b.exe": b"x"}, "no-documents", ["1 .bin", ".jsonl"]),
     ({"a.txt": b""}, "no-documents", ["no text"]),
-    ({"a.txt": b"caf\xe9 noir"}, "not-utf8", ["a.txt, byte 3", "iconv -f latin1"]),
-    ({"a.txt": "caf\xe9".encode("utf-16")}, "not-utf8", ["a.txt, byte 0", "iconv -f utf-16"]),
-    ({"a.txt": b"PK\0\xff"}, "no-documents", ["1 .txt: not text (NUL bytes)"]),
-    ({"a.jsonl": b'{"text": "a"}\n{"text": \n'}, "source-unreadable", ["a.jsonl:2"]),
-    ({"a.jsonl": b'{"txt": "a"}\n'}, "source-unreadable", ["txt"]),
+    ({"a.txt": bytes(range(128, 256)) * 9}, "not-utf8", ["an encoding that cannot be told (a.txt"]),
+    ({"a.txt": b"PK\0\xff"}, "source-unreadable", ["1 .txt: binary data, not text (a.txt)"]),
+    ({"a.jsonl": b'{"text": \n'}, "source-unreadable", ["a.jsonl:1: Expecting value"]),
+    ({"a.jsonl": b'{"txt": "a"}\n'}, "source-unreadable", ["its columns are txt"]),
     ({"a.txt": b"one document alone"}, "no-documents", ["validation"]),
 ]
 
@@ -320,14 +320,37 @@ def test_prepare_counts_skipped_files_by_extension_and_lists_each(
     (tmp_path / "run.yaml").write_text("data: text\ntokenizer: {vocab: 300}\n")
     done = farspan("prepare", cwd=tmp_path)
     assert (
-        "skipped 2 .bin, 1 without an extension, 1 .exe: not a kind of file that can be read\n"
-        in done.stdout
+        "skipped 2 .bin, 1 without an extension, 1 .exe: not a kind of file that can be read "
+        "(Makefile, a.bin, b.BIN)\n" in done.stdout
     )
-    assert "skipped 1 .txt: not text (NUL bytes)\n" in done.stdout
+    assert "skipped 1 .txt: binary data, not text (junk.txt)\n" in done.stdout
     skipped = json.loads(farspan("prepare", "--json", cwd=tmp_path).stdout)["manifest"]["skipped"]
-    assert (
-        len(skipped) == 5 and {"path": "text/junk.txt", "reason": "not text (NUL bytes)"} in skipped
-    )
+    junk = {"path": "text/junk.txt", "reason": "binary data, not text", "bad": True}
+    assert len(skipped) == 5 and junk in skipped
+
+
+def test_prepare_says_which_files_and_rows_are_bad_and_reads_the_rest(
+    tmp_path: Path, desk: Path, farspan: Farspan
+):
+    docs = shutil.copytree(desk / "docs", tmp_path / "docs")
+    (docs / "cafe.txt").write_bytes("the café is open, “déjà vu”".encode("cp1252"))
+    (docs / "rows.jsonl").write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n')
+    packed = zstandard.compress(b'{"text": "packed"}\n' * 50)
+    (docs / "cut.jsonl.zst").write_bytes(packed[:-4])
+    (tmp_path / "run.yaml").write_text("data: docs\ntokenizer: {vocab: 300}\n")
+    done = farspan("prepare", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    # A second time nothing is read, and the same is said.
+    for said in (done.stdout, farspan("prepare", cwd=tmp_path).stdout):
+        assert "skipped 1 .zst: cut off: ends before its end (cut.jsonl.zst)\n" in said
+        assert (
+            "skipped 1 .jsonl (rows): not a JSON object (rows.jsonl:2: Expecting value)\n" in said
+        )
+        assert "1 .txt: read as cp1252 (cafe.txt)\n" in said
+    refused = farspan("prepare", "--set", "data.bad=refuse", cwd=tmp_path)
+    expect(refused, "source-unreadable", "cut.jsonl.zst", "rows.jsonl:2", "bad: skip")
+    wrong = farspan("prepare", "--set", "data.bad=stop", cwd=tmp_path)
+    expect(wrong, "out-of-range", "data.bad", "skip, refuse")
 
 
 PLANS = [
@@ -395,12 +418,12 @@ def test_with_json_a_refusal_is_one_object(here: Farspan, words):
 def test_a_refusal_of_a_file_whose_name_is_not_utf8_is_one_object(tmp_path: Path, farspan: Farspan):
     (tmp_path / "text").mkdir()
     try:
-        (tmp_path / "text" / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"noir \xe9")
+        (tmp_path / "text" / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"noir \0\xe9")
     except OSError:
         pytest.skip("waits for a file system that takes any bytes as a name")
     (tmp_path / "run.yaml").write_text("data: text\n")
     done = farspan("prepare", "--json", cwd=tmp_path)
-    assert json.loads(done.stdout)["problem"]["code"] == "not-utf8"
+    assert json.loads(done.stdout)["problem"]["code"] == "source-unreadable"
     assert "Traceback" not in done.stderr
 
 

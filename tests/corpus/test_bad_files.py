@@ -121,7 +121,7 @@ def test_bad_files_and_rows_are_counted_and_named_and_the_rest_is_read(tmp_path:
     texts, skipped, _ = read(folder)
     assert len(texts) == 32 and texts[-2:] == ["one", "five"]
     assert skipped == [
-        "nul.txt: not text (NUL bytes)",
+        "nul.txt: binary data, not text",
         *(f"pdf{number}.txt: a PDF by its content, not a text" for number in range(5)),
         "rows.jsonl:2: not a JSON object (Expecting value)",
         "rows.jsonl:3: not a JSON object (a list)",

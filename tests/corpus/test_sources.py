@@ -169,7 +169,7 @@ def test_parquet_and_pdf(tmp_path: Path) -> None:
     ]
     assert documents[7].metadata == {"year": "7"}
     assert documents[-1].text.strip() == "Hello from a page"
-    assert str(source.skipped.entries()[0]) == f"{tmp_path}/b.pdf: no text in it (a scan?)"
+    assert str(source.skipped.entries()[0]) == f"{tmp_path}/b.pdf: no text in it, perhaps a scan"
     assert str(source.skipped.entries()[1]).startswith(f"{tmp_path}/c.pdf: damaged (")
 
 

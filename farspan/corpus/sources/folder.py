@@ -139,7 +139,7 @@ class Folder:
             self.skipped.add(Skipped.file(file, "cannot be opened", reason, bad=True))
         else:
             if is_empty:
-                scan = " (a scan?)" if suffix == ".pdf" else ""
+                scan = ", perhaps a scan" if suffix == ".pdf" else ""
                 self.skipped.add(Skipped.file(file, f"no text in it{scan}"))
 
     def _nothing(self, counts: Counter[str]) -> Refusal:
