@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,7 +22,7 @@ from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.documents import read_documents
 from farspan.corpus.entropy import entropies
-from farspan.corpus.reading import UNKNOWN_ENCODING
+from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import content_hash, is_content_hash, load, save, write_atomically
@@ -182,7 +183,7 @@ def _build(
         exact_duplicates=exact,
         near_duplicates=near,
         skipped=source.skipped.entries(),
-        recoded=source.recoded.entries(),
+        recoded=source.recoded.entries() or msgspec.UNSET,
     )
     save(manifest, final / "corpus.json")
     folder = work.parent / manifest.hash
@@ -375,6 +376,9 @@ def _file_digest(path: str | Path | None) -> str:
     files = [expanded, expanded.with_name("tokenizer_config.json")]
     if expanded.is_dir():
         files = sorted(p for p in expanded.glob("*") if p.suffix in (".json", ".txt"))
-    return hashlib.sha256(
-        b"".join(file.read_bytes() for file in files if file.is_file())
-    ).hexdigest()
+    digest = hashlib.sha256()
+    for file in filter(Path.is_file, files):
+        with file.open("rb") as content:
+            while chunk := content.read(CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()

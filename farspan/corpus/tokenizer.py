@@ -166,6 +166,9 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     vocab, merges = path / "vocab.json", path / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         raise ValueError("the folder has neither tokenizer.json nor both vocab.json and merges.txt")
+    for part in (vocab, merges):
+        if part.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{part.name} is longer than {MAX_FILE_BYTES >> 20} MiB")
     inner = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
     inner.add_special_tokens([END_OF_TEXT])
     return inner

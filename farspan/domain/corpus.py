@@ -166,8 +166,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     exact_duplicates: int
     near_duplicates: int
     skipped: tuple[Skipped | str, ...] = ()
-    #: Files that were read in another encoding than UTF-8, in the same form.
-    recoded: tuple[Skipped, ...] = ()
+    #: Files that were read in another encoding than UTF-8, in the same form; left out without any.
+    recoded: tuple[Skipped, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def skipped_kinds(self) -> list[str]:
@@ -182,7 +182,7 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def recoded_kinds(self) -> list[str]:
         """`3 .txt: read as cp1252 (NAMES)`, one line for each encoding."""
-        return list(map(str, by_kind(self.recoded)))
+        return list(map(str, by_kind(self.recoded or ())))
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

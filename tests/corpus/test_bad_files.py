@@ -136,6 +136,24 @@ def test_bad_files_and_rows_are_counted_and_named_and_the_rest_is_read(tmp_path:
     assert said[0].startswith("reading ")
 
 
+def test_whoever_reads_the_text_again_is_told_what_is_left_out(tmp_path: Path) -> None:
+    """As the index does, of a text that is as it was and of one that has changed."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"the text number {number} of these")
+    (folder / "rows.jsonl").write_text('{"text": \n')
+    data = DataConfig(source=str(folder), val="50%")
+    words, root = TokenizerConfig(vocab=300), tmp_path / "cache"
+    prepared, _ = corpus.prepare(data, words, root, workers=1, say=lambda line: None)
+    for count in (20, 21):
+        said: list[str] = []
+        text = corpus.read_text(data, words, prepared, root, workers=1, say=said.append)
+        assert len(text.documents) == count
+        assert "skipped 1 .jsonl (rows): not a JSON object (rows.jsonl:1: Expecting value)" in said
+        (folder / "new.txt").write_text("one more")
+
+
 @pytest.mark.parametrize(
     ("text", "encoding"),
     [

@@ -60,6 +60,7 @@ CORPUS = CorpusManifest(
     exact_duplicates=410,
     near_duplicates=1_233,
     skipped=(Skipped.file("broken.pdf", "no text in it"),),
+    recoded=tuple(Skipped.file(name, "read as cp1252") for name in ("cafe.txt", "thé.txt")),
 )
 ENVIRONMENT = Environment(
     farspan="0.1.0",
