@@ -30,7 +30,7 @@ from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, Skipped, by_kind
 from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.own_files import open_own, refuse_link
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.units import counted, format_bytes, format_count, parse_fraction
 
 #: Part of every hash: raise it when the same input gives other files than before.
@@ -234,12 +234,13 @@ def _nothing_read(source: Source, data: DataConfig) -> Refusal:
     code = "source-unreadable" if is_bad else "no-documents"
     if is_bad and kinds[0].reason == UNKNOWN_ENCODING:
         code = "not-utf8"
+    mend = "mend or replace what is named, or " if is_bad else ""
     return Refusal(
         code,
         what="nothing in the source can be read" if is_bad else "the source holds no text",
         where=data.source,
         fact=f"no document has any text; skipped: {'; '.join(map(str, kinds[:3])) or 'nothing'}",
-        remedy="name a folder that holds text files: farspan init FOLDER",
+        remedy=f"{mend}name a folder that holds text files: farspan init FOLDER",
     )
 
 
@@ -253,7 +254,7 @@ def _refuse_bad(skipped: Iterable[Skipped | str], data: DataConfig) -> None:
         what="files or rows of the source cannot be read",
         where=data.source,
         fact="; ".join(map(str, by_kind(bad))),
-        remedy="mend or remove them, or leave them out: write `bad: skip` under `data` in run.yaml",
+        remedy=f"leave them out: {command('prepare', '--set', 'data.bad=skip')}",
         key="data.bad",
     )
 

@@ -348,7 +348,7 @@ def test_prepare_says_which_files_and_rows_are_bad_and_reads_the_rest(
         )
         assert "1 .txt: read as cp1252 (cafe.txt)\n" in said
     refused = farspan("prepare", "--set", "data.bad=refuse", cwd=tmp_path)
-    expect(refused, "source-unreadable", "cut.jsonl.zst", "rows.jsonl:2", "bad: skip")
+    expect(refused, "source-unreadable", "cut.jsonl.zst", "rows.jsonl:2", "data.bad=skip")
     wrong = farspan("prepare", "--set", "data.bad=stop", cwd=tmp_path)
     expect(wrong, "out-of-range", "data.bad", "skip, refuse")
 
