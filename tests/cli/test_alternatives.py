@@ -20,7 +20,7 @@ from tests.planning.worlds import FAST, SLOW, cluster, ranking
 
 SPLIT = Split(tokens=10**6, documents=9, text_bytes=3 * 10**6)
 CORPUS = CorpusManifest(
-    hash="c",
+    hash="c" * 16,
     source="docs",
     vocab_size=50257,
     end_of_text=0,

@@ -119,7 +119,7 @@ def plan(
         train=train(**changes),
         replicas=replicas,
         devices=planned(there),
-        inputs=Inputs(cluster="c", corpus="c"),
+        inputs=Inputs(cluster="c" * 16, corpus="c" * 16),
         sync=sync,
     )
 

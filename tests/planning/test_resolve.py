@@ -31,7 +31,7 @@ def corpus(train=2_000_000, val=100_000, vocab=8192):
         for name, n in (("train", train), ("val", val))
     }
     return CorpusManifest(
-        hash="c",
+        hash="c" * 16,
         source="~/papers",
         vocab_size=vocab,
         end_of_text=0,
