@@ -77,6 +77,21 @@ def test_a_zst_file_that_is_cut_anywhere_is_left_out(
         assert (texts, skipped) == ([], ["rows.jsonl.zst: cut off: ends before its end"]), length
 
 
+def test_packed_files_without_content_and_with_other_bytes_behind(tmp_path: Path) -> None:
+    empty = zstandard.compress(b"")
+    (tmp_path / "a.jsonl.zst").write_bytes(empty)
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(packed_rows(2)) + empty)
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(packed_rows(2)) + b"other" * 9)
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b""))
+    texts, skipped, _ = read(tmp_path)
+    assert len(texts) == 2
+    assert [entry.split(" (")[0] for entry in skipped] == [
+        "a.jsonl.zst: no text in it",
+        "c.jsonl.zst: damaged",
+        "d.jsonl.gz: no text in it",
+    ]
+
+
 def test_a_gz_file_that_is_cut_is_left_out(tmp_path: Path) -> None:
     whole = gzip.compress(packed_rows(300))
     file = tmp_path / "rows.jsonl.gz"
@@ -310,14 +325,30 @@ def write_zst(file: Path, begin: bytes, piece: bytes, size: int, end: bytes) -> 
         (b'{"text": "a"}\n{"text": ["', b"[],", b'0]}\n{"text": "b"}', "longer than 16 MiB"),
     ],
 )
-def test_a_line_of_256_mib_is_left_out_and_never_held(
+def test_a_line_of_128_mib_is_left_out_and_never_held(
     begin: bytes, piece: bytes, end: bytes, reason: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.jsonl.zst"
-    write_zst(file, begin, piece, 2**28, end)
+    write_zst(file, begin, piece, 2**27, end)
     assert file.stat().st_size < 100_000
     documents, skipped, grown_bytes = measured(tmp_path)
     assert (documents, skipped) == (2, [reason])
+    assert grown_bytes < READING_BYTES
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures memory through /proc")
+def test_a_gz_line_and_a_text_of_128_mib_are_never_held(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as packed:
+        packed.write(b'{"text": "a"}\n{"text": "')
+        for _ in range(128):
+            packed.write(b"x" * 2**20)
+        packed.write(b'"}\n{"text": "b"}')
+    # A text is read whatever its length: this one has no lines, and no blocks on the disk.
+    with (tmp_path / "b.txt").open("wb") as text:
+        text.truncate(2**27)
+    documents, skipped, grown_bytes = measured(tmp_path)
+    assert documents == 2 + 2**27 // PART_CHARS
+    assert skipped == ["longer than 16 MiB"]
     assert grown_bytes < READING_BYTES
 
 
