@@ -13,13 +13,12 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from farspan.corpus.processes import Channel, start_beside
+from farspan.corpus.processes import Channel, ChildProcess, start_beside
 from farspan.corpus.reading import UnreadableFile, first_words
 from farspan.domain.corpus import Document, Skipped, encodable
 
@@ -61,7 +60,7 @@ class GuardedReader:
 
     def __init__(self, *, memory_bytes: int = MEMORY_BYTES, cpu_s: int = CPU_S) -> None:
         self._limits = (memory_bytes, cpu_s)
-        self._process: SpawnProcess | None = None
+        self._process: ChildProcess | None = None
         self._channel: Channel | None = None
 
     def read(self, reader: Reader, file: Path) -> Iterator[Document | Skipped]:

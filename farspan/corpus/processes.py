@@ -25,7 +25,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Process(SpawnProcess):
+class ChildProcess(SpawnProcess):
     """A new process that does not import the program's own script again.
 
     Such an import would run a script without `if __name__ == "__main__":` a second time. Python
@@ -44,7 +44,7 @@ class _Process(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    Process = _Process
+    Process = ChildProcess
 
 
 def spawned(count: int) -> ProcessPoolExecutor:
@@ -79,13 +79,13 @@ class Channel:
         self._socket.close()
 
 
-def start_beside(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Channel]:
+def start_beside(target: Callable[..., None], *arguments: object) -> tuple[ChildProcess, Channel]:
     """One new process that runs `target(channel, *arguments)`, and this end of the channel.
 
     It ends with this process however this one ends.
     """
     here, there = socket.socketpair()
-    process = _Process(target=_run_beside, args=(target, there, *arguments), daemon=True)
+    process = ChildProcess(target=_run_beside, args=(target, there, *arguments), daemon=True)
     with there:
         # Only the new process keeps its end, so that its death ends the channel.
         process.start()
