@@ -1,6 +1,7 @@
 """The `farspan` command; `python -m farspan` where it is not on the path."""
 
 import sys
+import threading
 
 
 def main() -> int:
@@ -10,12 +11,12 @@ def main() -> int:
     # Until it can answer Ctrl-C in words, Ctrl-C just ends the process: no traceback out of the
     # middle of an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from farspan.cli.console import print_traceback
+    from farspan.cli.console import print_thread_traceback, print_traceback
     from farspan.cli.main import main as command_line
     from farspan.domain.library_messages import escape_library_messages
 
     # What farspan itself does not print may quote documents and names too.
-    sys.excepthook = print_traceback
+    sys.excepthook, threading.excepthook = print_traceback, print_thread_traceback
     escape_library_messages()
     return command_line()
 

@@ -8,6 +8,7 @@ control characters are shown, not sent. `farspan.cli.display` does the same for 
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from types import TracebackType
 
@@ -45,8 +46,14 @@ class Console:
 
 
 def print_traceback(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
     """Python's traceback of a fault of farspan's own, which may quote a document."""
     lines = traceback.format_exception(kind, error, trace)
     sys.stderr.write(escape_controls("".join(lines)))
+
+
+def print_thread_traceback(about: threading.ExceptHookArgs) -> None:
+    """The same of a thread; one that ends by SystemExit says nothing, as Python has it."""
+    if about.exc_type is not SystemExit:
+        print_traceback(about.exc_type, about.exc_value, about.exc_traceback)

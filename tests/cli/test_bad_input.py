@@ -72,7 +72,7 @@ COMMANDS = [
         "unknown-key",
         ["use train.optimizer.weight_decay instead"],
     ),
-    (["train", "--set", "zzzz=1"], "unknown-key", ["remove 'zzzz'"]),
+    (["train", "--set", "zzzz=1"], "unknown-key", ["remove zzzz"]),
     (
         ["prepare", "--set", "budget.time=-5m"],
         "out-of-range",
@@ -252,7 +252,7 @@ CONFIGS = [
         ["model.params", "model.preset"],
     ),
     ("data: docs\nmodel: {path: nowhere}\n", "path-missing", ["nowhere"]),
-    ("data: docs\nsize: tinny\n", "out-of-range", ["'tiny'"]),
+    ("data: docs\nsize: tinny\n", "out-of-range", ["use tiny"]),
     (
         "data: docs\nname: ../elsewhere\n",
         "out-of-range",

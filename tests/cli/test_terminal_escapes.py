@@ -168,6 +168,25 @@ def test_traceback_shows_the_control_characters_of_what_it_quotes(
     assert capsys.readouterr().err == f"RuntimeError: {SHOWN}\n"
 
 
+def test_fault_of_a_thread_shows_the_control_characters_of_what_it_quotes():
+    code = (
+        "import farspan.__main__ as program, sys, threading\n"
+        "sys.argv = ['farspan', '--version']\n"
+        "try: program.main()\n"
+        "except SystemExit: pass\n"
+        "def fail(): raise RuntimeError(sys.stdin.read())\n"
+        "thread = threading.Thread(target=fail)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "fail()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=HOSTILE, capture_output=True, text=True
+    )
+    assert f"RuntimeError: {SHOWN}" in done.stderr and done.stderr.count("Traceback") == 2
+    assert not unseen(done.stderr)
+
+
 def test_messages_of_libraries_show_their_control_characters():
     code = (
         "from farspan.domain.library_messages import escape_library_messages as escape\n"
