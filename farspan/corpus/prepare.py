@@ -234,13 +234,14 @@ def _nothing_read(source: Source, data: DataConfig) -> Refusal:
     code = "source-unreadable" if is_bad else "no-documents"
     if is_bad and kinds[0].reason == UNKNOWN_ENCODING:
         code = "not-utf8"
-    mend = "mend or replace what is named, or " if is_bad else ""
     return Refusal(
         code,
         what="nothing in the source can be read" if is_bad else "the source holds no text",
         where=data.source,
         fact=f"no document has any text; skipped: {'; '.join(map(str, kinds[:3])) or 'nothing'}",
-        remedy=f"{mend}name a folder that holds text files: farspan init FOLDER",
+        remedy="mend or replace what is named, or name another folder: farspan init FOLDER"
+        if is_bad
+        else "name a folder that holds text files: farspan init FOLDER",
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 
 #: What `open` says of a link that it may not follow; FreeBSD says the second.
@@ -55,5 +55,5 @@ def _link(path: Path) -> Refusal:
         what="farspan does not write through a link",
         where=path,
         fact=f"it leads to {path.readlink()}",
-        remedy=shlex.join(["mv", "--", str(path), f"{path}.link"]),
+        remedy=shell_line("mv", "--", path, f"{path}.link"),
     )

@@ -69,13 +69,15 @@ def require_own_links(run: RunFolder) -> None:
     if not links or _is_sealed(run):
         return
     ends = [f"{link.relative_to(run.path)} -> {link.readlink()}" for link in links]
-    look = shell_line("find", run.path, "-type", "l", "-ls")
     raise Refusal(
         "run-untrusted",
         what="this run was not made by you on this machine, and it holds links",
         where=run.path,
         fact=f"farspan would write to where they lead: {_first(ends)}",
-        remedy=f"{farspan('resume', run.path, '--trust')}   (after a look: {look})",
+        remedy=(
+            f"{farspan('resume', run.path, '--trust')}   "
+            f"(after a look: {shell_line('find', run.path, '-type', 'l', '-ls')})"
+        ),
     )
 
 

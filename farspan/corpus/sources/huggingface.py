@@ -112,5 +112,5 @@ def _no_text(origin: str, row: Skipped) -> Refusal:
         what="the dataset has no known column of text",
         where=origin,
         fact=f"{row.detail}; farspan looks for {', '.join(TEXT_FIELDS)}",
-        remedy=f"rename the column that holds the text to {TEXT_FIELDS[0]!r}",
+        remedy=f"rename the column that holds the text to {shell_word(TEXT_FIELDS[0])}",
     )
