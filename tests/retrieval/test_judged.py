@@ -56,7 +56,7 @@ def test_documents_are_named_by_title_or_by_place(written, qrels):
             "file-unreadable",
             "query-id <tab> corpus-id <tab> score",
         ),
-        ("q1\tpkg.nam33\t1\n", QUERIES, "out-of-range", "the nearest is 'pkg.name33'"),
+        ("q1\tpkg.nam33\t1\n", QUERIES, "out-of-range", "the nearest is pkg.name33"),
         ("q7\tpkg.name3\t1\n", QUERIES, "out-of-range", "there is no such query"),
         ("q1\tpkg.name3\t0\n", QUERIES, "out-of-range", "2 queries and no pair"),
         ("", QUERIES, "out-of-range", "no query has a document"),
