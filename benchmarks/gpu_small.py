@@ -33,6 +33,8 @@ from farspan.runtime.training.trainer import Trainer
 #: Steps that compile, allocate and are traced: not counted.
 WARMUP = 20
 VOCABULARY, LENGTH = 8192, 256
+#: The hash that plans of random tokens name.
+RANDOM_CORPUS = "0" * 16
 
 
 def measure(context: Context) -> None:
@@ -74,7 +76,9 @@ def time_trainer(
 ) -> None:
     """Train one model in a run folder of its own; keep ms per step, and reading's part of them."""
     name += ", compiled" if train.compile else ""
-    run = run_folder(context, number, plan_of(spec, train, context.device.type, corpus="random"))
+    run = run_folder(
+        context, number, plan_of(spec, train, context.device.type, corpus=RANDOM_CORPUS)
+    )
     plan = run.load_plan()
     device = open_device(plan.devices[0], train.precision)
     with EventLog(run.events) as log, Group(0, 1, device, None, lambda peer, how: None) as group:
@@ -134,7 +138,7 @@ def corpus_folder(folder: Path, spec: ModelSpec, tokens: int = 2_000_000) -> Pat
         random.integers(0, spec.vocab_size, count).astype("<u2").tofile(folder / f"{name}.bin")
         np.array([0, count], "<i8").tofile(folder / f"{name}.idx")
     manifest = CorpusManifest(
-        hash="random",
+        hash=RANDOM_CORPUS,
         source="random tokens",
         vocab_size=spec.vocab_size,
         end_of_text=0,

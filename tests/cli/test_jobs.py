@@ -356,7 +356,7 @@ def test_a_pid_that_another_process_has_by_now_is_not_the_job(call: Farspan, sto
         refused = call("stop", str(stopped.path))
         assert (
             refused.returncode == 44
-            and f"ssh elsewhere farspan stop {stopped.path}" in refused.stderr
+            and f"ssh elsewhere 'farspan stop {stopped.path}'" in refused.stderr
         )
         assert "running on elsewhere" in call("status").stdout
     finally:
