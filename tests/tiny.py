@@ -32,6 +32,8 @@ SPEC = ModelSpec(
     bias=True,
     tied=True,
 )
+#: The hash of the corpus that its plans name.
+CORPUS_HASH = "7e57" * 4
 
 
 def corpus(
@@ -94,7 +96,7 @@ def plan(
         train=train,
         replicas=(replica,),
         devices=(device,) * len(rows),
-        inputs=Inputs(cluster="", corpus="7e57" * 4),
+        inputs=Inputs(cluster="", corpus=CORPUS_HASH),
     )
 
 

@@ -152,7 +152,7 @@ def test_two_sites_of_two_workers_lose_what_one_process_loses(sites, alone, tmp_
     there = run_folder(sites[1].hosts[1], run.load_plan(), run)
     assert there.path != run.path, "star shares no folder with utah"
     assert there.plan.read_bytes() == run.plan.read_bytes()
-    sent = Path(sites[1].hosts[1].folder) / "cache" / "corpora" / "sent-tiny"
+    sent = Path(sites[1].hosts[1].folder) / "cache" / "corpora" / f"sent-{tiny.CORPUS_HASH}"
     assert (sent / "train.bin").read_bytes() == (tmp_path / "corpus" / "train.bin").read_bytes()
     wait_until_all_ended(run)
 

@@ -343,5 +343,5 @@ def test_a_host_that_is_sent_plan_and_tokens_writes_through_no_link_and_keeps_th
     lock.unlink()
     events = train()
     assert isinstance(events[-1], Finished) and events[-1].reason == "done"
-    assert (cache / "cache" / "corpora" / "sent-7e577e577e577e57" / "train.bin").exists()
+    assert (cache / "cache" / "corpora" / f"sent-{tiny.CORPUS_HASH}" / "train.bin").exists()
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in (cache, there)] == [0o700, 0o700]
