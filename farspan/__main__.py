@@ -1,12 +1,12 @@
 """The `farspan` command; `python -m farspan` where it is not on the path."""
 
 import sys
-import threading
 
 
 def main() -> int:
     """Run the command line; returns the process's exit code."""
     import signal
+    import threading
 
     # Until it can answer Ctrl-C in words, Ctrl-C just ends the process: no traceback out of the
     # middle of an import.

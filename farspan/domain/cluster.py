@@ -175,7 +175,7 @@ PART_OF = {
 
 #: It stands in commands such as ssh's, which take what begins with - for an option.
 HostName = Annotated[
-    str, msgspec.Meta(pattern=r"^(?!-)\S*\Z", description="a host's name, without spaces")
+    str, msgspec.Meta(pattern=r"^(?!-)\S*\Z", description="a host name, without spaces")
 ]
 
 

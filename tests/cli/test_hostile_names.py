@@ -224,6 +224,6 @@ def test_fix_in_a_shell_runs_nothing_of_a_name(
 def test_fix_names_the_file_that_is_there(name: str, here: Farspan, programs: Path, tmp_path: Path):
     folder = tmp_path / "here"
     folder.mkdir()
-    done = here(*line_that_is_no_json(folder, name), cwd=folder)
+    done = here(*run_without_an_index(folder, name), cwd=folder)
     words = pasted("bash", fix_of(done.stderr), programs, tmp_path / "shell")
-    assert words == [b"sed", b"-i.bak", b"2d", os.fsencode(f"docs/{name}.jsonl"), b""]
+    assert words == [b"farspan", b"embed", os.fsencode(f"runs/{name}"), b""]

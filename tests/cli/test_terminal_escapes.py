@@ -133,7 +133,7 @@ def test_refusal_shows_the_control_characters_of_a_name(
     assert done.returncode and SHOWN in done.stderr
     assert not unseen(done.stdout + done.stderr)
     if flags:
-        assert HOSTILE in msgspec.json.decode(done.stdout)["problem"]["where"]
+        assert HOSTILE in msgspec.json.decode(done.stdout)["problem"]["fact"]
 
 
 def test_name_that_is_not_utf8_is_said(capsys: pytest.CaptureFixture[str]):
