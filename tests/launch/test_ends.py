@@ -310,9 +310,16 @@ def test_a_worker_sees_the_gpu_that_ray_gave_and_no_command_line_shows_its_secre
         "CUDA_VISIBLE_DEVICES": "1",
     }
     actor.start(str(tmp_path), environment, "0b5e55ed" * 4)
+    process = Path(f"/proc/{actor._process.pid}")
+
+    def read_both() -> tuple[bytes, bytes] | None:
+        """What it was started with, once `env` has become Python: in between both are empty."""
+        line, given = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        return (line, given) if given and line and not line.startswith(b"env\0") else None
+
     try:
-        line = Path(f"/proc/{actor._process.pid}/cmdline").read_bytes()
-        given = Path(f"/proc/{actor._process.pid}/environ").read_bytes().split(b"\0")
+        line, variables = wait_for(read_both, "Python runs", actor._process)
+        given = variables.split(b"\0")
     finally:
         actor.signal(signal.SIGKILL)
         actor._process.wait(timeout=LIMIT_S)
