@@ -146,8 +146,7 @@ WRITING_MODE = re.compile("[wa]b?[+]?|r[+]b?|rb[+]")
 LINKLESS = {
     "cli/main.py": "the null device",
     "corpus/documents.py": "into a file that `open_own` has opened",
-    "corpus/guarded.py": "the null device",
-    "corpus/patterns.py": "the null device",
+    "corpus/processes.py": "the null device",
     "launch/trial.py": "into a temporary folder",
     "retrieval/embed.py": "into the folder of a new index",
     "retrieval/farspan_embedding.py": "a folder that the user names",

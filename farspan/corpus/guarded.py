@@ -6,19 +6,22 @@ believe it. Only the system can bound what they take.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import resource
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
-from farspan.corpus.processes import Channel, ChildProcess, start_beside
+from farspan.corpus.processes import (
+    Channel,
+    ChildProcess,
+    limit_cpu,
+    limit_memory,
+    silence_errors,
+    start_beside,
+)
 from farspan.corpus.reading import UnreadableFile, first_words
 from farspan.domain.corpus import Document, Skipped, encodable
 
@@ -83,7 +86,7 @@ class GuardedReader:
         finally:
             # What is left of a file that was given up is not the next one's.
             if not is_whole:
-                self._stop()
+                self.close()
         if batch.reason:
             raise UnreadableFile(batch.reason, batch.detail)
 
@@ -94,33 +97,19 @@ class GuardedReader:
             return f"takes more than {self._limits[1]} s of a core"
         return "ends the process that reads it"
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """End the process, if one is there."""
         if self._process is not None and self._channel is not None:
             self._channel.close()
             self._process.kill()
             self._process.join()
         self._process = self._channel = None
 
-    def __enter__(self) -> GuardedReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._stop()
-
 
 def _serve(channel: Channel, memory_bytes: int, cpu_s: int) -> None:
     """Read the files that are asked for until nobody asks any more."""
-    # Native libraries print traces of what they refuse.
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    with contextlib.suppress(ValueError, OSError):
-        limit = _data_bytes() + memory_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    silence_errors()
+    limit_memory(memory_bytes)
     while True:
         try:
             request = msgspec.msgpack.decode(channel.receive(), type=_Request)
@@ -144,9 +133,9 @@ def _serve(channel: Channel, memory_bytes: int, cpu_s: int) -> None:
 def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) -> None:
     batch = _Batch()
     chars = 0
-    allow_cpu(cpu_s)
+    limit_cpu(cpu_s)
     for item in reader(file):
-        allow_cpu(cpu_s)
+        limit_cpu(cpu_s)
         if isinstance(item, Document):
             batch.documents.append(_encodable(item))
             chars += len(item.text)
@@ -171,22 +160,3 @@ def _encodable(document: Document) -> Document:
         origin=encodable(document.origin),
         metadata=metadata,
     )
-
-
-def allow_cpu(seconds: int) -> None:
-    """Let this process compute for so long from now; then the system ends it."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    used_s = int(time.process_time()) + 1
-    soft = used_s + seconds
-    if hard != resource.RLIM_INFINITY:
-        soft = min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
-
-
-def _data_bytes() -> int:
-    """Bytes of data that this process has mapped; raises OSError where the system does not say."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmData":
-            return int(value.split()[0]) * 1024
-    raise OSError("no VmData")

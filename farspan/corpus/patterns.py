@@ -6,16 +6,18 @@ expression that is not known is first tried in a process of bounded computation.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import resource
 import string
 from collections.abc import Iterator
 from typing import Any
 
-from farspan.corpus.guarded import allow_cpu
-from farspan.corpus.processes import Channel, start_beside
+from farspan.corpus.processes import (
+    Channel,
+    limit_cpu,
+    limit_memory,
+    silence_errors,
+    start_beside,
+)
 
 #: The split patterns of GPT-2, of GPT-4 (Llama 3), of Qwen 2 and of GPT-4o.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -80,12 +82,9 @@ def _try_patterns(channel: Channel, content: str, cpu_s: int) -> None:
     process."""
     from tokenizers import Tokenizer
 
-    # The library prints traces of what it gives up.
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_DATA, (_PROBE_BYTES, resource.RLIM_INFINITY))
-    allow_cpu(cpu_s)
+    silence_errors()
+    limit_memory(_PROBE_BYTES)
+    limit_cpu(cpu_s)
     tokenizer = Tokenizer.from_str(content)
     for text in _hard_texts():
         tokenizer.encode(text, add_special_tokens=False)

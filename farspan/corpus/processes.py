@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import resource
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnContext, SpawnProcess
+from pathlib import Path
 
 from farspan.domain.interpreter import safe_path_environment
 from farspan.domain.library_messages import escape_library_messages
@@ -95,6 +99,39 @@ def start_beside(target: Callable[..., None], *arguments: object) -> tuple[Child
 def _run_beside(target: Callable[..., None], end: socket.socket, *arguments: object) -> None:
     _start()
     target(Channel(end), *arguments)
+
+
+def silence_errors() -> None:
+    """Let nobody see this process's standard error: native libraries print traces of what they
+    refuse."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Bound what this process may take beyond what it has; without effect on macOS."""
+    with contextlib.suppress(ValueError, OSError):
+        limit = _data_bytes() + more_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+
+def limit_cpu(seconds: int) -> None:
+    """Let this process compute for so long from now; then the system ends it."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    used_s = int(time.process_time()) + 1
+    soft = used_s + seconds
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _data_bytes() -> int:
+    """Bytes of data that this process has mapped. Raises OSError where the system does not say."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmData":
+            return int(value.split()[0]) * 1024
+    raise OSError("no VmData")
 
 
 def _start() -> None:

@@ -42,7 +42,7 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-UNKNOWN_ENCODING = "in an encoding that cannot be told"
+UNKNOWN_ENCODING = "in an unknown encoding"
 #: The encodings that are guessed, those of the web (WHATWG Encoding Standard) in Python's names.
 #: Of two that fit a text alike the earlier one is taken.
 _GUESSED = (

@@ -291,7 +291,7 @@ def test_a_bad_run_yaml_is_refused_before_any_work(
 SOURCES = [
     ({"a.bin": b"x", "b.exe": b"x"}, "no-documents", ["1 .bin", ".jsonl"]),
     ({"a.txt": b""}, "no-documents", ["no text"]),
-    ({"a.txt": bytes(range(128, 256)) * 9}, "not-utf8", ["an encoding that cannot be told (a.txt"]),
+    ({"a.txt": bytes(range(128, 256)) * 9}, "not-utf8", ["an unknown encoding (a.txt"]),
     ({"a.txt": b"PK\0\xff"}, "source-unreadable", ["1 .txt: binary data, not text (a.txt)"]),
     ({"a.jsonl": b'{"text": \n'}, "source-unreadable", ["a.jsonl:1: Expecting value"]),
     ({"a.jsonl": b'{"txt": "a"}\n'}, "source-unreadable", ["its columns are txt"]),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_a_source_that_is_one_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "columns.jsonl").write_text('{"abstract": "a", "id": 1}\n')
     for name, code, fact in [
         ("cut.jsonl.zst", "source-unreadable", "cut off"),
-        ("noise.txt", "not-utf8", "in an encoding that cannot be told"),
+        ("noise.txt", "not-utf8", "in an unknown encoding"),
         ("list.jsonl", "source-unreadable", "2 .jsonl (rows): not a JSON object"),
         ("columns.jsonl", "source-unreadable", "its columns are abstract, id"),
     ]:
@@ -451,7 +452,7 @@ def honest(file: Path) -> Iterator[Document | None]:
 def test_a_reader_that_takes_too_much_is_ended_and_the_next_file_is_read(
     reader: Reader, reason: str
 ) -> None:
-    with GuardedReader(memory_bytes=2**28, cpu_s=1) as guarded:
+    with closing(GuardedReader(memory_bytes=2**28, cpu_s=1)) as guarded:
         with pytest.raises(UnreadableFile) as caught:
             list(guarded.read(reader, Path("any")))
         assert str(caught.value) == reason

@@ -3,6 +3,7 @@ pypdf installed. What cannot be read is left out and named."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -101,7 +102,7 @@ class Folder:
     def documents(self) -> Iterator[Document]:
         self.skipped.clear()
         self.recoded.clear()
-        with GuardedReader() as guarded:
+        with contextlib.closing(GuardedReader()) as guarded:
             for file in _walk(self.path):
                 if isinstance(file, Skipped):
                     self.skipped.add(file)
