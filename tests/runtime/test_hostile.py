@@ -33,8 +33,8 @@ from farspan.runtime.comm.sealed import (
     NONCE,
     PIECE,
     Forged,
-    Line,
     Reader,
+    SealedConnection,
     Writer,
     answer,
     asked_for,
@@ -325,7 +325,7 @@ def test_message_that_is_repeated_left_out_or_changed_on_its_way_ends_the_connec
         del pieces[1]
     else:
         pieces[1] = pieces[1][:-1] + b"9"
-    line = Line(ours, ours.makefile("rb"), send_key=b"other key", receive_key=b"key")
+    line = SealedConnection(ours, ours.makefile("rb"), send_key=b"other key", receive_key=b"key")
     theirs.sendall(b"".join(pieces))
     assert list(line.messages()) == [b"message 0"]
     for connection in (theirs, sent, kept):

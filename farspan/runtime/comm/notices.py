@@ -25,7 +25,7 @@ import torch.distributed as dist
 from farspan.domain.problems import Refusal
 from farspan.domain.run import ON_STDIN, SECRET
 from farspan.runtime.comm import sealed, tcp
-from farspan.runtime.comm.sealed import Forged, Line, sign
+from farspan.runtime.comm.sealed import Forged, SealedConnection, sign
 
 #: Between two looks at whether rank 0's port is in the store.
 POLL_S = 0.02
@@ -87,7 +87,7 @@ class Notices:
         self.ended: set[int] = set()
         #: The store held something that no worker had put there.
         self.disturbed = False
-        self._lines, self._values = dict[int, Line](), dict[str, bytes]()
+        self._lines, self._values = dict[int, SealedConnection](), dict[str, bytes]()
         self._changed = threading.Condition()
 
     def meet(self, world: int, seconds: float) -> None:
@@ -179,7 +179,7 @@ class Notices:
             self._values[key] = value
             self._changed.notify_all()
 
-    def _keep(self, peer: int, line: Line) -> None:
+    def _keep(self, peer: int, line: SealedConnection) -> None:
         """Receive from a worker that has just connected, after rank 0 has told it all that was said
         before."""
         with self._changed:
@@ -190,7 +190,7 @@ class Notices:
             self.ended.discard(peer)
         threading.Thread(target=self._receive, args=(peer, line), daemon=True).start()
 
-    def _receive(self, peer: int, line: Line) -> None:
+    def _receive(self, peer: int, line: SealedConnection) -> None:
         for content in line.messages():
             message = _decode(content)
             if message.key == BEAT:
@@ -232,7 +232,7 @@ class Notices:
             question, key = sealed.asked_for(connection, self.secret)
             word, _, number = question.partition(" ")
             if word == QUESTION:
-                self._keep(int(number), Line.take(connection, self.secret, key))
+                self._keep(int(number), SealedConnection.take(connection, self.secret, key))
                 return
         except (OSError, Forged):  # Others may say what they like.
             pass
@@ -245,7 +245,7 @@ class Notices:
             self.disturbed |= bool(found)
             self.store.set(self._port_key(), offer)
 
-    def _call_rank_0(self, end: float) -> Line:
+    def _call_rank_0(self, end: float) -> SealedConnection:
         """Raises TimeoutError."""
         while time.monotonic() < end:
             # In one round trip that never waits, also where somebody deletes the key.
@@ -254,7 +254,7 @@ class Notices:
             if hmac.compare_digest(found, self._offer(port)):
                 to = os.environ["MASTER_ADDR"], int(port)
                 with suppress(OSError, Forged):  # It may be the port of an earlier start.
-                    return Line.call(to, self.secret, f"{QUESTION} {self.rank}")
+                    return SealedConnection.call(to, self.secret, f"{QUESTION} {self.rank}")
             else:
                 self.disturbed |= bool(found)
             time.sleep(POLL_S)

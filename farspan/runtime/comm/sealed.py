@@ -134,7 +134,7 @@ class Reader:
         return piece
 
 
-class Line:
+class SealedConnection:
     """A connection that carries messages of up to PIECE bytes both ways.
 
     A send never waits for the other side: what that does not take yet is kept.
@@ -152,7 +152,7 @@ class Line:
         threading.Thread(target=self._send_all, daemon=True).start()
 
     @classmethod
-    def call(cls, to: tuple[str, int], secret: bytes, question: str) -> Line:
+    def call(cls, to: tuple[str, int], secret: bytes, question: str) -> SealedConnection:
         """Connect to a server that will `take` the call. Raises OSError or Forged."""
         connection = socket.create_connection(to, timeout=GREETING_S)
         stream = connection.makefile("rb")
@@ -165,7 +165,7 @@ class Line:
         return cls(connection, stream, send_key=key, receive_key=sign(secret, b"reply", key))
 
     @classmethod
-    def take(cls, connection: socket.socket, secret: bytes, key: bytes) -> Line:
+    def take(cls, connection: socket.socket, secret: bytes, key: bytes) -> SealedConnection:
         """The server's end, after `asked_for` has returned the key. Raises OSError."""
         invite(connection)
         stream = connection.makefile("rb")
