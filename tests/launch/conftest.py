@@ -1,13 +1,16 @@
-"""Labs for tests of what works on several hosts."""
+"""Labs and hosts for tests of what works on several hosts."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Device, Host
+from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
 from farspan_lab import spec, state
@@ -24,6 +27,20 @@ def up(text: str) -> Status:
         pytest.skip(f"waits for a system that allows labs: {refusal.problem.fact}")
     return state.up(
         spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml")
+    )
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Host:
+    """A host with a home of its own, and its runs and its cache in the default folder there."""
+    (tmp_path / "home").mkdir()
+    return Host(
+        name="far",
+        devices=(Device(kind="cpu-avx2", backend="cpu", memory=2**30),),
+        address="127.0.0.1",
+        enter=("env", f"HOME={tmp_path}/home"),
+        python=sys.executable,
+        folder=FAR_FOLDER,
     )
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from farspan.domain.cluster import Cluster, Device, Host, Site
-from farspan.domain.clusterfile import FAR_FOLDER
+from farspan.domain.cluster import Cluster, Site
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.problems import Problem, Refusal
@@ -66,21 +65,6 @@ def ended(workers):
     with pytest.raises(Refusal) as refusal, workers:
         list(workers)
     return refusal.value.problem
-
-
-@pytest.fixture
-def far(tmp_path):
-    """A host with a home of its own, and its runs in the default folder there."""
-    (tmp_path / "home").mkdir()
-    device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
-    return Host(
-        name="far",
-        devices=(device,),
-        address="127.0.0.1",
-        enter=("env", f"HOME={tmp_path}/home"),
-        python=sys.executable,
-        folder=FAR_FOLDER,
-    )
 
 
 @pytest.fixture

@@ -66,20 +66,6 @@ def run(tmp_path: Path) -> RunFolder:
     return tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
 
 
-@pytest.fixture
-def far(tmp_path: Path) -> Host:
-    """A host with a home of its own, and its runs and its cache in the default folder there."""
-    (tmp_path / "home").mkdir()
-    return Host(
-        name="far",
-        devices=(CPU,),
-        address="127.0.0.1",
-        enter=("env", f"HOME={tmp_path}/home"),
-        python=sys.executable,
-        folder=FAR_FOLDER,
-    )
-
-
 def home_of(far: Host, folder: Path) -> Path:
     """Where a folder of that host lies on this machine."""
     return Path(far.enter[1].removeprefix("HOME=")) / str(folder).removeprefix("~/")

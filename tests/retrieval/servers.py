@@ -16,23 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.ports import reserved_port
 from tests.waiting import LIMIT_S
 
 #: Where `qdrant_engine` answers, in this process alone.
 QDRANT = "http://qdrant.invalid:6333"
 USER, PASSWORD = "farspan", "correct horse"
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port of this machine at which nothing listens, and that the system gives to nobody else.
-
-    A server that asks for this very port with SO_REUSEADDR, as servers do, can listen at it.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from farspan.domain.problems import Refusal
 from farspan.retrieval import stores
 from farspan.retrieval.stores import About, Spot
 from tests.examples import few, slow_after, slow_but
+from tests.ports import reserved_port
 from tests.retrieval import servers
 from tests.waiting import LIMIT_S
 
@@ -729,7 +730,7 @@ class TouchesWhenUnpickled:
 def test_a_server_that_is_not_there_is_refused(kind, tmp_path, location):
     place = place_of(kind, location, tmp_path)
     before = "postgresql://me@" if place.name == "pgvector" else "http://"
-    with servers.reserved_port() as port:
+    with reserved_port() as port:
         spot = Spot(folder=tmp_path, location=f"{before}127.0.0.1:{port}")
         assert place.module.shared(spot.location)
         for call in (

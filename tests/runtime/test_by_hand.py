@@ -20,7 +20,7 @@ from farspan.domain.results import Event, Finished, Saved, Step, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import TrainSpec
 from tests import tiny, waiting
-from tests.retrieval.servers import reserved_port
+from tests.ports import reserved_port
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow

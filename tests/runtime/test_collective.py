@@ -13,7 +13,7 @@ from textwrap import indent
 import pytest
 
 from farspan.runtime.comm.collective import backend
-from tests.retrieval.servers import reserved_port
+from tests.ports import reserved_port
 from tests.waiting import LIMIT_S
 
 SILENCE_S = 5.0
@@ -170,12 +170,18 @@ STARTING = MEMBER.partition("with Group(")[0]
 @pytest.mark.parametrize("still", [0, 1])
 def test_worker_that_hangs_before_all_are_connected_is_named_as_lost(still):
     """Met, and then nothing: the others wait for connections, which by themselves they would for
-    hours. It stands still a second late, when the others have most likely heard it: a worker that
-    was never heard is waited for as one that opens its device."""
+    hours. It stands still once it has heard a beat: a worker that was never heard is waited for as
+    one that opens its device."""
     program = f"""
+import threading
 heartbeat.OPEN_S = {2 * SILENCE_S}
+heard, hear = threading.Event(), heartbeat.Heartbeat._hear
+def hear_and_note(self, peer, content):
+    hear(self, peer, content)
+    heard.set()
+heartbeat.Heartbeat._hear = hear_and_note
 if rank == {still}:
-    collective.dist.init_process_group = lambda *given, **named: time.sleep(1) or stand_still()
+    collective.dist.init_process_group = lambda *given, **named: heard.wait() and stand_still()
 Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET), lost)
 """
     with members(3, "", STARTING + program) as started:
