@@ -117,7 +117,7 @@ def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> No
         assert (run / name).exists(), name
     assert json.loads((run / "export/config.json").read_text())["model_type"] in ("gpt2", "llama")
     assert done["generate"].split("\n", 1)[1].startswith("In this paper")
-    assert "searches answer with" in done["tune"]
+    assert "default: " in done["tune"]
     assert "paper-" in done["search"] and "paper-" in done["serve"]
     assert any((tmp_path / "cache/corpora").iterdir()), (
         "prepared text goes where FARSPAN_CACHE says"

@@ -22,13 +22,15 @@ from farspan.domain.words import joined
 from farspan.report.tables import table_lines
 from farspan.retrieval.lexical import K1, B, Lexical, Numbered
 from farspan.retrieval.metrics import Floats, Ints, bootstrap, hit, mrr, ndcg, ranks, recall
-from farspan.retrieval.queries import MOST, Kind, Queries, Query
-from farspan.retrieval.rank import Scores, by_document, fuse
+from farspan.retrieval.queries import Kind, Queries, Query
+from farspan.retrieval.rank import SYSTEM_NAMES, Scores, by_document, fuse
 from farspan.retrieval.stores import Vectors
 
 WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 #: Values of BM25 that are tried, k1 first.
 K1S, BS = (0.6, 0.9, 1.2, 1.5, 2.0), (0.3, 0.5, 0.75, 0.9)
+#: Means over fewer queries than this are not shown: one query more or less would turn them over.
+MIN_REPORTED = 5
 #: A kind with as many tuning queries as this says half as much as one with very many.
 SHRINK = 20
 METRICS = {
@@ -259,6 +261,9 @@ def table(evaluation: Evaluation) -> str:
     asked of what."""
     lines: list[str] = []
     for kind, found in evaluation.kinds.items():
+        if found.reported < MIN_REPORTED:
+            lines += [f"{_many(found.reported, kind)}: too few to measure on", ""]
+            continue
         rows = [
             (
                 system,
@@ -274,38 +279,32 @@ def table(evaluation: Evaluation) -> str:
         )
         lines += [f"{one.a} - {one.b}: nDCG@10 {_shown(one)}" for one in found.differences]
         lines.append("")
-    titles = evaluation.val_documents + evaluation.train_documents
-    every = "all " if evaluation.val_documents < MOST else ""
-    origin = (
-        f"of {every}{counted(evaluation.val_documents, 'validation document')} that can be asked "
-        "for"
-    )
+    sources = [counted(evaluation.val_documents, "validation document")]
     if evaluation.train_documents:
-        origin += f" and {counted(evaluation.train_documents, 'training document')}"
+        sources.append(counted(evaluation.train_documents, "training document"))
     tuning = joined(
         [_many(found.tuning, kind) for kind, found in evaluation.kinds.items() if found.tuning]
     )
     lines += [
-        f"{counted(titles, 'title')} {origin}, split at separators; candidates: "
-        f"{counted(evaluation.documents, 'document')} without what is asked, of which "
-        f"{evaluation.with_body} have text",
-        f"chosen on tuning queries alone ({tuning or 'none'}): BM25 with k1 {evaluation.k1:g} and "
-        "b "
-        f"{evaluation.b:g}, vectors with weight {evaluation.fusion_weight:g}",
-        f"searches answer with {evaluation.default}: {why(evaluation)}",
+        f"title queries: the titles of {joined(sources)}, split at separators",
+        f"candidates: {counted(evaluation.documents, 'document')} without the text of the query, "
+        f"{evaluation.with_body:,} of them not empty",
+        f"tuned on {tuning or 'no queries'}, none of them above: BM25 with k1 {evaluation.k1:g} "
+        f"and b {evaluation.b:g}, vectors with weight {evaluation.fusion_weight:g}",
+        f"default: {SYSTEM_NAMES[evaluation.default]}; {why(evaluation)}",
     ]
     return "\n".join(lines)
 
 
 def _many(number: int, kind: Kind) -> str:
-    return counted(number, "own query" if kind == "own" else kind)
+    return counted(number, "own query" if kind == "own" else f"{kind} query")
 
 
 def why(evaluation: Evaluation) -> str:
-    """Why searches answer as they do."""
+    """The evidence for the default system."""
     if evaluation.gain is None:
-        return "there is no query to choose on"
-    return f"on tuning queries fused - bm25 is {_shown(evaluation.gain)} of nDCG@10"
+        return "there are no tuning queries to choose by"
+    return f"fused - bm25 on tuning queries: nDCG@10 {_shown(evaluation.gain)}"
 
 
 def _shown(difference: ScoreDifference) -> str:

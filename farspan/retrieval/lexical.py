@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     # In a notebook that lacks its widgets tqdm, which bm25s imports, complains.
     warnings.simplefilter("ignore")
     import bm25s
+    from bm25s import stopwords
 
 NAME = re.compile(r"\w+(?:\.\w+)*")
 _SEPARATOR = re.compile(r"[._]+")
@@ -46,6 +47,45 @@ def words(text: str) -> list[str]:
         if len(pieces) > 1:
             collected.append(name.lower())
     return collected
+
+
+#: By language: English, German, Dutch, French, Spanish, Portuguese, Italian, Russian, Swedish and
+#: Norwegian.
+STOP_WORDS = tuple(
+    frozenset(words)
+    for words in (
+        stopwords.STOPWORDS_EN_PLUS,
+        stopwords.STOPWORDS_GERMAN,
+        stopwords.STOPWORDS_DUTCH,
+        stopwords.STOPWORDS_FRENCH,
+        stopwords.STOPWORDS_SPANISH,
+        stopwords.STOPWORDS_PORTUGUESE,
+        stopwords.STOPWORDS_ITALIAN,
+        stopwords.STOPWORDS_RUSSIAN,
+        stopwords.STOPWORDS_SWEDISH,
+        stopwords.STOPWORDS_NORWEGIAN,
+    )
+)
+#: A text is in a language whose stop words are this share of its words. They are a third to a half
+#: of prose; words that two languages share, such as `die` and `in`, stay below it.
+MIN_STOP_SHARE = 0.1
+
+
+def stop_words(text: str) -> frozenset[str]:
+    """The stop words of the language that a text is in; none where it is in no known one."""
+    found = words(text)
+    counts = [sum(word in listed for word in found) for listed in STOP_WORDS]
+    most = max(counts)
+    if most < MIN_STOP_SHARE * len(found) or not most:
+        return frozenset()
+    return STOP_WORDS[counts.index(most)]
+
+
+def content_words(query: str, text: str) -> frozenset[str]:
+    """The words of a query, without the stop words of a text's language unless there are no
+    others."""
+    asked = frozenset(words(query))
+    return asked - stop_words(text) or asked
 
 
 #: What BM25 is where nothing was chosen: bm25s' own.

@@ -11,6 +11,12 @@ import numpy.typing as npt
 from farspan.retrieval.lexical import parts
 
 System = Literal["bm25", "model", "fused", "reranked"]
+SYSTEM_NAMES: dict[System, str] = {
+    "bm25": "keyword search (BM25)",
+    "model": "vector search",
+    "fused": "hybrid search (BM25 and vectors)",
+    "reranked": "hybrid search, reranked by the model",
+}
 #: Documents that vectors propose for a query; others get nothing from them.
 DEPTH = 100
 #: Documents that are reranked by how likely the query is (`rerank.py`), and what a nat a token

@@ -3,6 +3,7 @@ it was found."""
 
 from __future__ import annotations
 
+import random
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -10,16 +11,18 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
+from farspan.domain.notebook import html_table
 from farspan.domain.problems import Refusal
+from farspan.domain.units import counted
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.evaluate import why
 from farspan.retrieval.index import Index, IndexManifest, Recipe
-from farspan.retrieval.lexical import NAME, words
+from farspan.retrieval.lexical import NAME, content_words, words
 from farspan.retrieval.metrics import Ints
 from farspan.retrieval.rank import (
     DEPTH,
     NAT,
     RERANKED,
+    SYSTEM_NAMES,
     Scores,
     System,
     by_document,
@@ -29,6 +32,11 @@ from farspan.retrieval.rank import (
 from farspan.retrieval.stores import Vectors
 
 SNIPPET_CHARS = 300
+#: Random strings whose nearest passage says what a cosine means: one query without meaning in
+#: twenty comes nearer than all of them. Their letters are those of so many passages.
+NONSENSE, SAMPLED = 19, 50
+#: Why vectors answer though words alone were found better, or nothing is found.
+NO_WORD = "no word of the query is in the documents"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,16 +64,45 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     marks: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str] = {}
 
+    @property
+    def place(self) -> str:
+        """Where the passage stands, as one would cite it: `notes/a.md:12, Methods > Sampling` or
+        `a.pdf, page 3`."""
+        line = f":{self.line}" if self.line and not self.page else ""
+        page = f", page {self.page}" if self.page else ""
+        above = f", {' > '.join(self.headings)}" if self.headings else ""
+        return f"{self.origin}{line}{page}{above}"
+
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Best first, of `total` documents that were found. `system` ranked them; `why` says why it was
-    asked."""
+    asked. Where no word of the query is in the index (`unknown_words`), only documents are found
+    that are nearer than chance."""
 
     query: str
     system: System
     why: str
+    unknown_words: bool = False
     results: tuple[Result, ...]
     total: int = 0
+
+    @property
+    def ranked_by(self) -> str:
+        """How the documents were ranked, in a few words."""
+        name = SYSTEM_NAMES[self.system]
+        return f"{name}: {NO_WORD}" if self.unknown_words else name
+
+    def __repr__(self) -> str:
+        shown = f"{len(self.results)} of {counted(self.total, 'document')}"
+        return f"<Answer to {self.query!r}: {shown}, {self.ranked_by}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (str(rank), f"{result.score:.3f}", result.title, result.place, result.text)
+            for rank, result in enumerate(self.results, 1)
+        ]
+        heads = ("", "score", "title", "place", "text")
+        return html_table(heads, rows, caption=self.ranked_by, right=(0, 1))
 
 
 def search(
@@ -87,13 +124,16 @@ def search(
     words_N = index.lexical.scores(query)
     # Who gives a document's whole title means that document, and not those that mention it.
     words_N[index.named.get(query.strip().lower(), [])] += words_N.max(initial=0)
-    chosen, why = (system, "asked for") if system else _better(index.manifest, bool(words_N.any()))
+    known = bool(words_N.any())
+    chosen, why = (system, "asked for") if system else _better(index.manifest, known)
     if mask_N is not None:
         words_N = np.where(mask_N, words_N, np.float32(0))
     scores_N, vector_E = words_N, None
     if chosen != "bm25":
         vector_E = index.embedder.queries([query_form(query)])[0]
         scores_N = _vector_scores(index, vector_E, within)
+    if not known and system is None:
+        scores_N[scores_N <= chance_cosine(index, query, within)] = 0
     if chosen in ("fused", "reranked"):
         scores_N = fuse(words_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
     # A document that is blank but for its title has no passage to show.
@@ -103,7 +143,34 @@ def search(
         found = _reranked(index, query, found, scores_N, vector_E)
     best = found[offset : offset + k].tolist()
     results = (_result(index, query, number, scores_N, words_N, vector_E) for number in best)
-    return Answer(query=query, system=chosen, why=why, results=tuple(results), total=len(found))
+    return Answer(
+        query=query,
+        system=chosen,
+        why=why,
+        unknown_words=not known,
+        results=tuple(results),
+        total=len(found),
+    )
+
+
+def chance_cosine(index: Index, query: str, where: Mapping[str, str]) -> float:
+    """The cosine that a query without meaning reaches: that of the passage nearest to any of
+    NONSENSE strings, whose words are as long as this query's, of letters of the documents."""
+    rng = random.Random(query)
+    rows = rng.sample(range(index.manifest.chunks), min(SAMPLED, index.manifest.chunks))
+    letters = [
+        letter for row in rows for letter in index.passages.chunk(row).text if letter.isalpha()
+    ]
+    if not letters:
+        return 0.0
+    lengths = [len(word) for word in query.split()]
+    nonsense = [
+        " ".join("".join(rng.choices(letters, k=length)) for length in lengths)
+        for _ in range(NONSENSE)
+    ]
+    vectors = index.embedder.queries([query_form(text) for text in nonsense])
+    nearest = [index.store.search(vector_E, 1, where or None) for vector_E in vectors]
+    return max((hits[0].score for hits in nearest if hits), default=0.0)
 
 
 def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
@@ -152,11 +219,13 @@ def row_of(index: Index, chunk_id: str) -> int:
 def _better(manifest: IndexManifest, known: bool) -> tuple[System, str]:
     """The system to ask, and why; `known` says whether any word of the query is in the index."""
     if not known:
-        return "model", "no word of the query is in the index"
+        return "model", NO_WORD
     evaluation = manifest.evaluation
     if evaluation is None:
         return "bm25", not_evaluated(manifest.recipe)
-    return evaluation.default, f"when the index was fitted, {why(evaluation)}"
+    if evaluation.default == "fused":
+        return "fused", "it found more than keyword search on tuning queries"
+    return "bm25", "hybrid search was not significantly better on tuning queries"
 
 
 def not_evaluated(recipe: Recipe) -> str:
@@ -261,15 +330,16 @@ def _of_chunk(
 
 
 def marks(text: str, query: str) -> Iterable[tuple[int, int]]:
-    """Where words of the query are in a text: first character, and the one after the last."""
-    terms = {*words(query)}
+    """Where content words of the query are in a text: first character, and the one after the
+    last."""
+    terms = content_words(query, text)
     return (found.span() for found in NAME.finditer(text) if terms & {*words(found[0])})
 
 
 def snippet(text: str, query: str) -> str:
-    """About SNIPPET_CHARS of the text in one line, from the word before the first one of the
-    query's."""
-    terms, line = {*words(query)}, " ".join(text.split())
+    """About SNIPPET_CHARS of the text in one line, from the word before the first content word of
+    the query's."""
+    terms, line = content_words(query, text), " ".join(text.split())
     first = next(
         (match.start() for match in re.finditer(r"\S+", line) if terms & {*words(match[0])}), 0
     )

@@ -26,7 +26,7 @@ def test_tune_judges_by_queries_of_ones_own(run: Path, tmp_path: Path, here: Far
     done = here("tune", str(path), "--queries", str(queries), "--qrels", str(qrels))
     assert done.returncode == 0, done.stderr
     assert "for 1.0 s at most" in done.stdout and "6 own queries" in done.stdout, done.stdout
-    assert "model - untuned" in done.stdout and "searches answer with" in done.stdout
+    assert "model - untuned" in done.stdout and "default: " in done.stdout
     again = here("embed", str(path))
     assert again.returncode == 0 and "up to date" in again.stdout, (
         "who embeds next has the index that was tuned"

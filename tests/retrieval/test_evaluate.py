@@ -161,7 +161,22 @@ def test_systems_are_measured_as_a_plain_loop_does():
         10,
         2,
     )
-    assert "6 validation documents" in table(result) and "4 training documents" in table(result)
+    assert "the titles of 6 validation documents and 4 training documents" in table(result)
+
+
+def test_a_kind_of_few_queries_has_no_table():
+    bodies = [f"word{n} and more" for n in range(12)]
+    side = ModelVectors(
+        np.eye(12, dtype=np.float32),
+        np.eye(12, dtype=np.float32)[:7],
+        np.eye(1, 12, dtype=np.float32),
+    )
+    titles = [Query(f"word{n}", (n,)) for n in range(6)]
+    own = [Query("word9", (9,), "own")]
+    queries = Queries([*titles, *own], [Query("word11", (11,))], 0)
+    shown = table(evaluate(bodies, range(12), queries, {"model": side}, seed=0))
+    assert "6 title queries" in shown and "1 own query: too few to measure on" in shown
+    assert shown.count("nDCG@10  MRR@10") == 1
 
 
 def test_the_fusion_weight_is_the_best_on_tuning_queries_alone():

@@ -12,7 +12,7 @@ from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, read_manifest
 from farspan.retrieval.rank import query_form
-from farspan.retrieval.search import SNIPPET_CHARS, search, snippet
+from farspan.retrieval.search import SNIPPET_CHARS, chance_cosine, marks, search, snippet
 from farspan.retrieval.work import IndexWork
 from tests.retrieval.making import opened
 
@@ -153,7 +153,8 @@ def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
 def test_the_better_system_answers_and_is_named(index, documents, system):
     better(index, system)
     answer = search(index, "port of a socket", 7)
-    assert (answer.system, len(answer.results)) == (system, 7) and "nDCG" in answer.why
+    assert (answer.system, len(answer.results)) == (system, 7)
+    assert "tuning queries" in answer.why and not any(letter.isdigit() for letter in answer.why)
     assert answer == msgspec.structs.replace(
         search(index, "port of a socket", 7, system), why=answer.why
     )
@@ -185,8 +186,33 @@ def test_scores_are_those_of_a_plain_loop(index, documents, system):
 def test_query_of_unknown_words_is_answered_by_the_model_with_a_note(index):
     better(index, "bm25")
     answer = search(index, "zzz qqq")
-    assert answer.system == "model" and answer.why == "no word of the query is in the index"
+    assert answer.system == "model" and answer.unknown_words
+    assert answer.ranked_by == "vector search: no word of the query is in the documents"
     assert search(index, "zzz qqq", 5, "bm25").results == ()
+
+
+def test_query_of_unknown_words_finds_only_what_is_nearer_than_chance(index):
+    """Vectors that were asked for find the nearest, however far; those that stand in for words
+    find what no string without meaning comes near to."""
+    for query in ("zzz qqq", "xyzzy plugh", "socketz"):
+        chance = chance_cosine(index, query, {})
+        every = search(index, query, 50, "model").results
+        near = search(index, query, 50).results
+        assert [result.id for result in near] == [
+            result.id for result in every if result.score > chance
+        ]
+
+
+def test_a_strings_meaning_is_measured_the_same_way_each_time(index):
+    assert chance_cosine(index, "zzz qqq", {}) == chance_cosine(index, "zzz qqq", {})
+
+
+def test_answer_is_short_as_text_and_has_a_row_for_each_result_in_html(index):
+    answer = search(index, "port of a socket", 3, "bm25")
+    assert repr(answer).startswith("<Answer to 'port of a socket': 3 of ")
+    assert "keyword search (BM25)" in repr(answer) and len(repr(answer)) < 120
+    html = answer._repr_html_()
+    assert html.count("<tr") == 4 and "<script" not in html
 
 
 def test_the_full_name_of_a_document_finds_it_first(index, documents):
@@ -222,4 +248,22 @@ def test_snippets_are_short_and_show_what_was_asked_for():
         and cut.endswith("…")
     )
     assert snippet("a short\n  text", "nothing") == "a short text"
+
+
+def test_stop_words_of_a_texts_language_are_not_marked():
+    english = "It is the port that the server listens on, and the address of the server."
+    german = "Die Adresse ist die des Servers, und der Server wartet an dem Port auf die Anfragen."
+    assert _marked(english, "the port of the server") == ["port", "server", "server"]
+    assert _marked(german, "die Adresse und der Server") == ["Adresse", "Server"]
+    # English `die` is a word of its meaning; a query of nothing else keeps its stop words.
+    assert _marked("The plants die where the water is cold and the sun is low.", "die") == ["die"]
+    assert _marked(english, "the and") == ["the", "the", "and", "the", "the"]
+    assert snippet("the " * 300 + "port is 80 " + "and " * 300, "the port").startswith("… the port")
+
+
+def _marked(text: str, query: str) -> list[str]:
+    return [text[start:stop] for start, stop in marks(text, query)]
+
+
+def test_a_long_word_has_a_snippet():
     assert snippet("x" * 1000, "y")

@@ -127,6 +127,7 @@ class ListSearcher:
             query=query,
             system=system or "bm25",
             why=why,
+            unknown_words=not any(terms & {*words(f"{t.title} {t.text}")} for t in self.texts),
             results=tuple(results),
             total=len(found_rows),
         )

@@ -141,6 +141,22 @@ def test_nothing_found_offers_to_search_without_filters(page, server):
     assert page.run("document.querySelector('.empty button')") is None
 
 
+def test_a_query_of_unknown_words_says_so(page):
+    ask(page, "zzzz")
+    assert "No word of it is in the documents." in page.text(".empty")
+    assert "no word of the query is in the documents" in page.text("#status")
+
+
+def test_the_key_that_a_hint_names_is_not_hinted_at_while_it_is_a_character(page):
+    """A query may begin with the key: paths do."""
+    assert page.run("document.activeElement.id") == "query"
+    assert page.run("document.querySelector('.slash').checkVisibility()") is False
+    page.type("/etc")
+    assert page.run("document.getElementById('query').value") == "/etc"
+    page.run("document.activeElement.blur()")
+    assert page.run("document.querySelector('.slash').checkVisibility()") is True
+
+
 def test_a_passage_opens_leads_to_others_and_closes(page):
     ask(page, "danube")
     page.click(".open")

@@ -83,7 +83,7 @@ function show(answer) {
   const fields = about?.fields ?? [];
   at("found").replaceChildren(answer.results.length
     ? results.hits(answer, offset(), { open, filter: addFilter, fields })
-    : results.nothing(answer.query, filters(), clearFilters));
+    : results.nothing(answer, filters(), clearFilters));
   const first = offset(), last = first + answer.results.length;
   at("pager").hidden = answer.total <= PAGE && !first;
   at("before").disabled = first === 0;

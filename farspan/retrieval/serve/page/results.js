@@ -3,6 +3,9 @@
 import { counted, excerptStart, make, marked, number, place } from "./text.js";
 
 const SYSTEMS = { bm25: "words", model: "vectors", fused: "words and vectors", reranked: "words, vectors and the model" };
+const KINDS = { title: "titles", question: "questions", opening: "openings", own: "own queries" };
+//: Means over fewer queries than this say nothing (MIN_REPORTED in evaluate.py).
+const MIN_REPORTED = 5;
 
 export function hits(answer, offset, { open, filter, fields }) {
   const most = (name) => Math.max(...answer.results.map((result) => result[name] ?? 0), 1e-9);
@@ -41,18 +44,20 @@ function chips(metadata, fields, filter) {
     }, `${name} `, make("b", { textContent: value })))));
 }
 
-/** "12 documents, ranked by words: asked for". */
+/** "12 documents, ranked by words". */
 export function told(answer, offset) {
   const shown = answer.results.length;
   const range = answer.total > shown && shown ? `${number(offset + 1)} to ${number(offset + shown)} of ` : "";
-  return `${range}${counted(answer.total, "document")}, ranked by ${SYSTEMS[answer.system]} (${answer.why})`;
+  const unknown = answer.unknown_words ? "; no word of the query is in the documents" : "";
+  return `${range}${counted(answer.total, "document")}, ranked by ${SYSTEMS[answer.system]}${unknown}`;
 }
 
-export function nothing(query, filters, clear) {
+export function nothing(answer, filters, clear) {
   const narrowed = filters.length > 0;
+  const unknown = answer.unknown_words ? "No word of it is in the documents. " : "";
   return make("div", { className: "empty" },
-    make("h2", { dir: "auto", textContent: `Nothing found for “${query}”` }),
-    make("p", { textContent: narrowed ? "No document with these filters has such words." : "No document is like it. Try other words, or a whole sentence." }),
+    make("h2", { dir: "auto", textContent: `Nothing found for “${answer.query}”` }),
+    make("p", { textContent: narrowed ? "No document with these filters has such words." : `${unknown}Try other words, or a whole sentence.` }),
     narrowed ? make("button", { type: "button", onclick: clear, textContent: "Search without filters" }) : null);
 }
 
@@ -71,9 +76,10 @@ export function start(about, begin, open) {
     ["Passages", number(index.chunks), `vectors of ${number(index.dim)} numbers`],
   ];
   if (evaluation) {
-    for (const [kind, { systems }] of Object.entries(evaluation.kinds)) {
+    for (const [kind, { reported, systems }] of Object.entries(evaluation.kinds)) {
+      if (reported < MIN_REPORTED) continue;
       const [bm25, fused] = ["bm25", "fused"].map((name) => systems[name].ndcg_at_10);
-      tiles.push([`nDCG@10, ${kind}s`, systems[evaluation.default].ndcg_at_10.toFixed(3),
+      tiles.push([`nDCG@10, ${KINDS[kind]}`, systems[evaluation.default].ndcg_at_10.toFixed(3),
         `words ${bm25.toFixed(3)}, with vectors ${fused.toFixed(3)}`]);
     }
   }
