@@ -61,8 +61,8 @@ from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
 from farspan.launch.trial import limits, steps_for, trial
-from farspan.planning.compare import bounds
-from farspan.planning.rank import Candidate
+from farspan.planning.candidate import Candidate
+from farspan.planning.ranking import bounds
 from farspan.planning.select import SelectionTask, select
 from farspan.semantics.identity import plan_key
 from farspan_lab import spec, state

@@ -71,7 +71,8 @@ from farspan.domain.results import Started, Step, Validated
 from farspan.domain.run import cache_folder
 from farspan.launch.measure import measure
 from farspan.launch.trial import limits, trial
-from farspan.planning.rank import Candidate, rank
+from farspan.planning.candidate import Candidate
+from farspan.planning.rank import rank
 from farspan_lab.cluster import of_lab
 
 RESULTS = Path(__file__).parent / "results" / "two_sites.jsonl"

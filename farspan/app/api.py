@@ -1,8 +1,9 @@
 """What `import farspan` offers: a function for each thing that a user does, and `Run`, what a
 training leaves behind.
 
-`progress` is called with every update (`farspan.app.updates`); `print` shows them all. What cannot
-be done raises `farspan.Refusal`, whose `problem` says what, where, why and what mends it.
+`progress` is called with every update (`farspan.app.updates`); `print` shows a line for each.
+Without it IPython shows a bar. What cannot be done raises `farspan.Refusal`, whose `problem` says
+what, where, why and what mends it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from farspan.app import (
 from farspan.app.checks import refuse_existing
 from farspan.app.choosing import choose as choose_by_trials
 from farspan.app.configs import configured, default_name
+from farspan.app.notebook_bar import progress_shown
 from farspan.app.plans import planned_before
 from farspan.app.reporting import Report
-from farspan.app.updates import Progress, notes, silent
+from farspan.app.updates import Progress, notes
 from farspan.app.using import Format, export, generate
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
@@ -37,7 +39,7 @@ from farspan.domain.objective import Objective
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 from farspan.planning.question import Question
-from farspan.planning.rank import Ranking
+from farspan.planning.ranking import Ranking
 from farspan.planning.select import Selection
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Run:
 
     def resume(
         self,
-        progress: Progress = silent,
+        progress: Progress | None = None,
         *,
         trust: bool = False,
         cluster: str | None = None,
@@ -76,24 +78,37 @@ class Run:
     ) -> Report:
         """Go on from the newest whole checkpoint; a finished run is only reported. For another
         cluster (`here` is this machine) or technique it plans again what is left."""
-        return training.resume(
-            self.folder, progress, trust=trust, cluster=cluster, technique=technique
-        )
+        with progress_shown(progress) as shown:
+            return training.resume(
+                self.folder, shown, trust=trust, cluster=cluster, technique=technique
+            )
 
     def status(self) -> jobs.Status:
         """Whether the run goes on or how it ended, how far it is, and what of it is saved."""
         return jobs.status(self.folder)
 
     def stop(
-        self, progress: Progress = silent, *, now: bool = False, timeout_s: float = jobs.STOP_S
+        self, progress: Progress | None = None, *, now: bool = False, timeout_s: float = jobs.STOP_S
     ) -> jobs.Status:
         """Ask the process that trains the run to save and end, or with `now` to end at once, and
         wait until it has."""
-        return jobs.stop(self.folder, notes(progress), now=now, timeout_s=timeout_s)
+        with progress_shown(progress) as shown:
+            return jobs.stop(self.folder, notes(shown), now=now, timeout_s=timeout_s)
+
+    def history(self) -> list[dict[str, float | int | None]]:
+        """A record of each step, oldest first, for `pandas.DataFrame`: step, time_s, tokens, loss,
+        lr, grad_norm, tokens_per_s, memory_bytes; and val_loss and val_bits_per_byte of the steps
+        after which the run was validated, else None."""
+        return reporting.history_records(self.path)
+
+    def plot(self, chart: str = "loss-tokens") -> reporting.ChartPicture:
+        """A chart of the report, which notebooks show: loss-tokens, loss-time, speed, memory, lr or
+        grad-norm. `save(path)` writes it as SVG. Raises Refusal (usage) for another name."""
+        return reporting.draw_chart(self.path, chart)
 
     def embed(
         self,
-        progress: Progress = silent,
+        progress: Progress | None = None,
         *,
         evaluate: bool = True,
         store: str | None = None,
@@ -103,18 +118,19 @@ class Run:
         """Bring the run's index to the documents that its text holds today; the first time, fit
         vectors and measure how well they find documents. `store` is a vector store as run.yaml's
         `index.store` names it."""
-        return indexing.embed(
-            self.folder,
-            progress,
-            evaluate=evaluate,
-            store=store,
-            device=device,
-            processes=processes,
-        )
+        with progress_shown(progress) as shown:
+            return indexing.embed(
+                self.folder,
+                shown,
+                evaluate=evaluate,
+                store=store,
+                device=device,
+                processes=processes,
+            )
 
     def tune(
         self,
-        progress: Progress = silent,
+        progress: Progress | None = None,
         *,
         queries: str | os.PathLike[str] | None = None,
         qrels: str | os.PathLike[str] | None = None,
@@ -125,32 +141,34 @@ class Run:
         """Fit the vectors of the run's index again to the text of today, and measure how well they
         find documents: for titles, openings and questions of the text, and for `queries` with their
         `qrels` (`retrieval/judged.py`)."""
-        return indexing.embed(
-            self.folder,
-            progress,
-            store=store,
-            device=device,
-            processes=processes,
-            tune=True,
-            queries=None if queries is None else Path(queries),
-            qrels=None if qrels is None else Path(qrels),
-        )
+        with progress_shown(progress) as shown:
+            return indexing.embed(
+                self.folder,
+                shown,
+                store=store,
+                device=device,
+                processes=processes,
+                tune=True,
+                queries=None if queries is None else Path(queries),
+                qrels=None if qrels is None else Path(qrels),
+            )
 
     def search(
         self,
         query: str,
         k: int = 5,
         system: System | None = None,
-        progress: Progress = silent,
+        progress: Progress | None = None,
         where: Mapping[str, str] | None = None,
     ) -> Answer:
         """The documents that answer a query best, of those with the values of `where` in its
         fields. The first search makes the index where there is none, which takes minutes:
         `progress` shows how far it is."""
-        if not (self.folder.index / "index.json").exists():
-            notes(progress)("there is no index yet: embedding the run's documents")
-            self.embed(progress)
-        return indexing.search(self.folder, query, k, system, where, progress)
+        with progress_shown(progress) as shown:
+            if not (self.folder.index / "index.json").exists():
+                notes(shown)("there is no index yet: embedding the run's documents")
+                self.embed(shown)
+            return indexing.search(self.folder, query, k, system, where, shown)
 
     def generate(
         self,
@@ -183,10 +201,13 @@ class Run:
         return f"Run({str(self.path)!r})"
 
 
-def prepare(data: Data, progress: Progress = silent, **keys: Any) -> tuple[Path, CorpusManifest]:
+def prepare(
+    data: Data, progress: Progress | None = None, **keys: Any
+) -> tuple[Path, CorpusManifest]:
     """Make the tokenizer and token files of a text, or find them made. `keys` are those of
     run.yaml."""
-    return resolving.prepare(configured(data, **keys), progress)
+    with progress_shown(progress) as shown:
+        return resolving.prepare(configured(data, **keys), shown)
 
 
 def plan(
@@ -210,20 +231,22 @@ def price(
     plan: given_plans.Given,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     engine: str | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> given_plans.PricedPlan:
     """What one plan would take: a file, its table in short form, or a Plan. Without a cluster it is
     this machine's; the engine is the plan's own unless another is named."""
-    return given_plans.price_given(plan, cluster, engine, progress)
+    with progress_shown(progress) as shown:
+        return given_plans.price_given(plan, cluster, engine, shown)
 
 
 def select(
-    data: Data, progress: Progress = silent, *, budget_s: float | None = None, **keys: Any
+    data: Data, progress: Progress | None = None, *, budget_s: float | None = None, **keys: Any
 ) -> Selection:
     """The best plan for a text by trials, none of which begins after `budget_s` seconds of them."""
     config = configured(data, **keys)
-    resolved = resolving.resolve(config, progress, trial=True)
-    return choose_by_trials(resolved, config.parallel, progress, paying=False, budget_s=budget_s)
+    with progress_shown(progress) as shown:
+        resolved = resolving.resolve(config, shown, trial=True)
+        return choose_by_trials(resolved, config.parallel, shown, paying=False, budget_s=budget_s)
 
 
 def train(
@@ -231,7 +254,7 @@ def train(
     *,
     run: str | os.PathLike[str] | None = None,
     plan: str | os.PathLike[str] | Selection | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
     **keys: Any,
 ) -> Run:
     """Plan, pretrain and report: `train("papers", budget="10m")`.
@@ -243,15 +266,15 @@ def train(
     config = configured(data, **keys)
     path = Path(run) if run else Path("runs") / default_name(config)
     refuse_existing(path, f"name another folder, or go on: {command('resume', path)}")
-    if plan is None:
-        folder = training.start(path, config, progress)
-    else:
-        given = plan if isinstance(plan, Selection) else Path(plan)
-        source = Path(data) if isinstance(data, str | os.PathLike) else Path("run.yaml")
-        folder = training.make(
-            path, config, planned_before(given, config, source, progress), progress
-        )
-    training.train(folder, progress)
+    with progress_shown(progress) as shown:
+        if plan is None:
+            folder = training.start(path, config, shown)
+        else:
+            given = plan if isinstance(plan, Selection) else Path(plan)
+            source = Path(data) if isinstance(data, str | os.PathLike) else Path("run.yaml")
+            planned = planned_before(given, config, source, shown)
+            folder = training.make(path, config, planned, shown)
+        training.train(folder, shown)
     return Run(path)
 
 
@@ -268,13 +291,14 @@ def find_cluster(name: str) -> Cluster:
 def probe(
     cluster: str,
     out: str | os.PathLike[str],
-    progress: Progress = silent,
+    progress: Progress | None = None,
     *,
     model: str = "gpt2",
     seq_len: int | None = None,
 ) -> Cluster:
     """Measure a cluster, and write what was found as a cluster file."""
-    return machines.probe(cluster, Path(out), progress, model=model, seq_len=seq_len)
+    with progress_shown(progress) as shown:
+        return machines.probe(cluster, Path(out), shown, model=model, seq_len=seq_len)
 
 
 def doctor(device: Literal["auto", "cpu", "cuda", "mps"] = "auto") -> Diagnosis:

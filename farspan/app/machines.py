@@ -16,9 +16,10 @@ from farspan.app.checks import refuse_file, require_torch
 from farspan.app.updates import Progress, notes, silent
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.escapes import shell_word
+from farspan.domain.notebook import html_table
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import cache_folder
-from farspan.domain.units import format_bytes
+from farspan.domain.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from farspan.launch.examine import Examination
@@ -38,6 +39,29 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     #: On each GPU that is left out.
     notes: tuple[str, ...]
     findings: tuple[Problem, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """What was looked at, and what was found."""
+        rows = [(name, version or "not installed") for name, version in self.versions.items()]
+        for device in self.devices:
+            facts = (
+                f"{device.kind} ({device.backend})",
+                format_bytes(device.memory),
+                *device.sheet.dtypes,
+                counted(device.slot.threads, "thread"),
+            )
+            rows.append(("device", ", ".join(facts)))
+        rows += [("note", note) for note in self.notes]
+        return [*rows, ("disk", f"{format_bytes(self.disk_free_bytes)} free here")]
+
+    def __repr__(self) -> str:
+        found = counted(len(self.findings), "finding") if self.findings else "no findings"
+        return f"<Diagnosis: {counted(len(self.devices), 'device')}, {found}>"
+
+    def _repr_html_(self) -> str:
+        findings = [("finding", str(problem)) for problem in self.findings]
+        return html_table(("", repr(self)[1:-1]), [*self.rows, *findings])
 
 
 def diagnose(device: str = "auto") -> Diagnosis:

@@ -47,6 +47,11 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     resolved: Resolved
     forecast: Forecast | None = None
 
+    def __str__(self) -> str:
+        from farspan.report.text import plan_line
+
+        return plan_line(self.plan, self.estimate, self.resolved.corpus, self.forecast)
+
 
 def best_plan(
     resolved: Resolved,

@@ -16,8 +16,10 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.domain.units import format_bytes, format_count, format_seconds, parse_rate
+from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import Candidate, Ranking, Refused, rank
+from farspan.planning.rank import rank
+from farspan.planning.ranking import Ranking
 from farspan.semantics.identity import lasting
 
 if TYPE_CHECKING:

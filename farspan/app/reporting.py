@@ -3,6 +3,7 @@ give."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ import msgspec
 from farspan.app.choosing import question
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.codec import load_yaml
+from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.config import RunConfig
+from farspan.domain.notebook import html_text
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Measurement
 from farspan.domain.run import RunFolder
@@ -43,6 +45,17 @@ class Report:
 
         return report(self.run, self.compared)
 
+    def __repr__(self) -> str:
+        from farspan.report.text import ENDINGS
+
+        reason, measured = self.run.history.reason, self.measurement
+        loss = None if measured is None else measured.val_loss
+        reached = "" if loss is None else f", validation loss {loss:.3f}"
+        return f"<Report of {self.run.folder}: {ENDINGS.get(reason, reason)}{reached}>"
+
+    def _repr_html_(self) -> str:
+        return html_text(f"{self}\n\npage: {self.page}")
+
 
 def write_report(path: Path, *, page: bool = True) -> Report:
     """The report of the run in a folder; its page is written unless it is there already and is not
@@ -64,6 +77,72 @@ def write_report(path: Path, *, page: bool = True) -> Report:
         compared = msgspec.structs.replace(compared, again=again)
     where = write_page(run, compared) if page else RunFolder(path).report
     return Report(run=run, measurement=measure(run), compared=compared, page=where)
+
+
+class ChartPicture(msgspec.Struct, frozen=True, kw_only=True):
+    """A chart of a run as SVG text; notebooks show it."""
+
+    name: str
+    #: What it shows, for readers without pictures.
+    text: str
+    svg: str
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.text}>"
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the picture as an SVG file, and return its path."""
+        write_atomically(Path(path), self.svg.encode())
+        return Path(path)
+
+
+def draw_chart(path: Path, name: str) -> ChartPicture:
+    """One of the report's charts of the run at `path`. Raises Refusal (usage) for a name that the
+    run has no chart of."""
+    from farspan.report.figures import figures
+    from farspan.report.history import open_run
+    from farspan.report.page import chart_svg
+
+    charts = {chart.name: chart for chart in figures(open_run(path))}
+    if name not in charts:
+        raise Refusal(
+            "usage",
+            what=f"the run has no chart {name!r}",
+            where=path,
+            fact=f"its charts are {', '.join(charts)}" if charts else "it has made no step yet",
+            remedy='name one of them, such as run.plot("loss-tokens")',
+        )
+    chart = charts[name]
+    return ChartPicture(name=name, text=chart.text, svg=chart_svg(chart))
+
+
+def history_records(path: Path) -> list[dict[str, float | int | None]]:
+    """A record of each step of the run at `path`, oldest first, with the validation after it."""
+    from farspan.report.history import open_run
+
+    history = open_run(path).history
+    validated = {event.step: event for event in history.validations}
+    records = []
+    for timed in history.steps:
+        step, validation = timed.step, validated.get(timed.step.step)
+        records.append(
+            {
+                "step": step.step,
+                "time_s": timed.time_s,
+                "tokens": timed.tokens,
+                "loss": step.loss,
+                "lr": step.lr,
+                "grad_norm": step.grad_norm,
+                "tokens_per_s": step.tokens / step.step_s,
+                "memory_bytes": step.memory_bytes,
+                "val_loss": None if validation is None else validation.loss,
+                "val_bits_per_byte": None if validation is None else validation.bits_per_byte,
+            }
+        )
+    return records
 
 
 def compare_runs(paths: Sequence[Path]) -> Versus:
@@ -90,7 +169,7 @@ def _planned_again(
     from farspan import models
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
-    from farspan.planning.compare import called
+    from farspan.planning.ranking import called
 
     folder, plan = RunFolder(run.folder), run.plan
     try:

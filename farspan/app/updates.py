@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from farspan.domain.units import counted
+
 if TYPE_CHECKING:  # A search tells notes alone, and is to answer at once.
     from farspan.domain.forecast import Forecast
     from farspan.domain.plan import Plan
     from farspan.domain.problems import Problem
     from farspan.domain.trial import Trial
-    from farspan.planning.rank import Candidate, Ranking
+    from farspan.planning.candidate import Candidate
+    from farspan.planning.ranking import Ranking
     from farspan.planning.select import Selection
 
 Progress = Callable[[object], None]
@@ -37,6 +40,9 @@ class Ranked(msgspec.Struct, frozen=True):
 
     ranking: Ranking
 
+    def __str__(self) -> str:
+        return f"priced {self.ranking!r}"
+
 
 class Tried(msgspec.Struct, frozen=True):
     """A plan was run for a few steps."""
@@ -44,11 +50,21 @@ class Tried(msgspec.Struct, frozen=True):
     candidate: Candidate
     trial: Trial
 
+    def __str__(self) -> str:
+        from farspan.planning.outcome import trial_line
+
+        return trial_line(self.candidate, self.trial)
+
 
 class Chosen(msgspec.Struct, frozen=True):
     """A plan was chosen by trials, or by predictions that no trial would change."""
 
     selection: Selection
+
+    def __str__(self) -> str:
+        from farspan.planning.outcome import why
+
+        return why(self.selection)
 
 
 class Training(msgspec.Struct, frozen=True):
@@ -56,6 +72,11 @@ class Training(msgspec.Struct, frozen=True):
 
     plan: Plan
     forecast: Forecast | None = None
+
+    def __str__(self) -> str:
+        devices = counted(len(self.plan.devices), "device")
+        steps = counted(self.plan.train.steps, "step")
+        return f"training: {self.plan.technique} on {devices}, {steps}"
 
 
 class Faulted(msgspec.Struct, frozen=True):
@@ -67,9 +88,15 @@ class Faulted(msgspec.Struct, frozen=True):
     step: int
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
 
 class Ended(msgspec.Struct, frozen=True):
     """What was going on has ended, well or not."""
+
+    def __str__(self) -> str:
+        return "ended"
 
 
 def silent(update: object) -> None:

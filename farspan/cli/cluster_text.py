@@ -11,7 +11,7 @@ from farspan.domain.units import counted, format_bytes, format_flops, format_rat
 
 def say_cluster(cluster: Cluster, console: Console) -> None:
     """Sites, hosts, devices and links, each with its origin."""
-    console.say(count(cluster))
+    console.say(cluster.summary)
     for site in cluster.sites:
         lease = f", lease {format_seconds(site.lease_s)}" if site.lease_s else ""
         egress = (
@@ -34,14 +34,6 @@ def say_cluster(cluster: Cluster, console: Console) -> None:
     for a, b in combinations([host.name for host in cluster.hosts], 2):
         link = cluster.link(a, b)
         console.say(f"link {a} - {b}: {_link(link) if link else 'unknown'}")
-
-
-def count(cluster: Cluster) -> str:
-    kinds = [device.kind for device in cluster.devices]
-    parts = " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    return (
-        f"{parts} in {counted(len(cluster.hosts), 'host')} at {counted(len(cluster.sites), 'site')}"
-    )
 
 
 def _device(device: Device) -> str:

@@ -14,8 +14,8 @@ from farspan.cli.paint import width
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal, command
 from farspan.domain.units import counted, format_bytes, format_count, format_rate, format_seconds
+from farspan.planning.candidate import Candidate
 from farspan.planning.question import Question, model_of
-from farspan.planning.rank import Candidate
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:

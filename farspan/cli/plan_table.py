@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
-from farspan.domain.model import parameters
-from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
-from farspan.domain.words import joined
-from farspan.planning.compare import bounds, called, devices_line, refused_by_reason, spent, verdict
+from farspan.domain.units import format_bytes, format_seconds, short_time
+from farspan.planning.candidate import Candidate
 from farspan.planning.diff import PlanDifference
-from farspan.planning.rank import Candidate, Ranking
+from farspan.planning.ranking import (
+    HEADS,
+    LEFT,
+    Ranking,
+    bounds,
+    called,
+    candidate_cells,
+    devices_line,
+    question,
+    refused_by_reason,
+    short_number,
+    spent,
+    step_shares,
+    verdict,
+)
 from farspan.planning.why import Why, choice, why
 from farspan.report.tables import table_lines
 
@@ -25,19 +37,7 @@ if TYPE_CHECKING:
 SHOWN = 8
 #: Assumptions below the table; `--why` has them all.
 ASSUMED = 3
-HEADS = (
-    "#",
-    "technique",
-    "where",
-    "GB/device",
-    "step %",
-    "tok/s",
-    "TFLOP/s",
-    "minutes",
-    "cost",
-    "verdict",
-)
-#: The same where the terminal is narrow.
+#: HEADS where the terminal is narrow.
 NARROW = (
     "#",
     "technique",
@@ -55,8 +55,6 @@ LEGEND = (
     "predicted (interval)"
 )
 WHERE = HEADS.index("where")
-#: Columns that are aligned to the left.
-LEFT = {"technique", "where", "verdict"}
 #: rich's names for the tints of rows.
 STYLES = {"good": "bold green", "soft": "dim", "": ""}
 
@@ -90,26 +88,6 @@ def say_ranking(
     console.say(paragraph(f"Assumes: {'; '.join(known[:ASSUMED])}{rest}."))
 
 
-def question(ranking: Ranking) -> str:
-    """`gpt2, 24 layers x 1024, 355 M parameters; 16.8 M tokens ...; 4 a30 at gat and amst`."""
-
-    model, cluster = ranking.model, ranking.cluster
-    text = (
-        f"{model.family}, {model.layers} layers x {model.d_model}, "
-        f"{format_count(parameters(model))} parameters"
-    )
-    if ranking.candidates:
-        train = ranking.candidates[0].plan.train
-        tokens = format_count(train.steps * train.tokens_per_step)
-        text += (
-            f"; {tokens} tokens in {counted(train.steps, 'step')} of {train.batch} x "
-            f"{train.seq_len}, {train.precision}"
-        )
-    where = joined([site.name for site in cluster.sites])
-    text += f"; {devices_line(cluster, range(len(cluster.devices)))} at {where}"
-    return f"{text}; best in {ranking.objective.replace('_', ' ')}"
-
-
 def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
     """The candidates, a line each (two where the part's name is long), and what of them is not
     shown."""
@@ -124,7 +102,7 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
     ][:1]
     always = range(len(candidates)) if everything else {*range(SHOWN), *best.values(), *alone}
     shown = [i for i in range(len(candidates)) if i in always]
-    rows = [_cells(ranking, i) for i in shown]
+    rows = [candidate_cells(ranking, i) for i in shown]
     output = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []
     for i in shown:
         if candidates[i].unchosen:
@@ -142,42 +120,6 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
         )
         output.append(paint(paragraph(LEGEND + tried, indent=4), "soft", colours))
     return output + _refused(ranking, colours)
-
-
-def _cells(ranking: Ranking, index: int) -> list[str]:
-    candidate = ranking.candidates[index]
-    priced, plan = candidate.estimate, candidate.plan
-    ranks = sorted(
-        rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
-    )
-    capacity = [ranking.cluster.devices[candidate.places[rank]].memory for rank in ranks]
-    used, of = max(
-        ((part.total, size) for part, size in zip(priced.memory, capacity, strict=True)),
-        key=lambda p: p[0] / p[1],
-    )
-    low, high = (seconds / 60 for seconds in bounds(candidate))
-    minutes = f"{_short(candidate.time_s / 60)} ({_short(low)}-{_short(high)})"
-    return [
-        str(index + 1),
-        candidate.technique + ("*" if candidate.trial is not None and candidate.eligible else ""),
-        candidate.where,
-        f"{_short(used / 1e9)} of {_short(of / 1e9)}",
-        _split(candidate),
-        format_count(priced.tokens_per_s).replace(" ", ""),
-        f"{priced.tflops_per_device:.3g}",
-        minutes,
-        spent(candidate),
-        verdict(ranking, candidate),
-    ]
-
-
-def _short(number: float) -> str:
-    """Two digits or more: `0.42`, `6.5`, `24`, `1,240`, `12k`."""
-    if number >= 10_000:
-        return f"{number / 1000:,.0f}k"
-    if number >= 9.95:
-        return f"{number:,.0f}"
-    return f"{number:.2g}" if number < 0.995 else f"{number:.1f}".removesuffix(".0")
 
 
 def _tint(ranking: Ranking, index: int) -> str:
@@ -242,7 +184,7 @@ def told(ranking: Ranking, index: int | None) -> Told:
         choice=instead + reasons.choice,
         tiles=() if candidate is None else _tiles(ranking, candidate),
         heads=HEADS,
-        rows=tuple(tuple(_cells(ranking, i)) for i in range(len(ranking.candidates))),
+        rows=tuple(tuple(candidate_cells(ranking, i)) for i in range(len(ranking.candidates))),
         marked=index,
         refused=tuple(_refused(ranking, colours=False)),
         why=parts,
@@ -253,7 +195,7 @@ def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str]
     priced = candidate.estimate
     low, high = bounds(candidate)
     peak = "" if priced.mfu is None else f" · MFU {priced.mfu:.1%}"
-    energy = "energy unknown" if priced.kwh is None else f"{_short(priced.kwh)} kWh at most"
+    energy = "energy unknown" if priced.kwh is None else f"{short_number(priced.kwh)} kWh at most"
     return (
         (
             "Time",
@@ -263,7 +205,7 @@ def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str]
         (
             "Step",
             short_time(priced.step_s),
-            f"compute / communication / waiting {_split(candidate)} %",
+            f"compute / communication / waiting {step_shares(candidate)} %",
         ),
         (
             "Tokens a second",
@@ -274,12 +216,6 @@ def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str]
         ("Money", spent(candidate), energy),
         ("Verdict", verdict(ranking, candidate), devices_line(ranking.cluster, candidate.places)),
     )
-
-
-def _split(candidate: Candidate) -> str:
-    priced = candidate.estimate
-    parts = (priced.compute_s, priced.communication_s, priced.bubble_s)
-    return "/".join(f"{100 * part / priced.step_s:.0f}" for part in parts)
 
 
 def say_picture(shown: Picture, candidate: Candidate, console: Console) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from farspan.cli.console import Console
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, command, nearest
-from farspan.planning.rank import Candidate, Ranking, Refused
+from farspan.planning.candidate import Candidate, Refused
+from farspan.planning.ranking import Ranking
 
 if TYPE_CHECKING:
     from farspan.planning.diff import PlanSide
@@ -94,8 +95,8 @@ def _side(name: str, ranking: Ranking) -> PlanSide:
     from farspan.app.plans import check_cluster, read_plan
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
-    from farspan.planning.compare import called
     from farspan.planning.diff import PlanSide
+    from farspan.planning.ranking import called
 
     if _is_file(name):
         plan = read_plan(Path(name))

@@ -14,7 +14,6 @@ from farspan.cli.index_progress import IndexProgress
 from farspan.cli.plan_table import paragraph, say_ranking
 from farspan.cli.progress import TrainingDisplay
 from farspan.domain.results import Event
-from farspan.planning.outcome import trial_line, why
 
 
 class Show:
@@ -45,9 +44,9 @@ class Show:
                 say_ranking(update.ranking, self._console)
                 say()
             case Tried():
-                say(trial_line(update.candidate, update.trial))
+                say(str(update))
             case Chosen():
-                say(paragraph(why(update.selection)))
+                say(paragraph(str(update)))
             case Planned():
                 self._planned(update)
             case Training():
@@ -62,11 +61,7 @@ class Show:
                 self._index(update)
 
     def _planned(self, planned: Planned) -> None:
-        from farspan.report.text import plan_line
-
-        self._console.say(
-            plan_line(planned.plan, planned.estimate, planned.resolved.corpus, planned.forecast)
-        )
+        self._console.say(str(planned))
         for warning in planned.resolved.warnings:
             self._console.say(f"warning: {warning}")
 

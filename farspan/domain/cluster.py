@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from farspan.domain.notebook import html_table
 from farspan.domain.train import Precision
+from farspan.domain.units import counted, format_bytes, format_rate, short_time
 
 #: tf32 is fp32 numbers multiplied on the matrix units, to ten bits after the point (AMD: xf32).
 DType = Precision
@@ -249,6 +251,37 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     links: tuple[Link, ...] = ()
     #: Measured seconds of an all-reduce of so many bytes over all devices.
     allreduce_s: dict[int, float] = {}
+
+    @property
+    def summary(self) -> str:
+        """`3 a30 + 1 t4 in 2 hosts at 1 site`."""
+        kinds = [device.kind for device in self.devices]
+        devices = " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        hosts, sites = counted(len(self.hosts), "host"), counted(len(self.sites), "site")
+        return f"{devices} in {hosts} at {sites}"
+
+    def __repr__(self) -> str:
+        return f"<Cluster: {self.summary}>"
+
+    def _repr_html_(self) -> str:
+        devices = [
+            (site.name, host.name, device.kind, format_bytes(device.memory), device.origin)
+            for site in self.sites
+            for host in site.hosts
+            for device in host.devices
+        ]
+        links = []
+        for a, b in itertools.combinations([host.name for host in self.hosts], 2):
+            link = self.link(a, b)
+            if link is None:
+                links.append((a, b, "unknown", "unknown", ""))
+                continue
+            rate = "unknown" if link.bandwidth is None else format_rate(link.bandwidth)
+            links.append((a, b, short_time(link.rtt_s), rate, link.origin))
+        heads = ("host", "host", "round trip", "bandwidth", "origin")
+        network = html_table(heads, links, right=(2, 3)) if links else ""
+        heads = ("site", "host", "device", "memory", "origin")
+        return html_table(heads, devices, caption=self.summary, right=(3,)) + network
 
     @property
     def devices(self) -> tuple[Device, ...]:

@@ -17,6 +17,7 @@ import msgspec
 from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal
+from farspan.domain.units import counted, format_bytes, format_seconds
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning
 #: margin.
@@ -197,6 +198,10 @@ class Started(_Event, frozen=True, kw_only=True, tag="started"):
     #: version's.
     used_s: float | None = None
 
+    def __str__(self) -> str:
+        workers = counted(self.world, "worker")
+        return f"resumed after step {self.step:,}" if self.step else f"{workers} started"
+
 
 class Recovered(_Event, frozen=True, kw_only=True, tag="recovered"):
     """After a fault workers go on, without a person: from `step`, which makes `lost` steps to do
@@ -209,6 +214,10 @@ class Recovered(_Event, frozen=True, kw_only=True, tag="recovered"):
     down_s: float
     #: Whether the run goes on under another plan.
     replanned: bool = False
+
+    def __str__(self) -> str:
+        again = f"{counted(self.lost, 'step')} again"
+        return f"recovered after {format_seconds(self.down_s)}: {self.fault.what} · {again}"
 
 
 class Step(_Event, frozen=True, kw_only=True, tag="step"):
@@ -226,6 +235,11 @@ class Step(_Event, frozen=True, kw_only=True, tag="step"):
     memory_bytes: int
     #: Steps of the whole run as its time budget has it now; None of a run without one.
     steps: int | None = None
+
+    def __str__(self) -> str:
+        whole = "" if self.steps is None else f"/{self.steps:,}"
+        speed = f"{self.tokens / self.step_s:,.0f} tokens/s"
+        return f"step {self.step:,}{whole} · loss {self.loss:.3f} · {speed}"
 
 
 class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
@@ -256,6 +270,10 @@ class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
     sample_loss: float | None = None
     sample_tokens: int | None = None
 
+    def __str__(self) -> str:
+        best = " · best so far" if self.best else ""
+        return f"step {self.step:,} · validation loss {self.loss:.3f}{best}"
+
     @property
     def whole(self) -> bool:
         """Whether all of the split was read."""
@@ -268,6 +286,9 @@ class Saved(_Event, frozen=True, kw_only=True, tag="saved"):
     size_bytes: int
     seconds: float
 
+    def __str__(self) -> str:
+        return f"step {self.step:,} · saved {self.path}, {format_bytes(self.size_bytes)}"
+
 
 class Sampled(_Event, frozen=True, kw_only=True, tag="sampled"):
     """Text that the model wrote after a prompt."""
@@ -279,11 +300,17 @@ class Sampled(_Event, frozen=True, kw_only=True, tag="sampled"):
     #: None where nobody looked.
     verbatim: float | None = None
 
+    def __str__(self) -> str:
+        return f"step {self.step:,} · sample: {' '.join((self.prompt + self.text).split())}"
+
 
 class Warned(_Event, frozen=True, kw_only=True, tag="warned"):
     """Something a person should know though the run went on."""
 
     message: str
+
+    def __str__(self) -> str:
+        return f"warning: {self.message}"
 
 
 #: Kinds of spans that are arithmetic; and backends whose passes have ended when their spans end:
@@ -308,6 +335,9 @@ class Traced(_Event, frozen=True, kw_only=True, tag="traced"):
     rank: int
     spans: tuple[Span, ...]
 
+    def __str__(self) -> str:
+        return f"step {self.step:,} · rank {self.rank} traced, {counted(len(self.spans), 'span')}"
+
 
 class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     """The end of a worker group: `reason` is done, deadline, early-stop, interrupted or failed."""
@@ -316,6 +346,9 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     reason: str
     seconds: float
     problem: Problem | None = None
+
+    def __str__(self) -> str:
+        return f"step {self.step:,} · {self.reason} after {format_seconds(self.seconds)}"
 
 
 Event = Started | Recovered | Step | Validated | Saved | Sampled | Warned | Traced | Finished

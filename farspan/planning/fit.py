@@ -22,6 +22,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.results import Estimate
 from farspan.domain.units import format_bytes
 from farspan.estimate.price import price
+from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.ladders import (
     QUICK,
     Asked,
@@ -35,7 +36,7 @@ from farspan.planning.ladders import (
     holds_too_little,
 )
 from farspan.planning.parts import ClusterPart, all_parts
-from farspan.planning.rank import Candidate, Refused, candidate, host_bytes
+from farspan.planning.rank import candidate, host_bytes
 from farspan.techniques import Task
 
 

@@ -15,10 +15,11 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.trial import Trial
+from farspan.planning.candidate import Candidate
 from farspan.planning.fit import Limit, Room, climb, nearest_miss
 from farspan.planning.ladders import QUICK, Ground, Models, Rung, holds_too_little
 from farspan.planning.parts import whole
-from farspan.planning.rank import Candidate, candidate
+from farspan.planning.rank import candidate
 from farspan.planning.select import SelectionTask, held
 from farspan.techniques import Task
 

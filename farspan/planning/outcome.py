@@ -8,9 +8,9 @@ from farspan.domain.escapes import yaml_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.trial import Trial
 from farspan.domain.units import format_count, format_seconds, short_time
-from farspan.planning.compare import called, verdict
+from farspan.planning.candidate import Candidate
 from farspan.planning.misfit import largest_tried
-from farspan.planning.rank import Candidate, Ranking
+from farspan.planning.ranking import Ranking, called, verdict
 from farspan.planning.select import Selection, SelectionTask
 
 

@@ -12,14 +12,13 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.objective import TOLERANCE, Objective
-from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
-from farspan.domain.trial import Trial
-from farspan.domain.units import format_seconds
 from farspan.estimate.price import price
+from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.parts import ClusterPart, all_parts, whole
+from farspan.planning.ranking import Ranking
 from farspan.planning.side_by_side import cores, side_by_side
 from farspan.techniques import Task
 
@@ -28,73 +27,6 @@ MANY = 9
 #: What the dollars of a plan are multiplied by for which the law of losses knows no gain: more than
 #: any gain is small.
 NO_GAIN = 1e12
-
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A technique's plan on a part of the cluster, priced."""
-
-    technique: str
-    where: str
-    #: Places of its devices in the cluster.
-    places: tuple[int, ...]
-    plan: Plan
-    estimate: Estimate
-    #: Seconds until the run's loss is that of synchronous training, queues included, without a
-    #: deadline that cuts it short.
-    time_s: float
-    #: Seconds of them that the job waits in a queue.
-    queue_s: float = 0.0
-    #: Seconds after which a site of its takes its machines back.
-    lease_s: float = math.inf
-    #: Why a plan that fits is listed but not chosen, however long it takes.
-    barred: str | None = None
-    #: What its few steps took, where it was tried: its estimate keeps that pace then.
-    trial: Trial | None = None
-
-    @property
-    def unchosen(self) -> str | None:
-        """Why a plan that fits is listed but not chosen."""
-        if self.barred or self.queue_s + self.estimate.run_s <= self.lease_s:
-            return self.barred
-        return f"a lease ends after {format_seconds(self.lease_s)}, before the run does"
-
-    @property
-    def eligible(self) -> bool:
-        return self.unchosen is None
-
-    @property
-    def usd(self) -> float | None:
-        """Dollars of what `time_s` tells the seconds of: the whole run, also where a deadline cuts
-        it short."""
-        usd = self.estimate.usd
-        return None if usd is None else usd * (self.time_s - self.queue_s) / self.estimate.run_s
-
-
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """A technique that has no plan on a part of the cluster, and why."""
-
-    technique: str
-    where: str
-    #: Places of the part's devices in the cluster.
-    places: tuple[int, ...]
-    problem: Problem
-
-
-class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """Candidates, best first, of which `chosen` is the best that may be chosen; and techniques
-    without a plan, by name."""
-
-    model: ModelSpec
-    cluster: Cluster
-    objective: Objective
-    candidates: tuple[Candidate, ...]
-    refused: tuple[Refused, ...]
-    chosen: int | None
-
-    @property
-    def listed(self) -> tuple[Candidate | Refused, ...]:
-        """All of them in the order in which they are numbered: what has no plan comes last."""
-        return self.candidates + self.refused
 
 
 def rank(

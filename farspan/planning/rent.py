@@ -24,9 +24,10 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.results import RESERVE
 from farspan.domain.train import TrainSpec
+from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.model_speed import on_one_device
 from farspan.planning.parts import ClusterPart
-from farspan.planning.rank import Candidate, Refused, candidate
+from farspan.planning.rank import candidate
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task
 

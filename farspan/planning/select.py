@@ -25,9 +25,10 @@ from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
 from farspan.estimate.price import with_loss
-from farspan.planning.compare import bounds
+from farspan.planning.candidate import Candidate
 from farspan.planning.learn import Observation, learn, parts_of
-from farspan.planning.rank import Candidate, Ranking, by, ordered, rank
+from farspan.planning.rank import by, ordered, rank
+from farspan.planning.ranking import Ranking, bounds
 from farspan.semantics.identity import plan_key
 
 #: Trials take this share of the run that they are for, and at least so many seconds.

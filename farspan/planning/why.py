@@ -22,8 +22,10 @@ from farspan.domain.words import joined
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 from farspan.estimate.traffic import Exchange, traffic
-from farspan.planning.compare import (
+from farspan.planning.candidate import Candidate
+from farspan.planning.ranking import (
     SAME,
+    Ranking,
     by_money,
     called,
     devices_line,
@@ -36,7 +38,6 @@ from farspan.planning.compare import (
     time_line,
     words_of,
 )
-from farspan.planning.rank import Candidate, Ranking
 from farspan.semantics.communications import PURPOSE_NAMES
 
 #: A term is named where it makes up at least this share of what one plan takes longer than another.

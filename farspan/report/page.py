@@ -13,7 +13,7 @@ from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
 from farspan.report import charts, compared_text, losses, plan_terminal, text
-from farspan.report.charts import TINTS
+from farspan.report.charts import TINTS, Chart, thin
 from farspan.report.compared import Comparison
 from farspan.report.figures import figures
 from farspan.report.history import RunHistory
@@ -57,6 +57,15 @@ def page(run: RunHistory, comparison: Comparison | None = None) -> str:
             config_hash=content_hash(run.config),
         )
     )
+
+
+def chart_svg(chart: Chart) -> str:
+    """A chart as an SVG file of its own."""
+    # With context: the macro's own imports need what `environment` gives.
+    template = environment().from_string(
+        '{% from "chart.svg" import drawing with context %}{{ drawing(chart, text, style) }}'
+    )
+    return template.render(chart=thin(chart), text=chart.text, style=chart_style()).strip()
 
 
 def environment(*more: Path) -> jinja2.Environment:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.own_files import open_own
+from farspan.domain.units import format_seconds
 
 Kind = Literal["embedding", "fitting", "storing"]
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -87,6 +88,11 @@ class IndexWork:
             self._seconds[self.kind] = self._seconds.get(self.kind, 0.0) + now - self._since
         self._since = now
         self._changed(self)
+
+    def __str__(self) -> str:
+        left_s = self.eta_s()
+        left = "" if left_s is None else f" · {format_seconds(left_s)} left"
+        return f"{self.kind} {self.share:.0%}{left}"
 
     @property
     def share(self) -> float:

@@ -116,6 +116,32 @@ def test_ctrl_c_saves_refuses_and_leaves_no_worker(papers: Path) -> None:
     assert farspan.Run("runs/papers").report().run.history.reason == "interrupted"
 
 
+@pytest.mark.slow
+def test_ctrl_c_in_a_trial_refuses_and_leaves_no_worker(
+    papers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = papers / "trials"
+    trials.mkdir()
+    monkeypatch.setenv("TMPDIR", str(trials))
+    keys = {**SMALL, "parallel": {"workers": 2}, "train": {"steps": 1_000_000}}
+    script = textwrap.dedent(f"""
+        import farspan
+        try:
+            farspan.select("papers", **{keys!r})
+        except farspan.Refusal as refusal:
+            print(refusal.problem.code, flush=True)
+    """)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(lambda: [*trials.glob("farspan-trial-*/run/events.jsonl")], "a trial", process)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None and process.stdout.readline() == "interrupted\n"
+        assert process.wait(LIMIT_S) == 0
+    wait_for(lambda: not workers(papers), "the workers' end")
+    assert not [*trials.glob("farspan-trial-*")]
+
+
 def workers(folder: Path) -> list[int]:
     """The workers of runs in a folder."""
     found = []

@@ -41,7 +41,7 @@ def papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in range(60):
         text = " ".join(rng.choice(WORDS) for _ in range(300))
         (tmp_path / "papers" / f"paper-{number:02}.txt").write_text(
-            f"Paper {number} on samples\n\n{text}.\n"
+            f"Paper {number} on its sample\n\n{text}.\n"
         )
     monkeypatch.setenv("FARSPAN_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -52,12 +52,13 @@ def test_the_page_trains_reports_searches_and_refuses(papers: Path) -> None:
     NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(papers)}}
     ).execute()
-    first, second, third, refusal, ranking, priced = (text_of(cell) for cell in notebook.cells)
+    first, records, second, third, refusal, ranking, priced = map(text_of, notebook.cells)
     assert (
         "predicted" in first
         and "measured" in first
-        and re.search(r"^0\.\d+ paper-\d+", first, re.M)
+        and re.search(r"^\d+\.\d+ paper-\d+", first, re.M)
     )
+    assert re.match(r"\d+ \d+\.\d+\n", records) and (papers / "loss.svg").exists()
     assert second.strip() and "error" not in second
     assert re.search(r"^\d+ \d\.\d", third, re.M)
     assert refusal.startswith("path-missing - ")
@@ -65,6 +66,7 @@ def test_the_page_trains_reports_searches_and_refuses(papers: Path) -> None:
     assert re.match(r"\d+\.\d+ True \[\d+, \d+, \d+, \d+\]", priced)
     assert {path.name for path in (papers / "runs").iterdir()} == {"papers", "small", "another"}
     outputs = [output for cell in notebook.cells for output in cell.outputs]
-    assert all(output.get("name") == "stdout" for output in outputs), (
-        "nothing but what the page prints is printed"
-    )
+    bars = [output for output in outputs if output.output_type == "display_data"]
+    assert len(bars) >= 3 and all("<progress" in bar.data["text/html"] for bar in bars)
+    others = [output for output in outputs if output not in bars]
+    assert [output for output in others if output.get("name") != "stdout"] == []

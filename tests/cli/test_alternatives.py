@@ -15,7 +15,7 @@ from farspan.domain.config import ParallelConfig
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
-from farspan.planning.compare import called
+from farspan.planning.ranking import called
 from tests.planning.worlds import FAST, SLOW, cluster, ranking
 
 SPLIT = Split(tokens=10**6, documents=9, text_bytes=3 * 10**6)

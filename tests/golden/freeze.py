@@ -49,7 +49,8 @@ from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
-from farspan.planning.rank import Candidate, Refused, rank
+from farspan.planning.candidate import Candidate, Refused
+from farspan.planning.rank import rank
 from farspan.planning.select import SelectionTask, select
 from farspan.planning.why import why
 from farspan_studies.papers import algorithm1

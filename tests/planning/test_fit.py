@@ -18,11 +18,12 @@ from farspan.domain.train import TrainSpec
 from farspan.estimate.price import estimate, price
 from farspan.launch import clusters
 from farspan.planning import fit
+from farspan.planning.candidate import Refused
 from farspan.planning.ladders import Ground, Models, with_memory
 from farspan.planning.misfit import misfit, multiplied
 from farspan.planning.parts import all_parts
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import Refused, candidate, rank
+from farspan.planning.rank import candidate, rank
 from farspan.techniques import Task
 from farspan.techniques._out_of_memory import shortage
 from tests.examples import few

@@ -19,8 +19,9 @@ from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
+from farspan.planning.candidate import Candidate
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import Candidate, rank
+from farspan.planning.rank import rank
 from farspan.planning.rent import Budget, Rent, frontier, offered, rent
 
 ENGINE, MODEL = engine("farspan"), model_of("gpt2m")

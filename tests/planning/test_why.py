@@ -9,8 +9,7 @@ import pytest
 
 from farspan.domain.units import format_bytes, format_seconds, short_time
 from farspan.estimate.traffic import between_sites, traffic
-from farspan.planning.compare import bounds, devices_line, difference, factor, verdict
-from farspan.planning.rank import Ranking
+from farspan.planning.ranking import Ranking, bounds, devices_line, difference, factor, verdict
 from farspan.planning.why import choice, costs_of, exchange_line, slower_because, why
 from tests.planning.worlds import ranking
 

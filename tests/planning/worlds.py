@@ -8,7 +8,8 @@ from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.train import TrainSpec
-from farspan.planning.rank import Ranking, rank
+from farspan.planning.rank import rank
+from farspan.planning.ranking import Ranking
 
 FAST = Device(
     kind="fast",

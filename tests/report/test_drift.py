@@ -11,8 +11,8 @@ from farspan.app.reporting import paced, write_report
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.run import RunFolder
 from farspan.estimate.price import price
-from farspan.planning.compare import called
 from farspan.planning.rank import rank
+from farspan.planning.ranking import called
 from farspan.report.compared import compare
 from farspan.report.compared_text import sentences
 from farspan.report.drift import Drift

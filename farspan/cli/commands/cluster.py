@@ -6,7 +6,7 @@ import argparse
 from itertools import combinations
 
 from farspan.app.clusters import find
-from farspan.cli.cluster_text import count, say_cluster
+from farspan.cli.cluster_text import say_cluster
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import as_json
@@ -37,7 +37,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         say_cluster(cluster, console)
         return console.answer(as_json(cluster))
     unknown = _unknown(cluster)
-    console.say(f"{given.cluster}: {count(cluster)}; the file can be used")
+    console.say(f"{given.cluster}: {cluster.summary}; the file can be used")
     for line in unknown:
         console.say(f"unknown: {line}")
     if unknown:
@@ -55,7 +55,7 @@ def _list(console: Console) -> None:
     names, kinds = clusters.named(), catalog.devices()
     console.say("clusters")
     for name in names:
-        console.say(f"  {name:20} {count(clusters.find(name))}")
+        console.say(f"  {name:20} {clusters.find(name).summary}")
     console.say("devices")
     for kind, device in kinds.items():
         rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items())

@@ -41,16 +41,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if given.cluster:
         return _cluster(given.cluster, console)
     diagnosis = diagnose(given.device)
-    for name, version in diagnosis.versions.items():
-        console.say(f"{name:12} {version or 'not installed'}")
-    for device in diagnosis.devices:
-        console.say(
-            f"{'device':12} {device.kind} ({device.backend}), {format_bytes(device.memory)}, "
-            f"{', '.join(device.sheet.dtypes)}, {counted(device.slot.threads, 'thread')}"
-        )
-    for note in diagnosis.notes:
-        console.say(f"{'note':12} {note}")
-    console.say(f"{'disk':12} {format_bytes(diagnosis.disk_free_bytes)} free here")
+    for name, found in diagnosis.rows:
+        console.say(f"{name:12} {found}")
     _say_findings(diagnosis.findings, console)
     return console.answer(diagnosis)
 

@@ -24,8 +24,8 @@ from farspan.domain.objective import OBJECTIVES, TOLERANCE
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.domain.units import parse_seconds
+from farspan.planning.candidate import Refused
 from farspan.planning.quantities import positive
-from farspan.planning.rank import Refused
 
 if TYPE_CHECKING:
     from farspan.planning.select import Selection

@@ -1,0 +1,152 @@
+"""A progress bar that a notebook shows by itself."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from typing import Any
+
+from farspan.app.plans import Planned
+from farspan.app.updates import Ended, Faulted, Note, Progress, Training, Tried, silent
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Event, Warned
+from farspan.domain.units import format_seconds
+from farspan.report.so_far import SoFar
+
+#: Seconds between two drawings of the bar.
+REDRAW_S = 0.25
+#: Characters of the bar where there is no HTML, and of a line of a terminal beside it.
+BAR_CHARS, LINE_CHARS = 20, 79
+
+
+@contextmanager
+def progress_shown(progress: Progress | None) -> Iterator[Progress]:
+    """The callback that takes updates: `progress`; without one a bar in IPython, else nothing.
+
+    A Ctrl-C meanwhile that nothing else takes raises Refusal (interrupted), as one does that
+    reaches a run.
+    """
+    shell = None if progress is not None else _ipython()
+    bar = None if shell is None else NotebookBar(_draws_html(shell), time.monotonic)
+    try:
+        yield progress or bar or silent
+    except KeyboardInterrupt:
+        raise Refusal(
+            "interrupted",
+            what="stopped as asked",
+            where="farspan",
+            fact="what was finished so far is kept and used again",
+            remedy="call the same function again",
+        ) from None
+    finally:
+        if bar is not None:
+            bar.end()
+
+
+def _ipython() -> Any | None:
+    """The shell that runs this code, if IPython does."""
+    module = sys.modules.get("IPython")
+    return None if module is None else module.get_ipython()
+
+
+def _draws_html(shell: Any) -> bool:
+    return hasattr(shell, "kernel")
+
+
+class NotebookBar:
+    """A line that is drawn over itself: how far a run or an index is, and what is known of it."""
+
+    def __init__(self, html: bool, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds. Without `html` the line goes to standard error, as in a
+        terminal."""
+        self._html, self._clock = html, clock
+        self._share: float | None = None
+        self._text = "starting"
+        self._warnings: list[str] = []
+        self._so_far: SoFar | None = None
+        self._drawn_at = float("-inf")
+        self._handle: Any | None = None
+
+    def __call__(self, update: object) -> None:
+        """Take an update in, and draw what it changes a few times a second."""
+        match update:
+            case Note() | Faulted() | Planned() | Tried():
+                self._text = str(update)
+            case Training():
+                self._so_far = SoFar(update.plan.train.steps)
+                self._text = "starting workers"
+            case Ended():
+                self.draw()
+            case Warned():
+                self._warnings.append(update.message)
+            case _ if isinstance(update, Event):
+                self._take(update)
+            case _:
+                self._index(update)
+        if self._clock() - self._drawn_at >= REDRAW_S:
+            self.draw()
+
+    def _take(self, event: Event) -> None:
+        assert self._so_far is not None
+        self._so_far.take(event)
+        so_far = self._so_far
+        if not so_far.recent:
+            return
+        self._share = so_far.step / so_far.steps
+        facts = [f"step {so_far.step:,}/{so_far.steps:,}", f"loss {so_far.recent[-1].loss:.3f}"]
+        if so_far.validated is not None:
+            facts.append(f"val {so_far.validated.loss:.3f}")
+        facts.append(f"{so_far.tokens_per_s:,.0f} tokens/s")
+        if so_far.finished is None:
+            facts.append(f"{format_seconds(so_far.left_s())} left")
+        self._text = " · ".join(facts)
+
+    def _index(self, update: object) -> None:
+        from farspan.retrieval.work import IndexWork
+
+        if not isinstance(update, IndexWork):
+            return
+        self._share = update.share
+        self._text = str(update)
+
+    def draw(self) -> None:
+        """Show the bar as it is now."""
+        self._drawn_at = self._clock()
+        if not self._html:
+            print(f"\r{self.line:{LINE_CHARS}.{LINE_CHARS}}", end="", file=sys.stderr, flush=True)
+            return
+        display = importlib.import_module("IPython.display")
+        shown = {"text/html": self.html, "text/plain": "\n".join([self.line, *self._warnings])}
+        if self._handle is None:
+            self._handle = display.DisplayHandle()
+            self._handle.display(shown, raw=True)
+        else:
+            self._handle.update(shown, raw=True)
+
+    def end(self) -> None:
+        """Leave the last line as it stands; a call that showed none leaves none."""
+        if self._drawn_at == float("-inf"):
+            return
+        self.draw()
+        if not self._html:
+            print(file=sys.stderr)
+
+    @property
+    def line(self) -> str:
+        """The bar in characters."""
+        if self._share is None:
+            return self._text
+        filled = round(BAR_CHARS * self._share)
+        return f"[{'#' * filled}{'.' * (BAR_CHARS - filled)}] {self._share:4.0%} {self._text}"
+
+    @property
+    def html(self) -> str:
+        """The bar, and a line for each warning."""
+        value = "" if self._share is None else f' value="{self._share:.4f}"'
+        bar = f'<progress max="1"{value} style="width: 16em"></progress> {escape(self._text)}'
+        warned = "".join(f"<br>warning: {escape(message)}" for message in self._warnings)
+        return f'<div style="font-variant-numeric: tabular-nums">{bar}{warned}</div>'

@@ -1,0 +1,250 @@
+"""Candidates in order, and against each other: which is how much slower or costlier, what each is
+called in a sentence, and the table of all that terminals, pages and notebooks show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.notebook import html_table
+from farspan.domain.objective import Objective
+from farspan.domain.plan import Plan
+from farspan.domain.units import counted, format_count, format_seconds, format_usd
+from farspan.domain.words import joined
+from farspan.planning.candidate import Candidate, Refused
+
+#: Less of a difference than this is none: estimates are rounded to about as much.
+SAME = 0.001
+HEADS = (
+    "#",
+    "technique",
+    "where",
+    "GB/device",
+    "step %",
+    "tok/s",
+    "TFLOP/s",
+    "minutes",
+    "cost",
+    "verdict",
+)
+#: Columns that are aligned to the left.
+LEFT = {"technique", "where", "verdict"}
+
+
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """Candidates, best first, of which `chosen` is the best that may be chosen; and techniques
+    without a plan, by name."""
+
+    model: ModelSpec
+    cluster: Cluster
+    objective: Objective
+    candidates: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
+    chosen: int | None
+
+    def __repr__(self) -> str:
+        return f"<Ranking: {headline(self)}>"
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+    @property
+    def listed(self) -> tuple[Candidate | Refused, ...]:
+        """All of them in the order in which they are numbered: what has no plan comes last."""
+        return self.candidates + self.refused
+
+
+def step_s(candidate: Candidate) -> float:
+    """Seconds of a step, and of the further ones that the same loss takes where a token counts for
+    less than one."""
+    return candidate.estimate.step_s / candidate.estimate.token_efficiency
+
+
+def by_money(ranking: Ranking) -> bool:
+    """Whether the objective compares money."""
+    return ranking.objective in ("cost", "loss_per_dollar")
+
+
+def factor(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
+    """How many times as long, or as many dollars, `candidate` takes as `base`."""
+    if not by_money(ranking):
+        return candidate.time_s / base.time_s
+    return (
+        candidate.time_s / base.time_s
+        if candidate.usd is None or not base.usd
+        else candidate.usd / base.usd
+    )
+
+
+def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> str:
+    """`1.24` is `24 % slower`, `3.5` is `3.5 x slower`, `0.9` is `10 % faster`."""
+    if abs(value - 1) < SAME:
+        return "as " + ("fast" if words[0] == "slower" else "cheap")
+    if value < 1:
+        return f"{_percent(1 - value)} {words[1]}"
+    return f"{_percent(value - 1)} {words[0]}" if value < 2 else f"{_times(value)} x {words[0]}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
+
+
+def words_of(ranking: Ranking) -> tuple[str, str]:
+    return ("costlier", "cheaper") if by_money(ranking) else ("slower", "faster")
+
+
+def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
+    """A few words: chosen, how much slower (or costlier), or that there is no plan."""
+    if isinstance(candidate, Refused):
+        return "does not fit" if candidate.problem.code == "out-of-memory" else "no plan"
+    if ranking.chosen is None:
+        return "not chosen"
+    chosen = ranking.candidates[ranking.chosen]
+    if candidate is chosen:
+        return "chosen"
+    return difference(factor(ranking, candidate, chosen), words_of(ranking))
+
+
+def refused_by_reason(ranking: Ranking) -> dict[str, list[Refused]]:
+    """The techniques that have no plan anywhere, by why that is, without their names."""
+    planned = {candidate.technique for candidate in ranking.candidates}
+    reasons: dict[str, list[Refused]] = {}
+    for refused in ranking.refused:
+        if refused.technique not in planned:
+            problem = refused.problem
+            reason = (
+                f"{f'it {problem.predicate}' if problem.subject else problem.what} ({problem.fact})"
+            )
+            reasons.setdefault(reason, []).append(refused)
+    return reasons
+
+
+def called(candidate: Candidate) -> str:
+    """`zero2 on gat`."""
+    return f"{candidate.technique} on {candidate.where}"
+
+
+def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
+    """`2 rtx6000 and 2 t4`."""
+    kinds = [cluster.devices[place].kind for place in places]
+    return joined([f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)])
+
+
+def bounds(candidate: Candidate) -> tuple[float, float]:
+    """Seconds between which the run is expected to end, queues included; bounds of its tokens count
+    too."""
+    low, high = candidate.estimate.interval
+    worst, best = sorted(candidate.estimate.token_efficiency_interval)
+    run_s = (candidate.time_s - candidate.queue_s) * candidate.estimate.token_efficiency
+    return candidate.queue_s + low * run_s / max(
+        best, 1e-9
+    ), candidate.queue_s + high * run_s / max(worst, 1e-9)
+
+
+def spent(candidate: Candidate) -> str:
+    """`free`, `$1.20`, or `?` where a device's price is unknown."""
+    if candidate.usd is None:
+        return "?"
+    return "free" if candidate.usd == 0 else format_usd(candidate.usd)
+
+
+def time_line(candidate: Candidate) -> str:
+    """`6 min 28 s (5 min 10 s to 8 min 00 s)`."""
+    low, high = bounds(candidate)
+    return f"{format_seconds(candidate.time_s)} ({format_seconds(low)} to {format_seconds(high)})"
+
+
+def same_plan(plan: Plan, other: Plan) -> bool:
+    """Whether two techniques found the same."""
+    return (plan.replicas, plan.sync, plan.devices) == (other.replicas, other.sync, other.devices)
+
+
+def headline(ranking: Ranking) -> str:
+    """`12 plans, best zero2 on gat, 4 h 10 min`."""
+    plans = counted(len(ranking.candidates), "plan")
+    if ranking.chosen is None:
+        return f"{plans}, none can be chosen"
+    best = ranking.candidates[ranking.chosen]
+    return f"{plans}, best {called(best)}, {format_seconds(best.time_s)}"
+
+
+def html(ranking: Ranking) -> str:
+    """Every candidate as a row of a table, and the techniques that have no plan."""
+    rows = [candidate_cells(ranking, place) for place in range(len(ranking.candidates))]
+    rows += [
+        ["", refused.technique, refused.where, *[""] * (len(HEADS) - 4), refused.problem.what]
+        for refused in ranking.refused
+    ]
+    right = [place for place, head in enumerate(HEADS) if head not in LEFT]
+    chosen = [] if ranking.chosen is None else [ranking.chosen]
+    return html_table(HEADS, rows, caption=question(ranking), right=right, strong=chosen)
+
+
+def question(ranking: Ranking) -> str:
+    """`gpt2, 24 layers x 1024, 355 M parameters; 16.8 M tokens ...; 4 a30 at gat and amst`."""
+    model, cluster = ranking.model, ranking.cluster
+    text = (
+        f"{model.family}, {model.layers} layers x {model.d_model}, "
+        f"{format_count(parameters(model))} parameters"
+    )
+    if ranking.candidates:
+        train = ranking.candidates[0].plan.train
+        tokens = format_count(train.steps * train.tokens_per_step)
+        text += (
+            f"; {tokens} tokens in {counted(train.steps, 'step')} of {train.batch} x "
+            f"{train.seq_len}, {train.precision}"
+        )
+    where = joined([site.name for site in cluster.sites])
+    text += f"; {devices_line(cluster, range(len(cluster.devices)))} at {where}"
+    return f"{text}; best in {ranking.objective.replace('_', ' ')}"
+
+
+def candidate_cells(ranking: Ranking, index: int) -> list[str]:
+    """A cell for each of HEADS."""
+    candidate = ranking.candidates[index]
+    priced, plan = candidate.estimate, candidate.plan
+    ranks = sorted(
+        rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
+    )
+    capacity = [ranking.cluster.devices[candidate.places[rank]].memory for rank in ranks]
+    used, of = max(
+        ((part.total, size) for part, size in zip(priced.memory, capacity, strict=True)),
+        key=lambda p: p[0] / p[1],
+    )
+    low, high = (seconds / 60 for seconds in bounds(candidate))
+    minutes = f"{short_number(candidate.time_s / 60)} ({short_number(low)}-{short_number(high)})"
+    return [
+        str(index + 1),
+        candidate.technique + ("*" if candidate.trial is not None and candidate.eligible else ""),
+        candidate.where,
+        f"{short_number(used / 1e9)} of {short_number(of / 1e9)}",
+        step_shares(candidate),
+        format_count(priced.tokens_per_s).replace(" ", ""),
+        f"{priced.tflops_per_device:.3g}",
+        minutes,
+        spent(candidate),
+        verdict(ranking, candidate),
+    ]
+
+
+def short_number(number: float) -> str:
+    """Two digits or more: `0.42`, `6.5`, `24`, `1,240`, `12k`."""
+    if number >= 10_000:
+        return f"{number / 1000:,.0f}k"
+    if number >= 9.95:
+        return f"{number:,.0f}"
+    return f"{number:.2g}" if number < 0.995 else f"{number:.1f}".removesuffix(".0")
+
+
+def step_shares(candidate: Candidate) -> str:
+    """Per cent of a step: compute / exposed communication / waiting for other stages."""
+    priced = candidate.estimate
+    parts = (priced.compute_s, priced.communication_s, priced.bubble_s)
+    return "/".join(f"{100 * part / priced.step_s:.0f}" for part in parts)

@@ -1,0 +1,79 @@
+"""The progress bar of notebooks: drawn in place, from real updates, in a real kernel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+from farspan.app.notebook_bar import NotebookBar
+from farspan.app.updates import Note
+from farspan.domain.results import Step, Warned
+from farspan.retrieval.work import IndexWork
+from tests.cli.conftest import WORDS
+
+
+def test_a_line_follows_the_work_and_is_drawn_a_few_times_a_second(capsys):
+    clock = iter([10.0, 10.0, 10.1, 10.1, 10.5, 10.5, *[11.0] * 9])
+    bar = NotebookBar(html=False, clock=lambda: next(clock))
+    bar(Note("reading the text"))
+    work = IndexWork(changed=bar)
+    work.expect("embedding", 4)
+    for _ in range(3):
+        work.did(1)
+    bar.end()
+    drawn = [line.strip() for line in capsys.readouterr().err.split("\r") if line.strip()]
+    assert drawn[0] == "reading the text"
+    assert drawn[-1].startswith("[###############.....]  75% embedding")
+    assert len(drawn) < 5
+    assert all(len(line) < 80 for line in drawn)
+
+
+def test_a_call_without_updates_draws_nothing(capsys):
+    NotebookBar(html=False, clock=lambda: 0.0).end()
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_warnings_stay_and_texts_are_escaped():
+    bar = NotebookBar(html=False, clock=lambda: 0.0)
+    bar(Warned(at=0.0, message="<b>the loss jumped</b>"))
+    bar(Note("<script>"))
+    assert "warning: &lt;b&gt;the loss jumped&lt;/b&gt;" in bar.html
+    assert "<script>" not in bar.html and "&lt;script&gt;" in bar.html
+
+
+def test_every_event_prints_as_a_line():
+    step = Step(
+        at=0.0,
+        step=3,
+        loss=4.25,
+        lr=0.1,
+        grad_norm=None,
+        tokens=100,
+        step_s=0.5,
+        memory_bytes=1,
+        steps=12,
+    )
+    assert str(step) == "step 3/12 · loss 4.250 · 200 tokens/s"
+
+
+def test_a_notebook_shows_one_bar_and_prints_nothing(tmp_path: Path, monkeypatch):
+    (tmp_path / "papers").mkdir()
+    for number in range(20):
+        words = " ".join(WORDS[(number * k) % len(WORDS)] for k in range(200))
+        (tmp_path / "papers" / f"{number:02}.txt").write_text(f"Paper {number}\n\n{words}.\n")
+    monkeypatch.setenv("FARSPAN_CACHE", str(tmp_path / "cache"))
+    code = "import farspan\nfolder, corpus = farspan.prepare('papers', tokenizer={'vocab': 300})"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+    outputs = notebook.cells[0].outputs
+    assert [output.output_type for output in outputs] == ["display_data"]
+    assert re.search(r"<progress .*</progress> \S", outputs[0].data["text/html"])
