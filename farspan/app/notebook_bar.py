@@ -102,7 +102,7 @@ class NotebookBar:
             facts.append(f"val {so_far.validated.loss:.3f}")
         facts.append(f"{so_far.tokens_per_s:,.0f} tokens/s")
         if so_far.finished is None:
-            facts.append(f"{format_seconds(so_far.left_s())} left")
+            facts.append(f"ETA {format_seconds(so_far.left_s())}")
         self._text = " · ".join(facts)
 
     def _index(self, update: object) -> None:

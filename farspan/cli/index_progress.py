@@ -12,10 +12,7 @@ from rich.table import Table
 
 from farspan.cli.display import DisplayConsole
 from farspan.cli.progress import LINE_S
-from farspan.domain.units import format_seconds
 from farspan.retrieval.work import IndexWork
-
-_NAMES = {"embedding": "embedding", "fitting": "fitting", "storing": "storing"}
 
 
 class IndexProgress:
@@ -51,16 +48,11 @@ class IndexProgress:
         self._work = work
         if self._live is None and self._clock() - self._line_at >= LINE_S:
             self._line_at = self._clock()
-            self._console.print(self._facts(), soft_wrap=True, highlight=False)
-
-    def _facts(self) -> str:
-        eta_s = self._work.eta_s()
-        eta = "" if eta_s is None else f" · ETA {format_seconds(eta_s)}"
-        return f"{_NAMES[self._work.kind]} {self._work.share:.0%}{eta}"
+            self._console.print(str(self._work), soft_wrap=True, highlight=False)
 
     def _render(self) -> Table:
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(ratio=1)
         row.add_column(justify="right", no_wrap=True)
-        row.add_row(ProgressBar(total=1.0, completed=self._work.share), self._facts())
+        row.add_row(ProgressBar(total=1.0, completed=self._work.share), str(self._work))
         return row

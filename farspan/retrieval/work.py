@@ -91,8 +91,8 @@ class IndexWork:
 
     def __str__(self) -> str:
         left_s = self.eta_s()
-        left = "" if left_s is None else f" · {format_seconds(left_s)} left"
-        return f"{self.kind} {self.share:.0%}{left}"
+        eta = "" if left_s is None else f" · ETA {format_seconds(left_s)}"
+        return f"{self.kind} {self.share:.0%}{eta}"
 
     @property
     def share(self) -> float:
