@@ -15,11 +15,12 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from farspan.domain.catalog import ring_rate
-from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Host, Link
+from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Link
 from farspan.domain.engine import Engine
 from farspan.domain.plan import PlannedDevice
 from farspan.estimate.schedule import Hop
@@ -66,6 +67,14 @@ class NetworkPath(msgspec.Struct, frozen=True):
         return self.rate if concurrent == 1 else min(self.rate, self.line / concurrent)
 
 
+class Group(NamedTuple):
+    """Ranks of a collective by what decides its time: their hosts in order, and bytes a second
+    inside each host that has several of them."""
+
+    hosts: tuple[str, ...]
+    rates: tuple[tuple[str, float], ...]
+
+
 class Network:
     """The wires between the devices of a plan, under an engine."""
 
@@ -79,34 +88,65 @@ class Network:
         ]
         self.sites = [sites[host].name for host in self.hosts]
         self.crowd = _crowding(cluster, self.devices, self.hosts)
-        #: Bytes a second between two devices of a host.
-        self.local_rate = {name: self._local_rate(by_name[name]) for name in self.crowd}
+        self._by_name = by_name
+        self._ring_rates: dict[tuple[int, ...], float] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
+        #: Bytes a second of a ring over all devices of a host that are here.
+        self.local_rate = {
+            name: self.ring_rate([rank for rank, host in enumerate(self.hosts) if host == name])
+            for name in self.crowd
+        }
         self._site_of = {name: site.name for name, site in sites.items()}
         self._own = {frozenset((link.a, link.b)) for link in cluster.links}
         #: Hosts whose network cards have rates of their own.
         self._cards = {host.name for host in cluster.hosts if host.nic is not None}
         self._links: dict[tuple[str, str], Link] = {}
         self._wires: dict[tuple[str, str, bool, int], NetworkPath] = {}
-        self._rings: dict[tuple[tuple[str, ...], int, str], tuple[float, float]] = {}
+        self._rings: dict[tuple[Group, int, int], tuple[float, float]] = {}
 
     def _used(self) -> Iterator[tuple[Device, str]]:
         """Each device of the plan with its host."""
         return zip(self.devices, self.hosts, strict=True)
 
-    def _local_rate(self, host: Host) -> float:
-        """Bytes a second between devices of a host: measured; or what rings reach of their slowest
-        interconnect; or the engine's, of which a processor that is shared or held back does its
-        part."""
-        used = [device for device, name in self._used() if name == host.name]
-        rates = [
-            ring_rate(joined, len(used)) for device in used if (joined := device.sheet.interconnect)
-        ]
+    def ring_rate(self, ranks: Sequence[int]) -> float:
+        """Bytes a second of a ring over these devices of one host, or of a message between two:
+        what was measured, or what the catalogue knows of rings of so many on their slowest
+        interconnect, or the engine's."""
+        key = tuple(ranks)
+        if key not in self._ring_rates:
+            self._ring_rates[key] = self._ring_rate(key)
+        return self._ring_rates[key]
+
+    def _ring_rate(self, ranks: tuple[int, ...]) -> float:
+        host = self._by_name[self.hosts[ranks[0]]]
+        used = [self.devices[rank] for rank in ranks]
+        known = _catalogued(used)
+        if host.local_rate is not None:
+            # It was measured with all devices of the host: fewer may be joined by fewer links.
+            whole = _catalogued(host.devices)
+            return host.local_rate * (known / whole if known and whole else 1.0)
+        if known is not None:
+            return known
+        # A processor that is shared or held back does its part of the engine's.
         parts = [
             device.slot.share / self.crowd[host.name] for device in used if device.backend == "cpu"
         ]
-        if host.local_rate is None and len(rates) == len(used) and None not in rates:
-            return min(rate for rate in rates if rate is not None)
-        return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
+        return self.engine.local_rate * min(parts, default=1.0)
+
+    def _group(self, ranks: Sequence[int]) -> Group:
+        """Where the ranks of a group are, and the rates inside the hosts where several are."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            by_host: dict[str, list[int]] = {}
+            for rank in key:
+                by_host.setdefault(self.hosts[rank], []).append(rank)
+            rates = tuple(
+                (host, self.ring_rate(inside))
+                for host, inside in by_host.items()
+                if len(inside) > 1
+            )
+            self._groups[key] = Group(tuple(self.hosts[rank] for rank in key), rates)
+        return self._groups[key]
 
     def link(self, a: str, b: str) -> Link:
         """The link between two hosts, as it is given; that of their sites where they have none of
@@ -168,11 +208,19 @@ class Network:
     def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> NetworkPath:
         """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many
         streams."""
+        if self.hosts[a] == self.hosts[b]:
+            return self._inside(self.hosts[a], self.ring_rate((a, b) if a != b else (a,)))
         return self.between(
             self.hosts[a], self.hosts[b], collective, streams or self.engine.streams
         )
 
+    def _inside(self, host: str, rate: float) -> NetworkPath:
+        """The way between devices of one host that exchange so many bytes a second."""
+        site = self._site_of[host]
+        return NetworkPath(LOCAL_DELAY_S, rate, rate, (host, host), (site, site))
+
     def between(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
+        """The wire from one host to another."""
         key = (a, b, collective, streams)
         if key not in self._wires:
             self._wires[key] = self._make(a, b, collective, streams)
@@ -180,8 +228,6 @@ class Network:
 
     def _make(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
         engine, sites = self.engine, (self._site_of[a], self._site_of[b])
-        if a == b:
-            return NetworkPath(LOCAL_DELAY_S, self.local_rate[a], self.local_rate[a], (a, b), sites)
         link = paced(self.link(a, b))
         line = assumed_bandwidth(link, sites) if link.bandwidth is None else link.bandwidth
         if engine.host_rate is not None:
@@ -206,30 +252,28 @@ class Network:
         """What messages that leave at the same time take: each on its own wire, all that share a
         line after another, and the software of each sender one after another."""
         # Of each pair of hosts the largest message; of each device what goes out and comes in
-        # inside its host.
+        # inside its host, by the rate that it goes at.
         largest: dict[tuple[str, str], float] = {}
         lines: defaultdict[object, float] = defaultdict(float)
-        ports: defaultdict[tuple[int, bool], float] = defaultdict(float)
+        ports: defaultdict[tuple[int, bool], Counter[float]] = defaultdict(Counter)
         posted = Counter(flow.source for flow in flows)
+        busy = delay = 0.0
         for source, target, size in flows:
             pair = self.hosts[source], self.hosts[target]
-            largest[pair] = max(size, largest.get(pair, 0.0))
             if pair[0] == pair[1]:
-                ports[source, True] += size
-                ports[target, False] += size
+                wire = self.wire(source, target, collective=False, streams=streams)
+                ports[source, True][wire.rate] += size
+                ports[target, False][wire.rate] += size
+                delay = max(delay, wire.delay_s)
             else:
+                largest[pair] = max(size, largest.get(pair, 0.0))
                 lines[self._line(*pair)] += size
-        busy = delay = 0.0
         for pair, size in largest.items():
             wire = self.between(*pair, False, streams)
-            if wire.local:
-                took = (
-                    max(moved for (rank, _), moved in ports.items() if self.hosts[rank] == pair[0])
-                    / wire.rate
-                )
-            else:
-                took = max(lines[self._line(*pair)] / wire.line, self.send_s(wire, size))
+            took = max(lines[self._line(*pair)] / wire.line, self.send_s(wire, size))
             busy, delay = max(busy, took), max(delay, wire.delay_s)
+        for moved in ports.values():
+            busy = max(busy, sum(size / rate for rate, size in moved.items()))
         return Hop(busy + max(posted.values(), default=0) * self.engine.message_s, delay)
 
     def leaving(self, flows: Iterable[Flow]) -> dict[str, float]:
@@ -300,15 +344,17 @@ class Network:
         if len(group) < 2:
             return 0.0
         trip = busy = 0.0
+        inside = dict(self._group(group).rates)
         pairs = Counter((self.hosts[a], self.hosts[b]) for a in group for b in group if a != b)
         lines: Counter[tuple[str, ...]] = Counter()
         for (a, b), count in pairs.items():
             lines[self._line(a, b)] += count
         for a, b in pairs:
-            wire, sharing = (
-                self.between(a, b, False, self.engine.streams),
-                lines[self._line(a, b)] * concurrent,
-            )
+            sharing = lines[self._line(a, b)] * concurrent
+            if a == b:
+                wire = self._inside(a, inside[a])
+            else:
+                wire = self.between(a, b, False, self.engine.streams)
             rate = wire.rate if wire.local else min(wire.line / sharing, wire.rate * connections)
             # Else a message waits until its receiver has said that it is ready for it.
             trips = 1 if ahead and self.engine.receives_ahead else 2
@@ -350,8 +396,7 @@ class Network:
     def inside_s(self, group: Sequence[int], size: float, steps: int) -> float:
         """What of a ring of so many steps goes between devices of one host; 0 where no two of the
         group share one."""
-        hosts = Counter(self.hosts[rank] for rank in group)
-        rates = (self.local_rate[host] for host, count in hosts.items() if count > 1)
+        rates = (rate for _, rate in self._group(group).rates)
         return max((steps * size / len(group) / rate for rate in rates), default=0.0)
 
     def all_to_all_s(
@@ -372,18 +417,18 @@ class Network:
         n = len(group)
         if n < 2:
             return 0.0
-        hosts = tuple(self.hosts[rank] for rank in group)
+        places = self._group(group)
         if self.engine.ring_answered:
             return self._answered_s(
-                hosts, size / n, steps, messages, concurrent, at_once or self.engine.collectives
+                places, size / n, steps, messages, concurrent, at_once or self.engine.collectives
             )
-        latency, slowest = self._ring(hosts, steps, concurrent)
+        latency, slowest = self._ring(places, steps, concurrent)
         # Streams are channels that each work through messages of their own, one after another.
         return math.ceil(messages / self.engine.streams) * latency + steps * size / n * slowest
 
     def _answered_s(
         self,
-        hosts: tuple[str, ...],
+        group: Group,
         part: float,
         steps: int,
         messages: float,
@@ -393,8 +438,7 @@ class Network:
         """A ring whose every step waits for an answer, of messages that are `part` bytes a step
         together. A step takes a round trip, or as many as its bytes take where only some may be
         under way."""
-        pairs = zip(hosts, hosts[1:] + hosts[:1], strict=True)
-        wires = [self.between(a, b, True, self.engine.streams) for a, b in pairs]
+        wires = self._ring_wires(group)
         crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
         at_once = max(1.0, min(at_once, messages))
         each, slowest = part / max(1.0, messages), 0.0
@@ -404,16 +448,20 @@ class Network:
             slowest = max(slowest, trip + each / line, each / wire.rate, at_once * each / line)
         return max(1.0, messages) / at_once * steps * slowest
 
-    def _ring(self, hosts: tuple[str, ...], steps: int, concurrent: int) -> tuple[float, float]:
+    def _ring_wires(self, group: Group) -> list[NetworkPath]:
+        """The wires of a ring over a group, from each rank to the next."""
+        inside = {host: self._inside(host, rate) for host, rate in group.rates}
+        pairs = zip(group.hosts, group.hosts[1:] + group.hosts[:1], strict=True)
+        return [
+            inside[a] if a == b else self.between(a, b, True, self.engine.streams) for a, b in pairs
+        ]
+
+    def _ring(self, group: Group, steps: int, concurrent: int) -> tuple[float, float]:
         """Latency of the longest way that a part goes in so many steps, and seconds a byte on the
         slowest wire."""
-        key = (hosts, steps, str(concurrent))
+        key = (group, steps, concurrent)
         if key not in self._rings:
-            n = len(hosts)
-            wires = [
-                self.between(hosts[i], hosts[(i + 1) % n], True, self.engine.streams)
-                for i in range(n)
-            ]
+            n, wires = len(group.hosts), self._ring_wires(group)
             hops = [wire.delay_s + (0.0 if wire.local else self.engine.message_s) for wire in wires]
             rounds, rest = divmod(steps, n)
             part = (
@@ -454,6 +502,19 @@ class Network:
         return (2 * within + across) / max(1.0, messages) + (1 - 1 / max(1.0, messages)) * max(
             within, across
         )
+
+
+def _catalogued(devices: Sequence[Device]) -> float | None:
+    """Bytes a second that the catalogue knows of a ring over these devices of one host: that of
+    the slowest interconnect; None where one is unknown."""
+    slowest = math.inf
+    for device in devices:
+        joined = device.sheet.interconnect
+        rate = None if joined is None else ring_rate(joined, len(devices))
+        if rate is None:
+            return None
+        slowest = min(slowest, rate)
+    return slowest
 
 
 def _crowding(
