@@ -9,13 +9,41 @@ from itertools import pairwise
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_bytes, format_rate
 from farspan.estimate.compute import UNKNOWN_FLOPS, best_product, product_dtype
-from farspan.estimate.network import Network, assumed_bandwidth
+from farspan.estimate.network import UNKNOWN_BANDWIDTH, Network
 from farspan.estimate.stage import Costs
 
 
 def assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
     """Sentences for what was not measured on this cluster."""
-    return (*_rates(costs), *_inside_hosts(plan, costs), *_links(plan, costs), *_run(plan, costs))
+    return (
+        *_assumed_networks(plan, costs),
+        *_rates(costs),
+        *_inside_hosts(plan, costs),
+        *_links(plan, costs),
+        *_run(plan, costs),
+    )
+
+
+def _assumed_networks(plan: Plan, costs: Costs) -> list[str]:
+    """Networks between hosts of one site of which neither the file nor a probe says the rate."""
+    network, sites_by_text = costs.network, dict[str, list[str]]()
+    hosts = [device.host for device in plan.devices]
+    for (a, b), assumed in network.assumed(hosts).items():
+        site, link = network.site(a), network.cluster.link(a, b)
+        if site != network.site(b) or link is None:
+            continue  # `_links` names lines between sites.
+        if link.bandwidth is None and costs.engine.host_rate is not None:
+            continue
+        like = f", as of a {assumed.machine}" if assumed.machine else ""
+        found = f"such hosts have {format_rate(assumed.least)} to {format_rate(assumed.most)}"
+        text = (
+            f"{format_rate(assumed.rate)} is assumed between hosts{like} ({found}); measure it: "
+            "farspan probe --cluster CLUSTER -o measured.yaml"
+        )
+        sites = sites_by_text.setdefault(text, [])
+        if site not in sites:
+            sites.append(site)
+    return [f"{_some(sites, 'sites')}: {text}" for text, sites in sites_by_text.items()]
 
 
 def _rates(costs: Costs) -> list[str]:
@@ -116,10 +144,10 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
                 # Told already; or nothing leads from one to the other, and the plan sends nothing.
                 continue
             seen.add(pair)
-            if link.bandwidth is None:
-                rate = costs.engine.host_rate or assumed_bandwidth(
-                    link, (network.site(a), network.site(b))
-                )
+            assumed = network.cluster.assumed_network(a, b)
+            inside = network.site(a) == network.site(b)
+            if link.bandwidth is None and (costs.engine.host_rate or not inside):
+                rate = costs.engine.host_rate or UNKNOWN_BANDWIDTH
                 text = (
                     f"the line's rate is unknown, {format_rate(rate)} is assumed; farspan probe "
                     "measures it"
@@ -128,7 +156,7 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
             if link.window is None and not link.in_flight and link.rtt_s > 1e-3:
                 text = f"a TCP stream has {format_bytes(costs.engine.window)} under way"
                 pairs_by_text.setdefault(text, []).append(pair)
-            if link.origin == "derived":
+            if link.origin == "derived" and not (inside and assumed):
                 pairs_by_text.setdefault(
                     "the network inside a site, or derived from other links", []
                 ).append(pair)

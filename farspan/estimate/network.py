@@ -20,17 +20,17 @@ from typing import NamedTuple
 import msgspec
 
 from farspan.domain.catalog import ring_rate
-from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Link
+from farspan.domain.cluster import LINE_BANDWIDTH, Cluster, Device, Link
 from farspan.domain.engine import Engine
+from farspan.domain.machines import AssumedNetwork
 from farspan.domain.plan import PlannedDevice
 from farspan.estimate.schedule import Hop
 from farspan.semantics.communications import Communication, Flow, ring_steps
 
 #: Between devices of one host: a copy through shared memory or a bus.
 LOCAL_DELAY_S = 5e-6
-#: Where nothing is known of the line between two sites: what research networks and cloud regions
-#: commonly grant.
-UNKNOWN_BANDWIDTH = 1e9 / 8
+#: Where nothing is known of the line between two sites.
+UNKNOWN_BANDWIDTH = LINE_BANDWIDTH
 #: Bytes of a TCP segment on Ethernet.
 SEGMENT = 1448
 
@@ -103,6 +103,7 @@ class Network:
         self._links: dict[tuple[str, str], Link] = {}
         self._wires: dict[tuple[str, str, bool, int], NetworkPath] = {}
         self._rings: dict[tuple[Group, int, int], tuple[float, float]] = {}
+        self._ranges: dict[frozenset[str], tuple[float, float] | None] = {}
 
     def _used(self) -> Iterator[tuple[Device, str]]:
         """Each device of the plan with its host."""
@@ -173,6 +174,39 @@ class Network:
             self.link(a, b).origin == "measured" for a, b in itertools.combinations(counts, 2)
         )
 
+    def assumed(self, hosts: Iterable[str]) -> dict[tuple[str, str], AssumedNetwork]:
+        """What is assumed of the networks between these hosts: by a pair of each sort of hosts,
+        since all of a site that have the same card and devices have the same."""
+        sorts: dict[object, list[str]] = {}
+        own = {name for pair in self._own for name in pair}
+        for name in dict.fromkeys(hosts):
+            host = self._by_name[name]
+            kinds = tuple(device.kind for device in host.devices)
+            sort = name if name in own else (self._site_of[name], host.nic, kinds)
+            sorts.setdefault(sort, []).append(name)
+        # Two of a sort stand for all of it.
+        few = [name for alike in sorts.values() for name in alike[:2]]
+        pairs = {
+            pair: self.cluster.assumed_network(*pair) for pair in itertools.combinations(few, 2)
+        }
+        return {pair: assumed for pair, assumed in pairs.items() if assumed is not None}
+
+    def assumed_range(self, hosts: frozenset[str]) -> tuple[float, float] | None:
+        """Factors on the time of collectives between these hosts, by what hosts like those of which
+        nothing is known are found to have, as far as the line decides; None where all is known, or
+        the software's own rate is."""
+        if hosts not in self._ranges:
+            found = self.assumed(sorted(hosts)) if self.engine.host_rate is None else {}
+            low = high = 1.0
+            for (a, b), network in found.items():
+                rate, least, most = (
+                    self._make(a, b, True, self.engine.streams, carries).rate
+                    for carries in (network.rate, network.least, network.most)
+                )
+                low, high = min(low, rate / most), max(high, rate / least)
+            self._ranges[hosts] = (low, high) if found else None
+        return self._ranges[hosts]
+
     def site(self, host: str) -> str:
         """The site of a host."""
         return self._site_of[host]
@@ -226,10 +260,16 @@ class Network:
             self._wires[key] = self._make(a, b, collective, streams)
         return self._wires[key]
 
-    def _make(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
+    def _make(
+        self, a: str, b: str, collective: bool, streams: int, carries: float | None = None
+    ) -> NetworkPath:
+        """The wire between two hosts, or what it were if its line carried so much."""
         engine, sites = self.engine, (self._site_of[a], self._site_of[b])
         link = paced(self.link(a, b))
-        line = assumed_bandwidth(link, sites) if link.bandwidth is None else link.bandwidth
+        line = link.bandwidth if carries is None else carries
+        if line is None:
+            assumed = self.cluster.assumed_network(a, b)
+            line = UNKNOWN_BANDWIDTH if assumed is None else assumed.rate
         if engine.host_rate is not None:
             line = engine.host_rate if link.bandwidth is None else min(line, engine.host_rate)
         trip = link.rtt_s + engine.message_s
@@ -543,12 +583,6 @@ def paced(link: Link) -> Link:
         bandwidth=None if link.bandwidth is None else link.bandwidth / link.pace,
         transfer_s={size: seconds * link.pace for size, seconds in link.transfer_s.items()},
     )
-
-
-def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:
-    """Bytes a second of a line of which nothing is known: a site's own network, or one between
-    sites."""
-    return SITE_BANDWIDTH if sites[0] == sites[1] else UNKNOWN_BANDWIDTH
 
 
 def _under_way(link: Link, streams: int, window: int) -> float:
