@@ -24,11 +24,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 #: same cluster.
 Origin = Literal["catalogue", "given", "measured", "derived"]
 
-#: The round trip that a pair of hosts of one site is taken to have where nothing was given or
-#: measured: through one switch and two kernels.
-SITE_RTT_S = 1e-4
-#: What the network of a site, and a line between two, are taken to carry where nothing is known.
-SITE_BANDWIDTH, LINE_BANDWIDTH = UNKNOWN_SITE.rate, UNKNOWN_LINE.rate
+#: What a pair of hosts of one site, and a line between two sites, are taken to have where nothing
+#: is known of them.
+SITE_RTT_S, SITE_BANDWIDTH = UNKNOWN_SITE.rtt_s, UNKNOWN_SITE.rate
+LINE_BANDWIDTH = UNKNOWN_LINE.rate
 
 #: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may
 #: start unconfined; READY then names a file a line and what to write there, `FILE=TEXT`, once it
@@ -418,14 +417,13 @@ def _inside(site: Site, a: str, b: str, cards: list[float]) -> Link:
     """The local network of a site between two of its hosts, whose `cards` are those that are
     known."""
     # A switch carries what both cards do, where nothing else is said of it.
-    carries = site.lan_bandwidth or (
-        min(cards) if len(cards) == 2 else _assumed_lan(site, a, b).rate
-    )
+    known = site.lan_bandwidth or (min(cards) if len(cards) == 2 else None)
+    assumed = UNKNOWN_SITE if known else _assumed_lan(site, a, b)
     return Link(
         a=a,
         b=b,
-        rtt_s=SITE_RTT_S if site.lan_rtt_s is None else site.lan_rtt_s,
-        bandwidth=min([carries, *cards]),
+        rtt_s=assumed.rtt_s if site.lan_rtt_s is None else site.lan_rtt_s,
+        bandwidth=min([known or assumed.rate, *cards]),
         origin="derived" if site.lan_bandwidth is None else "given",
     )
 
