@@ -12,18 +12,22 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
-import msgspec
-
-from farspan.domain.catalog import ring_rate
 from farspan.domain.cluster import LINE_BANDWIDTH, Cluster, Device, Link
 from farspan.domain.engine import Engine
 from farspan.domain.machines import AssumedNetwork
 from farspan.domain.plan import PlannedDevice
+from farspan.estimate.network_path import (
+    Group,
+    NetworkPath,
+    bytes_under_way,
+    catalogued_rate,
+    interpolated_s,
+    paced,
+    threads_per_core,
+)
 from farspan.estimate.schedule import Hop
 from farspan.semantics.communications import Communication, Flow, ring_steps
 
@@ -43,38 +47,6 @@ class NoLink(Exception):
         self.a, self.b = a, b
 
 
-class NetworkPath(msgspec.Struct, frozen=True):
-    """Between two ranks, one way: seconds before the first byte arrives, bytes a second
-    afterwards."""
-
-    delay_s: float
-    rate: float
-    #: What the line itself carries; concurrent messages share it, while windows are each message's
-    #: own.
-    line: float
-    #: Hosts at its ends, the same where both ranks are in one host.
-    hosts: tuple[str, str]
-    sites: tuple[str, str]
-    #: Measured seconds by bytes, where `farspan probe` timed messages of this kind.
-    timed: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def local(self) -> bool:
-        return self.hosts[0] == self.hosts[1]
-
-    def shared(self, concurrent: int) -> float:
-        """The rate of one of so many concurrent messages."""
-        return self.rate if concurrent == 1 else min(self.rate, self.line / concurrent)
-
-
-class Group(NamedTuple):
-    """Ranks of a collective by what decides its time: their hosts in order, and bytes a second
-    inside each host that has several of them."""
-
-    hosts: tuple[str, ...]
-    rates: tuple[tuple[str, float], ...]
-
-
 class Network:
     """The wires between the devices of a plan, under an engine."""
 
@@ -87,7 +59,7 @@ class Network:
             by_name[device.host].devices[device.index] for device in devices
         ]
         self.sites = [sites[host].name for host in self.hosts]
-        self.crowd = _crowding(cluster, self.devices, self.hosts)
+        self.crowd = threads_per_core(cluster, self.devices, self.hosts)
         self._by_name = by_name
         self._ring_rates: dict[tuple[int, ...], float] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -121,10 +93,10 @@ class Network:
     def _ring_rate(self, ranks: tuple[int, ...]) -> float:
         host = self._by_name[self.hosts[ranks[0]]]
         used = [self.devices[rank] for rank in ranks]
-        known = _catalogued(used)
+        known = catalogued_rate(used)
         if host.local_rate is not None:
             # It was measured with all devices of the host: fewer may be joined by fewer links.
-            whole = _catalogued(host.devices)
+            whole = catalogued_rate(host.devices)
             return host.local_rate * (known / whole if known and whole else 1.0)
         if known is not None:
             return known
@@ -274,7 +246,7 @@ class Network:
             line = engine.host_rate if link.bandwidth is None else min(line, engine.host_rate)
         trip = link.rtt_s + engine.message_s
         most = engine.collective_bytes if collective else engine.send_bytes
-        under_way = _under_way(link, streams, engine.window)
+        under_way = bytes_under_way(link, streams, engine.window)
         rate = min(line, (under_way if most is None else min(most, under_way)) / trip)
         if link.loss and not link.in_flight:
             rate = min(rate, streams * SEGMENT / link.rtt_s * math.sqrt(1.5 / link.loss))
@@ -285,7 +257,7 @@ class Network:
         """Seconds that a message of `size` bytes keeps a wire busy, without its delay and the
         software's time."""
         if len(wire.timed) > 1:
-            return max(size / wire.line, _interpolated(wire.timed, size) - wire.delay_s)
+            return max(size / wire.line, interpolated_s(wire.timed, size) - wire.delay_s)
         return size / wire.rate
 
     def flows_s(self, flows: Sequence[Flow], streams: int) -> Hop:
@@ -542,65 +514,3 @@ class Network:
         return (2 * within + across) / max(1.0, messages) + (1 - 1 / max(1.0, messages)) * max(
             within, across
         )
-
-
-def _catalogued(devices: Sequence[Device]) -> float | None:
-    """Bytes a second that the catalogue knows of a ring over these devices of one host: that of
-    the slowest interconnect; None where one is unknown."""
-    slowest = math.inf
-    for device in devices:
-        joined = device.sheet.interconnect
-        rate = None if joined is None else ring_rate(joined, len(devices))
-        if rate is None:
-            return None
-        slowest = min(slowest, rate)
-    return slowest
-
-
-def _crowding(
-    cluster: Cluster, devices: Sequence[Device], hosts: Sequence[str]
-) -> dict[str, float]:
-    """CPU workers' threads for each core of their host, at least 1: so many share one core's
-    speed."""
-    cpus, threads = {host.name: host.cpus for host in cluster.hosts}, dict.fromkeys(hosts, 0)
-    for device, host in zip(devices, hosts, strict=True):
-        threads[host] += device.slot.threads if device.backend == "cpu" else 0
-    return {
-        host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0
-        for host, used in threads.items()
-    }
-
-
-def paced(link: Link) -> Link:
-    """The link whose round trips and bytes take what they took in trials; what is under way in a
-    round trip stays."""
-    if link.pace == 1.0:
-        return link
-    return msgspec.structs.replace(
-        link,
-        pace=1.0,
-        rtt_s=link.rtt_s * link.pace,
-        bandwidth=None if link.bandwidth is None else link.bandwidth / link.pace,
-        transfer_s={size: seconds * link.pace for size, seconds in link.transfer_s.items()},
-    )
-
-
-def _under_way(link: Link, streams: int, window: int) -> float:
-    """Bytes under way over so many streams: measured where they were, else the streams' windows."""
-    if streams in link.in_flight:
-        return link.in_flight[streams]
-    if link.in_flight:
-        # More streams carry no less than fewer did, and of more that were measured their share.
-        return max(
-            under_way * min(1.0, streams / count) for count, under_way in link.in_flight.items()
-        )
-    return streams * (link.window or window)
-
-
-@functools.lru_cache(maxsize=1024)
-def _interpolated(timed: tuple[tuple[int, float], ...], size: float) -> float:
-    """Seconds for `size` bytes on the broken line through measured points, its ends prolonged;
-    never below 0."""
-    place = min(max(1, bisect_left(timed, (size, 0.0))), len(timed) - 1)
-    (x0, y0), (x1, y1) = timed[place - 1], timed[place]
-    return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.domain import catalog
-from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Link, Site
 from farspan.domain.machines import UNKNOWN_LINE, UNKNOWN_SITE, machines
 from farspan.domain.units import parse_rate
 
@@ -64,7 +64,7 @@ def test_hosts_of_a_known_machines_shape_have_its_network(kind, gbit, machine):
     cluster = site((kind,) * 8, (kind,) * 8)
     assert rate(cluster) == gbit * 1e9 / 8
     link = cluster.link("h0", "h1")
-    assert link is not None and link.origin == "derived"
+    assert link is not None and (link.origin, link.rtt_s) == ("derived", 20e-6)
     assumed = cluster.assumed_network("h0", "h1")
     assert assumed is not None and (assumed.rate, assumed.machine) == (gbit * 1e9 / 8, machine)
 
@@ -96,6 +96,7 @@ def test_cards_local_networks_and_links_that_are_given_go_before_a_known_machine
     assert rate(lan) == 3e9 and lan.assumed_network("h0", "h1") is None
     cards = site(eight, eight).with_hosts(lambda host: msgspec.structs.replace(host, nic=5e9))
     assert rate(cards) == 5e9 and cards.assumed_network("h0", "h1") is None
+    assert [cards.link("h0", "h1").rtt_s, lan.link("h0", "h1").rtt_s] == [SITE_RTT_S] * 2
     own = Link(a="h0", b="h1", rtt_s=1e-3, bandwidth=7e9)
     linked = msgspec.structs.replace(site(eight, eight), links=(own,))
     assert rate(linked) == 7e9 and linked.assumed_network("h0", "h1") is None

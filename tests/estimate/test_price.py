@@ -107,10 +107,10 @@ def test_an_assumed_network_is_named_with_its_number_and_makes_the_interval_wide
     hosts = tuple(Host(name=f"h{i}", devices=(made,) * devices) for i in range(2))
     unknown = Cluster(sites=(Site(name="lab", hosts=hosts),))
     link = unknown.link("h0", "h1")
-    stated = msgspec.structs.replace(
-        unknown,
-        sites=(msgspec.structs.replace(unknown.sites[0], lan_bandwidth=link.bandwidth),),
+    site = msgspec.structs.replace(
+        unknown.sites[0], lan_bandwidth=link.bandwidth, lan_rtt_s=link.rtt_s
     )
+    stated = msgspec.structs.replace(unknown, sites=(site,))
     ranks = tuple(range(2 * devices))
     both = pipeline([stage(mesh(*ranks), (1,) * len(ranks))], 1, (1,))
     guess, known = (
