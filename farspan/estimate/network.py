@@ -267,15 +267,15 @@ class Network:
         # inside its host, by the rate that it goes at.
         largest: dict[tuple[str, str], float] = {}
         lines: defaultdict[object, float] = defaultdict(float)
-        ports: defaultdict[tuple[int, bool], Counter[float]] = defaultdict(Counter)
+        ports: defaultdict[tuple[int, bool], dict[float, float]] = defaultdict(dict)
         posted = Counter(flow.source for flow in flows)
         busy = delay = 0.0
         for source, target, size in flows:
             pair = self.hosts[source], self.hosts[target]
             if pair[0] == pair[1]:
                 wire = self.wire(source, target, collective=False, streams=streams)
-                ports[source, True][wire.rate] += size
-                ports[target, False][wire.rate] += size
+                for moved in (ports[source, True], ports[target, False]):
+                    moved[wire.rate] = moved.get(wire.rate, 0.0) + size
                 delay = max(delay, wire.delay_s)
             else:
                 largest[pair] = max(size, largest.get(pair, 0.0))
