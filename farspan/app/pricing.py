@@ -283,7 +283,7 @@ def rent(
     hours: float | None = None,
     usd: float | None = None,
     kinds: Sequence[str] = (),
-    network: str = "10Gbit/s",
+    network: str | None = None,
 ) -> Rent:
     """The catalogue's devices (of these `kinds`, or all) and counts by time and dollars, for a run
     that may take so many hours and dollars."""
@@ -306,7 +306,9 @@ def rent(
         budget=budget,
         allow=query.allow,
         kinds=kinds,
-        bandwidth=positive(parse_rate, network, "--network", "100Gbit/s"),
+        bandwidth=None
+        if network is None
+        else positive(parse_rate, network, "--network", "100Gbit/s"),
     )
 
 

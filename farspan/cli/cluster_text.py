@@ -6,6 +6,7 @@ from itertools import combinations
 
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster, Device, Link
+from farspan.domain.machines import AssumedNetwork
 from farspan.domain.units import counted, format_bytes, format_flops, format_rate, format_seconds
 
 
@@ -33,7 +34,8 @@ def say_cluster(cluster: Cluster, console: Console) -> None:
                 console.say(f"    {lines.count(line)} x {line}")
     for a, b in combinations([host.name for host in cluster.hosts], 2):
         link = cluster.link(a, b)
-        console.say(f"link {a} - {b}: {_link(link) if link else 'unknown'}")
+        text = _link(link, cluster.assumed_network(a, b)) if link else "unknown"
+        console.say(f"link {a} - {b}: {text}")
 
 
 def _device(device: Device) -> str:
@@ -53,8 +55,11 @@ def _device(device: Device) -> str:
     )
 
 
-def _link(link: Link) -> str:
+def _link(link: Link, assumed: AssumedNetwork | None) -> str:
     bandwidth = format_rate(link.bandwidth) if link.bandwidth else "bandwidth unknown"
+    if assumed is not None:
+        like = f", as of a {assumed.machine}" if assumed.machine else ""
+        bandwidth = f"{format_rate(assumed.rate)} assumed{like}"
     window = f", window {format_bytes(link.window)}" if link.window else ""
     loss = f", loss {link.loss:.2%}" if link.loss is not None else ""
     return f"{format_seconds(link.rtt_s)}, {bandwidth}{window}{loss} [{link.origin}]"

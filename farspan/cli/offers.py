@@ -14,6 +14,7 @@ from farspan.cli.paint import width
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal, command
 from farspan.domain.units import counted, format_bytes, format_count, format_rate, format_seconds
+from farspan.domain.words import joined
 from farspan.planning.candidate import Candidate
 from farspan.planning.question import Question, model_of
 from farspan.report.tables import table_lines
@@ -232,6 +233,12 @@ def say_rent(rented: Rent, model: ModelSpec, console: Console, *, limited: bool)
         f"devices,\n{format_rate(rented.bandwidth)} and a round trip of "
         f"{format_seconds(rented.rtt_s)} between hosts."
     )
+    for machine in dict.fromkeys(rented.known.values()):
+        kinds = [kind for kind, network in rented.known.items() if network == machine]
+        console.say(
+            f"{format_rate(machine.rate)} between hosts of 8 x {joined(kinds)}, as of a "
+            f"{machine.machine}; --network RATE asks about another."
+        )
 
 
 def _offer_row(mark: str, offer: Offer, *, limited: bool) -> tuple[str, ...]:

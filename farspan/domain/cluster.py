@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from farspan.domain.machines import UNKNOWN_LINE, UNKNOWN_SITE, AssumedNetwork, known_network
 from farspan.domain.notebook import html_table
 from farspan.domain.train import Precision
 from farspan.domain.units import counted, format_bytes, format_rate, short_time
@@ -25,13 +26,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 #: same cluster.
 Origin = Literal["catalogue", "given", "measured", "derived"]
 
-#: What a pair of hosts of one site is taken to have where nothing was given or measured: 10 Gbit/s
-#: Ethernet, whose round trip through one switch and two kernels is about 0.1 ms.
-SITE_RTT_S = 1e-4
-SITE_BANDWIDTH = 10e9 / 8
-#: What a line between sites is taken to carry, where nothing is known of it, when a host's own card
-#: is asked for less.
-LINE_BANDWIDTH = 1e9 / 8
+#: What a pair of hosts of one site, and a line between two sites, are taken to have where nothing
+#: is known of them.
+SITE_RTT_S, SITE_BANDWIDTH = UNKNOWN_SITE.rtt_s, UNKNOWN_SITE.rate
+LINE_BANDWIDTH = UNKNOWN_LINE.rate
 
 #: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may
 #: start unconfined; READY then names a file a line and what to write there, `FILE=TEXT`, once it
@@ -215,7 +213,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     #: Seconds that a job waits in the site's queue before it starts.
     queue_s: float = 0.0
     #: Bytes a second, and the round trip, between its hosts; None takes the slower card of two
-    #: hosts whose cards are known, or SITE_BANDWIDTH, and SITE_RTT_S.
+    #: hosts whose cards are known, or what is assumed of them (`Cluster.assumed_network`), and
+    #: SITE_RTT_S.
     lan_bandwidth: float | None = None
     lan_rtt_s: float | None = None
 
@@ -372,6 +371,26 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return link
         return msgspec.structs.replace(link, bandwidth=min(cards))
 
+    def assumed_network(self, a: str, b: str) -> AssumedNetwork | None:
+        """What the network between two hosts is taken to carry where neither the file nor a
+        measurement says it; None where they do, or where nothing leads from one to the other.
+
+        Inside a site it is that of the known machines whose shape both hosts have; else it is that
+        of hosts of which nothing is known.
+        """
+        site_a, site_b = self.site_of(a), self.site_of(b)
+        link = self._given(a, b, {a, b}) or self._given(a, b, {site_a.name, site_b.name})
+        if site_a.name != site_b.name:
+            joined = self.link(a, b)
+            return None if joined is None or joined.bandwidth is not None else UNKNOWN_LINE
+        if link is None:
+            cards = [nic for nic in (_card(site_a, a), _card(site_a, b)) if nic is not None]
+            assumed = _assumed_lan(site_a, a, b)
+            known = site_a.lan_bandwidth is not None or len(cards) == 2
+            return None if known or min(cards, default=math.inf) <= assumed.rate else assumed
+        guessed = link.bandwidth is None or link.origin == "derived"
+        return _assumed_lan(site_a, a, b) if guessed else None
+
     def _given(self, a: str, b: str, pair: set[str]) -> Link | None:
         """The first link that joins a pair of names, as one of two hosts."""
         found = (link for link in self.links if {link.a, link.b} == pair)
@@ -409,16 +428,35 @@ def _card(site: Site, name: str) -> float | None:
     return next((host.nic for host in site.hosts if host.name == name), None)
 
 
+def _assumed_lan(site: Site, a: str, b: str) -> AssumedNetwork:
+    """What two hosts of a site are taken to have: the slower of their known machines' networks; and
+    UNKNOWN_SITE unless both are known."""
+    known = [
+        known_network(
+            [device.kind for device in host.devices],
+            [
+                device.sheet.interconnect.kind if device.sheet.interconnect else ""
+                for device in host.devices
+            ],
+        )
+        for host in site.hosts
+        if host.name in (a, b)
+    ]
+    both = [network for network in known if network is not None]
+    return min(both) if both and len(both) == len(known) else UNKNOWN_SITE
+
+
 def _inside(site: Site, a: str, b: str, cards: list[float]) -> Link:
     """The local network of a site between two of its hosts, whose `cards` are those that are
     known."""
     # A switch carries what both cards do, where nothing else is said of it.
-    carries = site.lan_bandwidth or (min(cards) if len(cards) == 2 else SITE_BANDWIDTH)
+    known = site.lan_bandwidth or (min(cards) if len(cards) == 2 else None)
+    assumed = UNKNOWN_SITE if known else _assumed_lan(site, a, b)
     return Link(
         a=a,
         b=b,
-        rtt_s=SITE_RTT_S if site.lan_rtt_s is None else site.lan_rtt_s,
-        bandwidth=min([carries, *cards]),
+        rtt_s=assumed.rtt_s if site.lan_rtt_s is None else site.lan_rtt_s,
+        bandwidth=min([known or assumed.rate, *cards]),
         origin="derived" if site.lan_bandwidth is None else "given",
     )
 

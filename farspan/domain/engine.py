@@ -3,6 +3,7 @@ how."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from importlib import resources
 from typing import Literal
@@ -198,8 +199,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
 
+@functools.cache
 def engine(name: str) -> Engine:
-    """The engine of `catalog/engines/NAME.yaml`; a Refusal offers the nearest one."""
+    """The engine of `catalog/engines/NAME.yaml`, whose file is read once; a Refusal offers the
+    nearest one."""
     folder = resources.files("farspan.catalog").joinpath("engines")
     known = sorted(
         file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")

@@ -4,17 +4,46 @@ replace."""
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_bytes, format_rate
 from farspan.estimate.compute import UNKNOWN_FLOPS, best_product, product_dtype
-from farspan.estimate.network import assumed_bandwidth
+from farspan.estimate.network import UNKNOWN_BANDWIDTH, Network
 from farspan.estimate.stage import Costs
 
 
 def assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
     """Sentences for what was not measured on this cluster."""
-    return (*_rates(costs), *_inside_hosts(costs), *_links(plan, costs), *_run(plan, costs))
+    return (
+        *_assumed_networks(plan, costs),
+        *_rates(costs),
+        *_inside_hosts(plan, costs),
+        *_links(plan, costs),
+        *_run(plan, costs),
+    )
+
+
+def _assumed_networks(plan: Plan, costs: Costs) -> list[str]:
+    """Networks between hosts of one site of which neither the file nor a probe says the rate."""
+    network, sites_by_text = costs.network, dict[str, list[str]]()
+    hosts = [device.host for device in plan.devices]
+    for (a, b), assumed in network.assumed(hosts).items():
+        site, link = network.site(a), network.cluster.link(a, b)
+        if site != network.site(b) or link is None:
+            continue  # `_links` names lines between sites.
+        if link.bandwidth is None and costs.engine.host_rate is not None:
+            continue
+        like = f", as of a {assumed.machine}" if assumed.machine else ""
+        found = f"such hosts have {format_rate(assumed.least)} to {format_rate(assumed.most)}"
+        text = (
+            f"{format_rate(assumed.rate)} is assumed between hosts{like} ({found}); measure it: "
+            "farspan probe --cluster CLUSTER -o measured.yaml"
+        )
+        sites = sites_by_text.setdefault(text, [])
+        if site not in sites:
+            sites.append(site)
+    return [f"{_some(sites, 'sites')}: {text}" for text, sites in sites_by_text.items()]
 
 
 def _rates(costs: Costs) -> list[str]:
@@ -50,16 +79,58 @@ def _rates(costs: Costs) -> list[str]:
     return sentences
 
 
-def _inside_hosts(costs: Costs) -> list[str]:
-    """Rates between devices of one host that nobody measured."""
+def _inside_hosts(plan: Plan, costs: Costs) -> list[str]:
+    """Rates between devices of one host that nobody measured: of the rings that the plan makes."""
     network, hosts_by_text = costs.network, dict[str, list[str]]()
     counts = Counter(network.hosts)
+    rings = _ring_rates(plan, network)
     for host in network.cluster.machines:
+        rates = rings.get(host.name, {})
+        guessed = {count: rate for count, rate in rates.items() if rate != host.local_rate}
         if counts[host.name] > 1 and host.local_rate is None:
-            rate = format_rate(network.local_rate[host.name])
-            text = f"devices of the host exchange {rate} each way; farspan probe measures it"
+            if len(set(rates.values())) > 1:
+                text = f"{_rings(rates)}; farspan probe measures a ring of all"
+            else:
+                rate = next(iter(rates.values()), network.local_rate[host.name])
+                text = (
+                    f"devices of the host exchange {format_rate(rate)} each way; farspan probe "
+                    "measures it"
+                )
+            hosts_by_text.setdefault(text, []).append(host.name)
+        elif counts[host.name] > 1 and guessed:
+            text = f"{_rings(guessed)}, by the catalogue's shares of the measured ring of all"
             hosts_by_text.setdefault(text, []).append(host.name)
     return [f"{_some(hosts, 'hosts')}: {text}" for text, hosts in hosts_by_text.items()]
+
+
+def _ring_rates(plan: Plan, network: Network) -> dict[str, dict[int, float]]:
+    """Bytes a second of the plan's rings inside each host, by their number of devices: of each
+    number the slowest."""
+    rates: dict[str, dict[int, float]] = {}
+    groups: set[tuple[int, ...]] = set()
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            groups |= set(stage.mesh.transposed)
+            for axis in stage.mesh.axes:
+                groups |= set(stage.mesh.groups(axis))
+        for before, after in pairwise(replica.stages):
+            groups.add((before.mesh.ranks[-1], after.mesh.ranks[0]))
+    for group in groups:
+        by_host: dict[str, list[int]] = {}
+        for rank in group:
+            by_host.setdefault(network.hosts[rank], []).append(rank)
+        for host, ranks in by_host.items():
+            if len(ranks) > 1:
+                rate = network.ring_rate(ranks)
+                known = rates.setdefault(host, {})
+                known[len(ranks)] = min(rate, known.get(len(ranks), rate))
+    return rates
+
+
+def _rings(rates: dict[int, float]) -> str:
+    """Rates of rings by their number of devices, in words."""
+    each = [f"of {count} devices {format_rate(rate)}" for count, rate in sorted(rates.items())]
+    return f"rings {', '.join(each)} each way"
 
 
 def _links(plan: Plan, costs: Costs) -> list[str]:
@@ -73,10 +144,10 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
                 # Told already; or nothing leads from one to the other, and the plan sends nothing.
                 continue
             seen.add(pair)
-            if link.bandwidth is None:
-                rate = costs.engine.host_rate or assumed_bandwidth(
-                    link, (network.site(a), network.site(b))
-                )
+            assumed = network.cluster.assumed_network(a, b)
+            inside = network.site(a) == network.site(b)
+            if link.bandwidth is None and (costs.engine.host_rate or not inside):
+                rate = costs.engine.host_rate or UNKNOWN_BANDWIDTH
                 text = (
                     f"the line's rate is unknown, {format_rate(rate)} is assumed; farspan probe "
                     "measures it"
@@ -85,7 +156,7 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
             if link.window is None and not link.in_flight and link.rtt_s > 1e-3:
                 text = f"a TCP stream has {format_bytes(costs.engine.window)} under way"
                 pairs_by_text.setdefault(text, []).append(pair)
-            if link.origin == "derived":
+            if link.origin == "derived" and not (inside and assumed):
                 pairs_by_text.setdefault(
                     "the network inside a site, or derived from other links", []
                 ).append(pair)

@@ -12,9 +12,10 @@ import math
 from typing import NamedTuple
 
 from farspan.domain.cluster import Device, DType
-from farspan.domain.engine import Engine
+from farspan.domain.engine import Activity, Engine
 from farspan.domain.graph import Operator, OpGraph, backward_flops, forward_flops
 from farspan.semantics.kernel_choice import BYTES, activities
+from farspan.semantics.tensor_sharding import WHOLE, Division
 
 #: Where neither a data sheet nor a measurement is known: a T4's figures, the slowest GPU in common
 #: use, and one core with AVX2 (both as in `catalog/devices.yaml`). Every estimate that uses them
@@ -152,33 +153,25 @@ def work(
     rows: int,
     seq_len: int,
     width: int,
-    share: float,
-    weight_share: float,
     keys: float | None,
     engine: Engine,
+    part: Division = WHOLE,
 ) -> tuple[OperatorWork, OperatorWork]:
-    """The forward and the backward pass of one operator over `rows` sequences, of which a device
-    does `share`, and of whose weights it has `weight_share`: products' arithmetic and their
-    operands, which the backward pass reads and writes twice; and what other kernels move
-    (`Engine.kernels`). `keys`: `semantics.kernel_choice.scored_keys`."""
+    """The forward and the backward pass of one operator over `rows` sequences, of which a device of
+    a tensor axis does its `part`: a product's arithmetic and its operands, which the backward pass
+    reads and writes twice; and what other kernels move (`Engine.kernels`). `width` is a number's
+    bytes, `keys` is `semantics.kernel_choice.scored_keys`.
+
+    Devices of an axis launch as many kernels as one device alone.
+    """
     size, product = {"b": rows, "s": seq_len}, op.kind in ("matmul", "attention")
-    moved = (
-        sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share
-        if product
-        else 0.0
-    )
+    moved = 0.0
+    if product:
+        moved += graph.size(op.inputs[0], **size) * part.read
+        moved += graph.size(op.output, **size) * part.written
     if op.kind == "matmul":
-        moved += sum(graph.size(weight.dims) for weight in op.weights) * weight_share
-    summed = (
-        "".join(dim for dim in op.inputs[-1] if dim not in op.output)
-        if op.kind == "matmul"
-        else "d"
-    )
-    m, k, n = (
-        rows * seq_len,
-        graph.size(summed),
-        max(1, round(graph.size(op.output[2:] or "d") * share)),
-    )
+        moved += sum(graph.size(weight.dims) for weight in op.weights) * part.weights
+    m, k, n = _product_shape(graph, op, rows * seq_len, part)
     done = activities(graph, op, rows, seq_len, keys)
     found = []
     for backward, flops in enumerate((forward_flops, backward_flops)):
@@ -186,16 +179,41 @@ def work(
         launches = engine.launches[backward] if product else 0
         for activity, elements in done.items():
             if moves := engine.kernels.get(activity):
-                part = weight_share if activity in ("weight", "table") else share
-                there = moves.bytes(bool(backward), width) * elements * part
+                there = moves.bytes(bool(backward), width) * elements * _share(op, activity, part)
                 streamed, composed = (
                     streamed + there * (not moves.composed),
                     composed + there * moves.composed,
                 )
                 launches += moves.launches[backward]
-        arithmetic, operands = (
-            flops(graph, op, rows, seq_len, keys) * share,
-            width * moved * (1 + backward),
-        )
+        arithmetic = flops(graph, op, rows, seq_len, keys) * part.arithmetic
+        operands = width * moved * (1 + backward)
         found.append(OperatorWork(arithmetic, operands, m, k, n, streamed, composed, launches))
     return found[0], found[1]
+
+
+def _product_shape(
+    graph: OpGraph, op: Operator, tokens: int, part: Division
+) -> tuple[int, int, int]:
+    """The matrices `[m, k] @ [k, n]` of one device. Rows of the batch divide m, a contracted dim
+    divides k, an output dim n."""
+    summed = "d"
+    if op.kind == "matmul":
+        summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output)
+    m, k, n = tokens, graph.size(summed), graph.size(op.output[2:] or "d")
+    if part.arithmetic == 1.0:
+        return m, k, n
+    if part.written == 1.0:
+        return m, max(1, round(k * part.arithmetic)), n
+    if op.weights and part.weights == 1.0:
+        return max(1, round(m * part.arithmetic)), k, n
+    return m, k, max(1, round(n * part.arithmetic))
+
+
+def _share(op: Operator, activity: Activity, part: Division) -> float:
+    """The share of an activity's elements that one device goes over."""
+    if activity in ("weight", "table"):
+        return part.weights
+    if activity == "residual":
+        return part.residual
+    # The loss goes over what it reads, everything else over what it writes.
+    return part.read if op.kind == "loss" else part.written

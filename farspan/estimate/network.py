@@ -12,24 +12,29 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
-
-from farspan.domain.catalog import ring_rate
-from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Host, Link
+from farspan.domain.cluster import LINE_BANDWIDTH, Cluster, Device, Link
 from farspan.domain.engine import Engine
+from farspan.domain.machines import AssumedNetwork
 from farspan.domain.plan import PlannedDevice
+from farspan.estimate.network_path import (
+    Group,
+    NetworkPath,
+    bytes_under_way,
+    catalogued_rate,
+    interpolated_s,
+    paced,
+    threads_per_core,
+)
 from farspan.estimate.schedule import Hop
 from farspan.semantics.communications import Communication, Flow, ring_steps
 
 #: Between devices of one host: a copy through shared memory or a bus.
 LOCAL_DELAY_S = 5e-6
-#: Where nothing is known of the line between two sites: what research networks and cloud regions
-#: commonly grant.
-UNKNOWN_BANDWIDTH = 1e9 / 8
+#: Where nothing is known of the line between two sites.
+UNKNOWN_BANDWIDTH = LINE_BANDWIDTH
 #: Bytes of a TCP segment on Ethernet.
 SEGMENT = 1448
 
@@ -40,30 +45,6 @@ class NoLink(Exception):
     def __init__(self, a: str, b: str) -> None:
         super().__init__(f"no link between {a} and {b}")
         self.a, self.b = a, b
-
-
-class NetworkPath(msgspec.Struct, frozen=True):
-    """Between two ranks, one way: seconds before the first byte arrives, bytes a second
-    afterwards."""
-
-    delay_s: float
-    rate: float
-    #: What the line itself carries; concurrent messages share it, while windows are each message's
-    #: own.
-    line: float
-    #: Hosts at its ends, the same where both ranks are in one host.
-    hosts: tuple[str, str]
-    sites: tuple[str, str]
-    #: Measured seconds by bytes, where `farspan probe` timed messages of this kind.
-    timed: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def local(self) -> bool:
-        return self.hosts[0] == self.hosts[1]
-
-    def shared(self, concurrent: int) -> float:
-        """The rate of one of so many concurrent messages."""
-        return self.rate if concurrent == 1 else min(self.rate, self.line / concurrent)
 
 
 class Network:
@@ -78,35 +59,67 @@ class Network:
             by_name[device.host].devices[device.index] for device in devices
         ]
         self.sites = [sites[host].name for host in self.hosts]
-        self.crowd = _crowding(cluster, self.devices, self.hosts)
-        #: Bytes a second between two devices of a host.
-        self.local_rate = {name: self._local_rate(by_name[name]) for name in self.crowd}
+        self.crowd = threads_per_core(cluster, self.devices, self.hosts)
+        self._by_name = by_name
+        self._ring_rates: dict[tuple[int, ...], float] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
+        #: Bytes a second of a ring over all devices of a host that are here.
+        self.local_rate = {
+            name: self.ring_rate([rank for rank, host in enumerate(self.hosts) if host == name])
+            for name in self.crowd
+        }
         self._site_of = {name: site.name for name, site in sites.items()}
         self._own = {frozenset((link.a, link.b)) for link in cluster.links}
         #: Hosts whose network cards have rates of their own.
         self._cards = {host.name for host in cluster.hosts if host.nic is not None}
         self._links: dict[tuple[str, str], Link] = {}
         self._wires: dict[tuple[str, str, bool, int], NetworkPath] = {}
-        self._rings: dict[tuple[tuple[str, ...], int, str], tuple[float, float]] = {}
+        self._rings: dict[tuple[Group, int, int], tuple[float, float]] = {}
+        self._ranges: dict[frozenset[str], tuple[float, float] | None] = {}
 
     def _used(self) -> Iterator[tuple[Device, str]]:
         """Each device of the plan with its host."""
         return zip(self.devices, self.hosts, strict=True)
 
-    def _local_rate(self, host: Host) -> float:
-        """Bytes a second between devices of a host: measured; or what rings reach of their slowest
-        interconnect; or the engine's, of which a processor that is shared or held back does its
-        part."""
-        used = [device for device, name in self._used() if name == host.name]
-        rates = [
-            ring_rate(joined, len(used)) for device in used if (joined := device.sheet.interconnect)
-        ]
+    def ring_rate(self, ranks: Sequence[int]) -> float:
+        """Bytes a second of a ring over these devices of one host, or of a message between two:
+        what was measured, or what the catalogue knows of rings of so many on their slowest
+        interconnect, or the engine's."""
+        key = tuple(ranks)
+        if key not in self._ring_rates:
+            self._ring_rates[key] = self._ring_rate(key)
+        return self._ring_rates[key]
+
+    def _ring_rate(self, ranks: tuple[int, ...]) -> float:
+        host = self._by_name[self.hosts[ranks[0]]]
+        used = [self.devices[rank] for rank in ranks]
+        known = catalogued_rate(used)
+        if host.local_rate is not None:
+            # It was measured with all devices of the host: fewer may be joined by fewer links.
+            whole = catalogued_rate(host.devices)
+            return host.local_rate * (known / whole if known and whole else 1.0)
+        if known is not None:
+            return known
+        # A processor that is shared or held back does its part of the engine's.
         parts = [
             device.slot.share / self.crowd[host.name] for device in used if device.backend == "cpu"
         ]
-        if host.local_rate is None and len(rates) == len(used) and None not in rates:
-            return min(rate for rate in rates if rate is not None)
-        return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
+        return self.engine.local_rate * min(parts, default=1.0)
+
+    def _group(self, ranks: Sequence[int]) -> Group:
+        """Where the ranks of a group are, and the rates inside the hosts where several are."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            by_host: dict[str, list[int]] = {}
+            for rank in key:
+                by_host.setdefault(self.hosts[rank], []).append(rank)
+            rates = tuple(
+                (host, self.ring_rate(inside))
+                for host, inside in by_host.items()
+                if len(inside) > 1
+            )
+            self._groups[key] = Group(tuple(self.hosts[rank] for rank in key), rates)
+        return self._groups[key]
 
     def link(self, a: str, b: str) -> Link:
         """The link between two hosts, as it is given; that of their sites where they have none of
@@ -132,6 +145,39 @@ class Network:
         return inside and all(
             self.link(a, b).origin == "measured" for a, b in itertools.combinations(counts, 2)
         )
+
+    def assumed(self, hosts: Iterable[str]) -> dict[tuple[str, str], AssumedNetwork]:
+        """What is assumed of the networks between these hosts: by a pair of each sort of hosts,
+        since all of a site that have the same card and devices have the same."""
+        sorts: dict[object, list[str]] = {}
+        own = {name for pair in self._own for name in pair}
+        for name in dict.fromkeys(hosts):
+            host = self._by_name[name]
+            kinds = tuple(device.kind for device in host.devices)
+            sort = name if name in own else (self._site_of[name], host.nic, kinds)
+            sorts.setdefault(sort, []).append(name)
+        # Two of a sort stand for all of it.
+        few = [name for alike in sorts.values() for name in alike[:2]]
+        pairs = {
+            pair: self.cluster.assumed_network(*pair) for pair in itertools.combinations(few, 2)
+        }
+        return {pair: assumed for pair, assumed in pairs.items() if assumed is not None}
+
+    def assumed_range(self, hosts: frozenset[str]) -> tuple[float, float] | None:
+        """Factors on the time of collectives between these hosts, by what hosts like those of which
+        nothing is known are found to have, as far as the line decides; None where all is known, or
+        the software's own rate is."""
+        if hosts not in self._ranges:
+            found = self.assumed(sorted(hosts)) if self.engine.host_rate is None else {}
+            low = high = 1.0
+            for (a, b), network in found.items():
+                rate, least, most = (
+                    self._make(a, b, True, self.engine.streams, carries).rate
+                    for carries in (network.rate, network.least, network.most)
+                )
+                low, high = min(low, rate / most), max(high, rate / least)
+            self._ranges[hosts] = (low, high) if found else None
+        return self._ranges[hosts]
 
     def site(self, host: str) -> str:
         """The site of a host."""
@@ -168,27 +214,39 @@ class Network:
     def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> NetworkPath:
         """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many
         streams."""
+        if self.hosts[a] == self.hosts[b]:
+            return self._inside(self.hosts[a], self.ring_rate((a, b) if a != b else (a,)))
         return self.between(
             self.hosts[a], self.hosts[b], collective, streams or self.engine.streams
         )
 
+    def _inside(self, host: str, rate: float) -> NetworkPath:
+        """The way between devices of one host that exchange so many bytes a second."""
+        site = self._site_of[host]
+        return NetworkPath(LOCAL_DELAY_S, rate, rate, (host, host), (site, site))
+
     def between(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
+        """The wire from one host to another."""
         key = (a, b, collective, streams)
         if key not in self._wires:
             self._wires[key] = self._make(a, b, collective, streams)
         return self._wires[key]
 
-    def _make(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
+    def _make(
+        self, a: str, b: str, collective: bool, streams: int, carries: float | None = None
+    ) -> NetworkPath:
+        """The wire between two hosts, or what it were if its line carried so much."""
         engine, sites = self.engine, (self._site_of[a], self._site_of[b])
-        if a == b:
-            return NetworkPath(LOCAL_DELAY_S, self.local_rate[a], self.local_rate[a], (a, b), sites)
         link = paced(self.link(a, b))
-        line = assumed_bandwidth(link, sites) if link.bandwidth is None else link.bandwidth
+        line = link.bandwidth if carries is None else carries
+        if line is None:
+            assumed = self.cluster.assumed_network(a, b)
+            line = UNKNOWN_BANDWIDTH if assumed is None else assumed.rate
         if engine.host_rate is not None:
             line = engine.host_rate if link.bandwidth is None else min(line, engine.host_rate)
         trip = link.rtt_s + engine.message_s
         most = engine.collective_bytes if collective else engine.send_bytes
-        under_way = _under_way(link, streams, engine.window)
+        under_way = bytes_under_way(link, streams, engine.window)
         rate = min(line, (under_way if most is None else min(most, under_way)) / trip)
         if link.loss and not link.in_flight:
             rate = min(rate, streams * SEGMENT / link.rtt_s * math.sqrt(1.5 / link.loss))
@@ -199,37 +257,35 @@ class Network:
         """Seconds that a message of `size` bytes keeps a wire busy, without its delay and the
         software's time."""
         if len(wire.timed) > 1:
-            return max(size / wire.line, _interpolated(wire.timed, size) - wire.delay_s)
+            return max(size / wire.line, interpolated_s(wire.timed, size) - wire.delay_s)
         return size / wire.rate
 
     def flows_s(self, flows: Sequence[Flow], streams: int) -> Hop:
         """What messages that leave at the same time take: each on its own wire, all that share a
         line after another, and the software of each sender one after another."""
         # Of each pair of hosts the largest message; of each device what goes out and comes in
-        # inside its host.
+        # inside its host, by the rate that it goes at.
         largest: dict[tuple[str, str], float] = {}
         lines: defaultdict[object, float] = defaultdict(float)
-        ports: defaultdict[tuple[int, bool], float] = defaultdict(float)
+        ports: defaultdict[tuple[int, bool], dict[float, float]] = defaultdict(dict)
         posted = Counter(flow.source for flow in flows)
+        busy = delay = 0.0
         for source, target, size in flows:
             pair = self.hosts[source], self.hosts[target]
-            largest[pair] = max(size, largest.get(pair, 0.0))
             if pair[0] == pair[1]:
-                ports[source, True] += size
-                ports[target, False] += size
+                wire = self.wire(source, target, collective=False, streams=streams)
+                for moved in (ports[source, True], ports[target, False]):
+                    moved[wire.rate] = moved.get(wire.rate, 0.0) + size
+                delay = max(delay, wire.delay_s)
             else:
+                largest[pair] = max(size, largest.get(pair, 0.0))
                 lines[self._line(*pair)] += size
-        busy = delay = 0.0
         for pair, size in largest.items():
             wire = self.between(*pair, False, streams)
-            if wire.local:
-                took = (
-                    max(moved for (rank, _), moved in ports.items() if self.hosts[rank] == pair[0])
-                    / wire.rate
-                )
-            else:
-                took = max(lines[self._line(*pair)] / wire.line, self.send_s(wire, size))
+            took = max(lines[self._line(*pair)] / wire.line, self.send_s(wire, size))
             busy, delay = max(busy, took), max(delay, wire.delay_s)
+        for moved in ports.values():
+            busy = max(busy, sum(size / rate for rate, size in moved.items()))
         return Hop(busy + max(posted.values(), default=0) * self.engine.message_s, delay)
 
     def leaving(self, flows: Iterable[Flow]) -> dict[str, float]:
@@ -300,15 +356,17 @@ class Network:
         if len(group) < 2:
             return 0.0
         trip = busy = 0.0
+        inside = dict(self._group(group).rates)
         pairs = Counter((self.hosts[a], self.hosts[b]) for a in group for b in group if a != b)
         lines: Counter[tuple[str, ...]] = Counter()
         for (a, b), count in pairs.items():
             lines[self._line(a, b)] += count
         for a, b in pairs:
-            wire, sharing = (
-                self.between(a, b, False, self.engine.streams),
-                lines[self._line(a, b)] * concurrent,
-            )
+            sharing = lines[self._line(a, b)] * concurrent
+            if a == b:
+                wire = self._inside(a, inside[a])
+            else:
+                wire = self.between(a, b, False, self.engine.streams)
             rate = wire.rate if wire.local else min(wire.line / sharing, wire.rate * connections)
             # Else a message waits until its receiver has said that it is ready for it.
             trips = 1 if ahead and self.engine.receives_ahead else 2
@@ -350,8 +408,7 @@ class Network:
     def inside_s(self, group: Sequence[int], size: float, steps: int) -> float:
         """What of a ring of so many steps goes between devices of one host; 0 where no two of the
         group share one."""
-        hosts = Counter(self.hosts[rank] for rank in group)
-        rates = (self.local_rate[host] for host, count in hosts.items() if count > 1)
+        rates = (rate for _, rate in self._group(group).rates)
         return max((steps * size / len(group) / rate for rate in rates), default=0.0)
 
     def all_to_all_s(
@@ -372,18 +429,18 @@ class Network:
         n = len(group)
         if n < 2:
             return 0.0
-        hosts = tuple(self.hosts[rank] for rank in group)
+        places = self._group(group)
         if self.engine.ring_answered:
             return self._answered_s(
-                hosts, size / n, steps, messages, concurrent, at_once or self.engine.collectives
+                places, size / n, steps, messages, concurrent, at_once or self.engine.collectives
             )
-        latency, slowest = self._ring(hosts, steps, concurrent)
+        latency, slowest = self._ring(places, steps, concurrent)
         # Streams are channels that each work through messages of their own, one after another.
         return math.ceil(messages / self.engine.streams) * latency + steps * size / n * slowest
 
     def _answered_s(
         self,
-        hosts: tuple[str, ...],
+        group: Group,
         part: float,
         steps: int,
         messages: float,
@@ -393,8 +450,7 @@ class Network:
         """A ring whose every step waits for an answer, of messages that are `part` bytes a step
         together. A step takes a round trip, or as many as its bytes take where only some may be
         under way."""
-        pairs = zip(hosts, hosts[1:] + hosts[:1], strict=True)
-        wires = [self.between(a, b, True, self.engine.streams) for a, b in pairs]
+        wires = self._ring_wires(group)
         crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
         at_once = max(1.0, min(at_once, messages))
         each, slowest = part / max(1.0, messages), 0.0
@@ -404,16 +460,20 @@ class Network:
             slowest = max(slowest, trip + each / line, each / wire.rate, at_once * each / line)
         return max(1.0, messages) / at_once * steps * slowest
 
-    def _ring(self, hosts: tuple[str, ...], steps: int, concurrent: int) -> tuple[float, float]:
+    def _ring_wires(self, group: Group) -> list[NetworkPath]:
+        """The wires of a ring over a group, from each rank to the next."""
+        inside = {host: self._inside(host, rate) for host, rate in group.rates}
+        pairs = zip(group.hosts, group.hosts[1:] + group.hosts[:1], strict=True)
+        return [
+            inside[a] if a == b else self.between(a, b, True, self.engine.streams) for a, b in pairs
+        ]
+
+    def _ring(self, group: Group, steps: int, concurrent: int) -> tuple[float, float]:
         """Latency of the longest way that a part goes in so many steps, and seconds a byte on the
         slowest wire."""
-        key = (hosts, steps, str(concurrent))
+        key = (group, steps, concurrent)
         if key not in self._rings:
-            n = len(hosts)
-            wires = [
-                self.between(hosts[i], hosts[(i + 1) % n], True, self.engine.streams)
-                for i in range(n)
-            ]
+            n, wires = len(group.hosts), self._ring_wires(group)
             hops = [wire.delay_s + (0.0 if wire.local else self.engine.message_s) for wire in wires]
             rounds, rest = divmod(steps, n)
             part = (
@@ -454,58 +514,3 @@ class Network:
         return (2 * within + across) / max(1.0, messages) + (1 - 1 / max(1.0, messages)) * max(
             within, across
         )
-
-
-def _crowding(
-    cluster: Cluster, devices: Sequence[Device], hosts: Sequence[str]
-) -> dict[str, float]:
-    """CPU workers' threads for each core of their host, at least 1: so many share one core's
-    speed."""
-    cpus, threads = {host.name: host.cpus for host in cluster.hosts}, dict.fromkeys(hosts, 0)
-    for device, host in zip(devices, hosts, strict=True):
-        threads[host] += device.slot.threads if device.backend == "cpu" else 0
-    return {
-        host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0
-        for host, used in threads.items()
-    }
-
-
-def paced(link: Link) -> Link:
-    """The link whose round trips and bytes take what they took in trials; what is under way in a
-    round trip stays."""
-    if link.pace == 1.0:
-        return link
-    return msgspec.structs.replace(
-        link,
-        pace=1.0,
-        rtt_s=link.rtt_s * link.pace,
-        bandwidth=None if link.bandwidth is None else link.bandwidth / link.pace,
-        transfer_s={size: seconds * link.pace for size, seconds in link.transfer_s.items()},
-    )
-
-
-def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:
-    """Bytes a second of a line of which nothing is known: a site's own network, or one between
-    sites."""
-    return SITE_BANDWIDTH if sites[0] == sites[1] else UNKNOWN_BANDWIDTH
-
-
-def _under_way(link: Link, streams: int, window: int) -> float:
-    """Bytes under way over so many streams: measured where they were, else the streams' windows."""
-    if streams in link.in_flight:
-        return link.in_flight[streams]
-    if link.in_flight:
-        # More streams carry no less than fewer did, and of more that were measured their share.
-        return max(
-            under_way * min(1.0, streams / count) for count, under_way in link.in_flight.items()
-        )
-    return streams * (link.window or window)
-
-
-@functools.lru_cache(maxsize=1024)
-def _interpolated(timed: tuple[tuple[int, float], ...], size: float) -> float:
-    """Seconds for `size` bytes on the broken line through measured points, its ends prolonged;
-    never below 0."""
-    place = min(max(1, bisect_left(timed, (size, 0.0))), len(timed) - 1)
-    (x0, y0), (x1, y1) = timed[place - 1], timed[place]
-    return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))

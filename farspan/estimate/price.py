@@ -41,6 +41,8 @@ from farspan.semantics.pass_order import depths_in_flight
 BLIND = (0.2, 2.0)
 #: Of devices that took part in a trial. A choice.
 TRIED = (0.75, 1.3)
+#: So many times wider at least are factors on networks where a line's rate is assumed. A choice.
+GUESSED = 1.5
 #: The least factor on CPU cores of which only the catalogue tells: it assumes their clock and takes
 #: their memory's rate from a socket with all cores busy. [fitted] to
 #: benchmarks/results/regret.jsonl: single devices of an Intel with AMX take 0.47 to 0.63 of what is
@@ -333,7 +335,8 @@ def _interval(
     network: Network, step_s: float, network_s: float, used: list[Device], plan: Plan
 ) -> tuple[float, float]:
     """The widest of the devices' factors and the engine's own on networks, weighed by what of the
-    step is which."""
+    step is which. Where a network's rate is assumed, what such networks are found to carry makes
+    it wider."""
     engine = network.engine
     factors = [
         _factors(engine, device, plan.train.precision)
@@ -344,6 +347,16 @@ def _interval(
         high = 2.0  # A trial on one device does not show what several do to each other.
     share = min(1.0, network_s / step_s) if step_s else 0.0
     between = engine.probed_interval if share and network.probed else engine.network_interval
+    assumed = network.assumed_range(
+        frozenset(
+            network.hosts[rank]
+            for replica in plan.replicas
+            for stage in replica.stages
+            for rank in stage.mesh.ranks
+        )
+    )
+    if assumed is not None:
+        between = min(between[0] / GUESSED, assumed[0]), max(between[1] * GUESSED, assumed[1])
     return (1 - share) * low + share * between[0], (1 - share) * high + share * between[1]
 
 

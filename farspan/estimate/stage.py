@@ -44,10 +44,13 @@ from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.matrices import NO_MATRICES, OwnedMatrices, owned_matrices
 from farspan.semantics.pass_order import depths_in_flight
 from farspan.semantics.tensor_sharding import (
+    COPY,
     RESIDUAL,
+    WHOLE,
     Collective,
+    Division,
     between,
-    weight_share,
+    divided,
     work_share,
 )
 
@@ -142,25 +145,29 @@ class Costs:
         )
         if key not in self._units:
             kind = self.alike[rank]
-            times = [self._timed_op(kind, op, rows, splits.get(op.name, ""), ways) for op in unit]
+            residual = splits.get(RESIDUAL, COPY)
+            times = [
+                self._timed_op(kind, op, rows, splits.get(op.name, ""), ways, residual)
+                for op in unit
+            ]
             forward, backward = zip(*times, strict=True)
             self._units[key] = self._together(kind, forward), self._together(kind, backward)
         return self._units[key]
 
     def op_s(
-        self, rank: int, op: Operator, rows: int, split: str, ways: int
+        self, rank: int, op: Operator, rows: int, split: str, ways: int, residual: str = COPY
     ) -> tuple[float, float]:
         """Seconds of a device for the forward and the backward pass of one operator under one
-        split."""
+        split, and under one of the residual stream."""
         kind = self.alike[rank]
-        forward, backward = self._timed_op(kind, op, rows, split, ways)
+        forward, backward = self._timed_op(kind, op, rows, split, ways, residual)
         return self._together(kind, (forward,)), self._together(kind, (backward,))
 
     def _timed_op(
-        self, kind: int, op: Operator, rows: int, split: str, ways: int
+        self, kind: int, op: Operator, rows: int, split: str, ways: int, residual: str
     ) -> tuple[Kernels, Kernels]:
         """One operator's kernels and launches on a kind of device: forward, backward."""
-        forward, backward = self._roofline(kind, op, rows, split, ways)
+        forward, backward = self._roofline(kind, op, rows, divided(op, split, ways, residual))
         factors = self._timed.factors(kind, op, rows)
         return forward.scaled(factors[0]), backward.scaled(factors[1])
 
@@ -176,25 +183,16 @@ class Costs:
 
     def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[Kernels, Kernels]:
         """One whole operator on a device, by the roofline alone."""
-        forward, backward = self._roofline(kind, op, rows, "", 1)
+        forward, backward = self._roofline(kind, op, rows, WHOLE)
         pace = 1 / self._devices[kind].learned.pace
         return forward.scaled((pace, pace)), backward.scaled((pace, pace))
 
     def _roofline(
-        self, kind: int, op: Operator, rows: int, split: str, ways: int
+        self, kind: int, op: Operator, rows: int, part: Division
     ) -> tuple[Kernels, Kernels]:
-        shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
         keys = scored_keys(self.train, self._devices[kind].backend)
         forward, backward = work(
-            self.graph,
-            op,
-            rows,
-            self.train.seq_len,
-            self.width,
-            work_share(split, ways),
-            min(shares, default=1.0),
-            keys,
-            self.engine,
+            self.graph, op, rows, self.train.seq_len, self.width, keys, self.engine, part
         )
         return self.rates[kind].kernels(forward), self.rates[kind].kernels(backward)
 

@@ -80,9 +80,9 @@ def _check_engine(file: PlanFile, refusals: PlanRefusals) -> None:
 def check_precision(plan: Plan, cluster: Cluster, where: str) -> None:
     """Refuse a precision that a device of the plan does not compute in hardware."""
     places, precision = [place for place, _ in _planned(plan, cluster)], plan.train.precision
-    lacking = cluster.only(places).lacking(precision)
+    lacking, devices = cluster.only(places).lacking(precision), cluster.devices
     for place, name in _planned(plan, cluster):
-        device = cluster.devices[place]
+        device = devices[place]
         if device.kind in lacking:
             raise PlanRefusals(where).value(
                 "train.precision",
@@ -94,9 +94,10 @@ def check_precision(plan: Plan, cluster: Cluster, where: str) -> None:
 
 def check_rates(plan: Plan, cluster: Cluster) -> None:
     """Refuse a device of which nothing says how fast it computes."""
+    devices, running = cluster.devices, engine(plan.engine)
     for place, name in _planned(plan, cluster):
-        device = cluster.devices[place]
-        precision = product_dtype(device, plan.train.precision, engine(plan.engine))
+        device = devices[place]
+        precision = product_dtype(device, plan.train.precision, running)
         timed = device.times.units or any(precision in rate.flops for rate in device.times.rates)
         if not (timed or precision in device.sheet.flops or device.learned.pace != 1.0):
             raise Refusal(
@@ -113,8 +114,9 @@ def check_rates(plan: Plan, cluster: Cluster) -> None:
 
 def _planned(plan: Plan, cluster: Cluster) -> list[tuple[int, str]]:
     """Each device's place in the cluster, and its name, by rank."""
-    names = _names(cluster)
-    return [(names.index(f"{at.host}:{at.index}"), f"{at.host}:{at.index}") for at in plan.devices]
+    places = {name: place for place, name in enumerate(_names(cluster))}
+    names = [f"{at.host}:{at.index}" for at in plan.devices]
+    return [(places[name], name) for name in names]
 
 
 def _names(cluster: Cluster) -> list[str]:

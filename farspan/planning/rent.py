@@ -9,6 +9,7 @@ it are other offers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,9 +18,10 @@ import msgspec
 
 from farspan import models, techniques
 from farspan.domain import catalog
-from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Site
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
+from farspan.domain.machines import AssumedNetwork
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.results import RESERVE
@@ -82,8 +84,10 @@ class Rent(msgspec.Struct, frozen=True, kw_only=True):
     #: Within the hours: the cheapest; within dollars alone: the fastest; without a budget: the
     #: cheapest.
     chosen: int | None
-    #: Bytes a second, and the round trip, between hosts.
+    #: Bytes a second, and the round trip, between hosts; known machines have their own where
+    #: nothing was asked about (`known`, by the kind of device).
     bandwidth: float
+    known: dict[str, AssumedNetwork]
     rtt_s: float
 
 
@@ -106,10 +110,10 @@ def rent(
     allow: Sequence[str] = (),
     counts: Sequence[int] = COUNTS,
     kinds: Sequence[str] = (),
-    bandwidth: float = SITE_BANDWIDTH,
+    bandwidth: float | None = None,
 ) -> Rent:
-    """Price every offer. `kinds` and `counts` leave some out; raises Refusal for a kind without a
-    price."""
+    """Price every offer. `kinds` and `counts` leave some out; without a `bandwidth` hosts have what
+    is assumed of their shape. Raises Refusal for a kind without a price."""
     asked = _Renting(model, models.graph(model), train_for, engine, budget, tuple(allow))
     offers = [
         asked.offer(kind, offered(device, count, bandwidth), price)
@@ -124,7 +128,8 @@ def rent(
         offers=tuple(offers),
         frontier=frontier([(offer.time_s, offer.usd) for offer in offers]),
         chosen=_chosen(offers, budget),
-        bandwidth=bandwidth,
+        bandwidth=SITE_BANDWIDTH if bandwidth is None else bandwidth,
+        known=_known(offers) if bandwidth is None else {},
         rtt_s=SITE_RTT_S,
     )
 
@@ -170,19 +175,33 @@ def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
     return {kind: pair for kind, pair in priced.items() if not kinds or kind in kinds}
 
 
-def offered(device: Device, count: int, bandwidth: float = SITE_BANDWIDTH) -> Cluster:
+def _known(offers: Sequence[Offer]) -> dict[str, AssumedNetwork]:
+    """The networks of known machines among offers of several hosts, by kind of device."""
+    known = {}
+    for offer in offers:
+        hosts = offer.cluster.hosts
+        network = offer.cluster.assumed_network(hosts[0].name, hosts[-1].name)
+        if len(hosts) > 1 and network is not None and network.machine:
+            known[offer.kind] = network
+    return known
+
+
+def offered(device: Device, count: int, bandwidth: float | None = None) -> Cluster:
     """So many devices of a kind as a cluster: hosts of eight, each joined to each."""
     names = [f"node{i + 1}" for i in range(-(-count // HOST))]
     hosts = tuple(
         Host(name=name, devices=(device,) * min(HOST, count - i * HOST))
         for i, name in enumerate(names)
     )
-    links = tuple(
-        Link(a=a, b=b, rtt_s=SITE_RTT_S, bandwidth=bandwidth, origin="derived")
-        for i, a in enumerate(names)
-        for b in names[i + 1 :]
-    )
-    return Cluster(sites=(Site(name="cloud", hosts=hosts),), links=links)
+    alone = Cluster(sites=(Site(name="cloud", hosts=hosts),))
+    links = []
+    for a, b in itertools.combinations(names, 2):
+        derived = alone.link(a, b)
+        assert derived is not None
+        if bandwidth is not None:
+            derived = msgspec.structs.replace(derived, bandwidth=bandwidth, origin="given")
+        links.append(derived)
+    return msgspec.structs.replace(alone, links=tuple(links))
 
 
 class _Renting(NamedTuple):

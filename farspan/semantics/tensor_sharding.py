@@ -10,7 +10,7 @@ summand), or the letter of the dim that is split. The strategies are those of Me
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -86,6 +86,39 @@ def weight_share(op: Operator, dims: str, split: str, ways: int) -> float:
 def work_share(split: str, ways: int) -> float:
     """Share of an operator's arithmetic that each device does."""
     return 1 / ways if split else 1.0
+
+
+class Division(NamedTuple):
+    """Shares of an operator that one device of a tensor axis computes, reads, writes and holds.
+
+    A dim that is split divides what has it, and nothing else: a column split reads all of its
+    input, and a contracted dim leaves a summand as large as the whole output on every device.
+    """
+
+    arithmetic: float = 1.0
+    read: float = 1.0
+    written: float = 1.0
+    weights: float = 1.0
+    #: Of the sum with the residual stream, which lies as `RESIDUAL` says, not as the operator does.
+    residual: float = 1.0
+
+
+WHOLE = Division()
+
+
+def divided(op: Operator, split: str, ways: int, residual: str = COPY) -> Division:
+    """What one device of `ways` does of an operator that is split over a dim, where the residual
+    stream is split over `residual`."""
+    plan, each = strategy(op, split), 1 / ways
+    return Division(
+        arithmetic=work_share(split, ways),
+        read=1.0 if plan.reads == COPY else each,
+        written=1.0 if plan.writes in (COPY, PARTIAL) else each,
+        weights=min(
+            (weight_share(op, weight.dims, split, ways) for weight in op.weights), default=1.0
+        ),
+        residual=1.0 if residual == COPY else each,
+    )
 
 
 def returns_to_residual(op: Operator) -> bool:

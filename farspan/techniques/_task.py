@@ -180,7 +180,10 @@ class Task:
             )
             for link in links
         )
-        rates = tuple(network.local_rate[host] for host in hosts)
+        rates = tuple(
+            network.ring_rate([rank for rank in ranks if network.hosts[rank] == host])
+            for host in hosts
+        )
         kinds = frozenset(device.backend for device in network.devices)
         return (
             tuple(self.costs.figures[rank] for rank in ranks),

@@ -198,7 +198,7 @@ def _slm_cost(console: Console) -> None:
 
 
 def _published(console: Console) -> None:
-    """Runs that nothing was fitted to, each priced from the catalogue alone."""
+    """Runs that nothing was fitted to, each priced as a user gets it: from the catalogue alone."""
     from farspan_studies.papers import unseen_runs
 
     rows, blocks = unseen_runs.unseen_runs(), unseen_runs.unseen_blocks()
@@ -232,6 +232,10 @@ def _published(console: Console) -> None:
             f"{one.width:.2f} to 1 wide; "
             f"interval score {one.interval_score:.2f}."
         )
+    sources = unseen_runs.source_scores(rows)
+    _say_sources(console, sources)
+    assumed = [row for row in rows if row.assumed_gbit is not None]
+    _say_assumed(console, assumed)
     kinds = unseen_runs.block_scores(blocks)
     console.say("Blocks, median error by GPU from the data sheet, and with one other shape known:")
     table = Table("GPU", "", ">times", ">data sheet", ">one known")
@@ -243,10 +247,38 @@ def _published(console: Console) -> None:
         {
             "cells": rows,
             "median": scores["all"].median,
+            "source_median": statistics.median(one.median for one in sources),
             "scores": scores,
+            "sources": sources,
+            "assumed": unseen_runs.score(assumed),
             "blocks": blocks,
             "block_scores": kinds,
         }
+    )
+
+
+def _say_sources(console: Console, sources: Sequence[Any]) -> None:
+    """Median errors by source, and their median."""
+    over = statistics.median(one.median for one in sources)
+    usual = statistics.median(one.usual_median for one in sources)
+    console.say(
+        f"By source: {len(sources)} sources, median of their median errors {over:.1%} "
+        f"({usual:.1%} if all had the same MFU)."
+    )
+    table = Table("source", ">runs", ">median error", ">inside")
+    for one in sources:
+        table.add(one.origin, str(one.runs), f"{one.median:.1%}", f"{one.inside:.0%}")
+    table.say(console)
+
+
+def _say_assumed(console: Console, rows: Sequence[Any]) -> None:
+    """How far off runs on several hosts are whose source states no network."""
+    from farspan_studies.papers.unseen_runs import score
+
+    own = score(rows)
+    console.say(
+        f"{own.runs} runs on several hosts state no network, so that what is assumed between hosts "
+        f"decides: median error {own.median:.1%}, {own.inside:.0%} inside."
     )
 
 

@@ -51,7 +51,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One measured run. Exactly one of the three measured fields is set."""
 
     id: str
-    #: Repository or paper, and where in it.
+    #: Repository or paper; after a comma, where in it.
     source: str
     #: None where the index of stored files names no repository.
     url: str | None
@@ -94,6 +94,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     #: convention.
     assumed: tuple[str, ...] = ()
     note: str = ""
+
+    @property
+    def origin(self) -> str:
+        """The repository or paper alone."""
+        return self.source.partition(",")[0]
 
     def __post_init__(self) -> None:
         measured = [

@@ -1,9 +1,10 @@
-"""`farspan reproduce published`: training runs and block times of others, priced from the catalogue
-alone.
+"""`farspan reproduce published`: training runs and block times of others, priced as a user
+gets them.
 
 The list (`published/runs.json`) was written down before any of it was priced. Which engine stands
 for which software follows from two facts of each run: whether it was compiled, and whether its
-attention is Megatron-LM's fused one.
+attention is Megatron-LM's fused one. All else is the product's own: engines as they are, and a
+cluster file that says of the network what the source says, and nothing more.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import msgspec
 
 from farspan import models
 from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Device, DType, Host, Site
-from farspan.domain.engine import Engine, engine
+from farspan.domain.cluster import SITE_RTT_S, Cluster, Device, DType, Host, Site
+from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec, train_flops_per_token
 from farspan.domain.plan import Axis, Edge, GradSync, Inputs, Mesh, Plan, Replica, Stage
 from farspan.domain.train import TrainSpec
@@ -37,11 +38,6 @@ from farspan_studies.papers.published_runs import (
 
 #: What everything is compared with: every run at this share of its GPUs' data sheets.
 USUAL_MFU = 0.45
-#: Gbit/s of a host's network where a run does not state it: those of NVIDIA's DGX hosts of each
-#: generation (DGX-1 4 x EDR, DGX A100 8 x HDR, DGX H100 8 x NDR).
-USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "H100": 3200.0}
-#: A round trip between two hosts of a cluster with RDMA.
-RTT_S = 2e-5
 #: PyTorch DDP's default bucket (arXiv 2006.15704).
 BUCKET_BYTES = 25 * 2**20
 #: Interval scores are of central intervals of this level.
@@ -53,8 +49,12 @@ class UnseenRun(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     source: str
+    #: The repository or paper that it comes from.
+    origin: str
     gpu: str
     gpus: int
+    #: Gbit/s between its hosts that the product assumes, where the source states none.
+    assumed_gbit: float | None = None
     parallel: str
     precision: str
     engine: str
@@ -82,12 +82,13 @@ class UnseenBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 def unseen_runs() -> tuple[UnseenRun, ...]:
     """Every run of the list, priced."""
-    return tuple(map(_priced, published_runs().runs))
+    return tuple(map(priced_run, published_runs().runs))
 
 
-def _priced(run: Run) -> UnseenRun:
+def priced_run(run: Run) -> UnseenRun:
+    """One run beside its prediction."""
     plan, cluster = run_plan(run)
-    used = engine_of(plan.engine)
+    used = engine(plan.engine)
     costs = Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, used))
     estimate = price(plan, costs, brief=True)
     measured = measured_s(run)
@@ -95,9 +96,13 @@ def _priced(run: Run) -> UnseenRun:
     flops = run.batch * run.seq_len * train_flops_per_token(plan.model, run.seq_len)
     usual = flops / (run.gpus * USUAL_MFU * cluster.devices[0].sheet.flops[run.precision])
     axes = {"data": run.data, "tensor": run.tensor, "pipeline": run.pipeline}
+    names = [host.name for host in cluster.hosts]
+    assumed = cluster.assumed_network(names[0], names[-1]) if len(names) > 1 else None
     return UnseenRun(
         id=run.id,
         source=run.source,
+        origin=run.origin,
+        assumed_gbit=None if assumed is None else assumed.rate * 8 / 1e9,
         gpu=run.gpu,
         gpus=run.gpus,
         precision=run.precision,
@@ -123,12 +128,6 @@ def measured_s(run: Run) -> float:
 
 # -- what a run's facts say as a plan
 #   ----------------------------------------------------------------------------------
-
-
-@functools.cache
-def engine_of(name: str) -> Engine:
-    """The engine, in which fp32 is fp32: the list says tf32 where products were so."""
-    return msgspec.structs.replace(engine(name), tf32=False)
 
 
 def software(run: Run | Block) -> str:
@@ -214,11 +213,8 @@ def model_spec(shape: Shape) -> ModelSpec:
 
 
 def _cluster(run: Run) -> Cluster:
-    """A site of as many hosts as the run had; what it leaves open of the network is the usual of
-    its GPU's hosts."""
+    """A site of as many hosts as the run had, with what its source states of the network."""
     count, device = -(-run.gpus // run.gpus_per_host), gpu(run.gpu)
-    usual = next((rate for name, rate in USUAL_GBIT.items() if name in run.gpu), 100.0)
-    gbit = usual if run.network_gbit is None else run.network_gbit
     hosts = tuple(
         Host(
             name=f"h{i}",
@@ -228,18 +224,24 @@ def _cluster(run: Run) -> Cluster:
     )
     return Cluster(
         sites=(
-            Site(name="s", hosts=hosts, lan_bandwidth=gbit * 1e9 / 8, lan_rtt_s=round_trip_s(run)),
+            Site(
+                name="s",
+                hosts=hosts,
+                lan_bandwidth=None if run.network_gbit is None else run.network_gbit * 1e9 / 8,
+                lan_rtt_s=round_trip_s(run),
+            ),
         )
     )
 
 
-def round_trip_s(run: Run) -> float:
-    """Twice the delay that a run says it set, else that of RDMA."""
+def round_trip_s(run: Run) -> float | None:
+    """The round trip of hosts side by side and twice the delay that a run says it set; None where
+    it set none."""
     words = (run.network or "").split()
     delay = next(
         (float(words[i + 1]) * 1e-3 for i, word in enumerate(words[:-1]) if word == "delay"), None
     )
-    return RTT_S if delay is None else 2 * delay + 1e-4
+    return None if delay is None else SITE_RTT_S + 2 * delay
 
 
 @functools.cache
@@ -307,7 +309,7 @@ def _tells(other: Block, block: Block) -> bool:
 def block_s(block: Block) -> float:
     """Predicted seconds of what a published time covers: forward, and backward where it was
     measured."""
-    used, spec = engine_of(software(block)), model_spec(block.model)
+    used, spec = engine(software(block)), model_spec(block.model)
     graph, device = models.graph(spec), gpu(block.gpu)
     train = TrainSpec(
         steps=1,
@@ -392,6 +394,34 @@ def score(rows: Sequence[UnseenRun]) -> RunScore:
             interval_score(row.measured_s / row.predicted_s, row.interval) for row in rows
         ),
     )
+
+
+class SourceScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Errors over the runs of one source."""
+
+    origin: str
+    runs: int
+    median: float
+    usual_median: float
+    inside: float
+
+
+def source_scores(rows: Sequence[UnseenRun]) -> tuple[SourceScore, ...]:
+    """By source, those with the most runs first: runs of one source have much in common."""
+    origins = dict.fromkeys(row.origin for row in rows)
+    scores = []
+    for origin in origins:
+        own = score([row for row in rows if row.origin == origin])
+        scores.append(
+            SourceScore(
+                origin=origin,
+                runs=own.runs,
+                median=own.median,
+                usual_median=own.usual_median,
+                inside=own.inside,
+            )
+        )
+    return tuple(sorted(scores, key=lambda one: (-one.runs, one.origin)))
 
 
 def interval_score(value: float, interval: tuple[float, float], level: float = LEVEL) -> float:

@@ -22,6 +22,7 @@ from farspan.estimate.compute import (
 )
 from farspan.estimate.stage_time import stage_time
 from farspan.semantics.kernel_choice import activities, scored_keys
+from farspan.semantics.tensor_sharding import divided
 from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, plain, stage, train
 
 BIG = OperatorWork(flops=4e12, bytes=1e9, m=1, k=1, n=1)
@@ -171,10 +172,13 @@ KERNELS = {
 COUNTED = plain(kernels={name: Moves(**moves) for name, moves in KERNELS.items()})
 
 
-def worked(spec, name, *, keys=None, share=1.0, width=4, engine=COUNTED, rows=3):
+def worked(
+    spec, name, *, keys=None, split="", ways=1, residual="", width=4, engine=COUNTED, rows=3
+):
     graph = models.graph(spec)
     ops = {op.name: op for op in (*graph.embedding, *graph.block, *graph.head)}
-    return work(graph, ops[name], rows, 16, width, share, share, keys, engine)
+    part = divided(ops[name], split, ways, residual)
+    return work(graph, ops[name], rows, 16, width, keys, engine, part)
 
 
 def test_products_and_attention_of_a_block_by_hand():
@@ -186,7 +190,7 @@ def test_products_and_attention_of_a_block_by_hand():
     assert backward == OperatorWork(2 * forward.flops, 2 * forward.bytes, rows * s, d, f)
     assert worked(TIED, "mlp.down")[0][2:5] == (rows * s, f, d)
     assert worked(TIED, "attn.out")[0][2:5] == (rows * s, d, d)
-    assert worked(TIED, "mlp.up", share=0.5)[0].flops == forward.flops / 2
+    assert worked(TIED, "mlp.up", split="f", ways=2)[0].flops == forward.flops / 2
     # Scores and their product with v: 2 x 2 s s d a row; q, k, v in, o out.
     attention, back = worked(TIED, "attn")
     assert attention.flops == 4 * rows * s * s * d
@@ -236,7 +240,49 @@ def test_bytes_moved_by_memory_bound_kernels_equal_those_counted_by_hand(width):
     )
     assert [one.launches for one in worked(TIED, "mlp.act")] == [1, 2]
     # A device of a tensor axis does its share.
-    assert moved("mlp.act", share=0.25) == (2 * width * tokens * f / 4, 3 * width * tokens * f / 4)
+    assert moved("mlp.act", split="f", ways=4) == (
+        2 * width * tokens * f / 4,
+        3 * width * tokens * f / 4,
+    )
+
+
+def test_a_device_of_a_tensor_axis_reads_and_writes_whole_what_its_split_does_not_divide():
+    """By hand, over two devices: 48 tokens, 64 wide, 256 in the MLP, 4-byte numbers."""
+    tokens, d, f = 48, 64, 256
+    weights, stream, inner = d * f, tokens * d, tokens * f
+    products = plain()
+    # A column split reads all of its input, and writes half of the output.
+    up = worked(TIED, "mlp.up", split="f", ways=2, engine=products)[0]
+    assert up.bytes == 4 * (stream + inner / 2 + (weights + f) / 2)
+    assert up[2:5] == (tokens, d, f / 2)
+    # A contracted dim leaves a summand as large as the whole output.
+    down = worked(TIED, "mlp.down", split="f", ways=2, engine=products)
+    assert down[0].bytes == 4 * (inner / 2 + stream + (weights + d) / 2)
+    assert down[0][2:5] == (tokens, f / 2, d)
+
+
+def test_residuals_norms_and_launches_are_not_divided_by_a_tensor_axis():
+    launched = plain(
+        kernels={
+            name: Moves(working=(2, 3), launches=(1, 2))
+            for name in ("residual", "layernorm", "rmsnorm", "bias", "lookup")
+        }
+    )
+    alone, both = (
+        worked(TIED, "attn_norm", engine=launched),
+        worked(TIED, "attn_norm", ways=4, engine=launched),
+    )
+    assert alone == both
+    for spec, name, split in ((TIED, "mlp.down", "f"), (TIED, "attn.out", "n"), (TIED, "tok", "v")):
+        alone = worked(spec, name, engine=launched)
+        both = worked(spec, name, split=split, ways=4, engine=launched)
+        assert [one.apart for one in both] == [one.apart for one in alone]
+        assert [one.launches for one in both] == [one.launches for one in alone]
+    # A residual stream that is divided by rows is summed in parts.
+    summed = plain(kernels={"residual": Moves(working=(2, 3))})
+    alone = worked(TIED, "mlp.down", engine=summed)
+    rows = worked(TIED, "mlp.down", split="f", ways=4, residual="b", engine=summed)
+    assert [one.apart for one in rows] == [one.apart / 4 for one in alone]
 
 
 def test_every_activity_of_every_family_is_counted_by_eager_pytorch():

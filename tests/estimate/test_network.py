@@ -10,12 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
-from farspan.domain.cluster import LINE_BANDWIDTH, SITE_BANDWIDTH, SITE_RTT_S, Cluster, Link
+from farspan.domain import catalog
+from farspan.domain.cluster import (
+    LINE_BANDWIDTH,
+    SITE_BANDWIDTH,
+    SITE_RTT_S,
+    Cluster,
+    Host,
+    Interconnect,
+    Link,
+    Site,
+)
 from farspan.domain.plan import Plan
 from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_BANDWIDTH, Network, NoLink
 from farspan.estimate.price import estimate
 from farspan.semantics.communications import Flow
-from tests.estimate.parts import ENGINES, cluster, device, named, plain, planned, plans
+from tests.estimate.parts import (
+    ENGINES,
+    TIED,
+    cluster,
+    costs,
+    device,
+    mesh,
+    named,
+    pipeline,
+    plain,
+    plan,
+    planned,
+    plans,
+    stage,
+)
 
 
 def network(there: Cluster, **changes) -> Network:
@@ -120,6 +144,127 @@ def test_inside_a_host_and_inside_a_site():
     local, near = there.wire(0, 1, collective=False), there.wire(0, 2, collective=False)
     assert (local.delay_s, local.rate, local.local) == (LOCAL_DELAY_S, 1e10, True)
     assert (near.delay_s, near.rate, near.local) == (SITE_RTT_S / 2, SITE_BANDWIDTH, False)
+
+
+def catalogued(*kinds: str, **figures) -> Cluster:
+    """One host of devices of the catalogue."""
+    made = catalog.devices()
+    devices = tuple(made[kind].device(kind) for kind in kinds)
+    return Cluster(sites=(Site(name="A", hosts=(Host(name="a0", devices=devices, **figures),)),))
+
+
+V100 = 150e9  # Bytes a second of its six links together, of which a pair has two at most.
+
+
+@pytest.mark.parametrize(("devices", "rate"), [(2, 0.27), (4, 0.8), (8, 0.8)])
+def test_a_ring_inside_a_host_has_the_rate_of_rings_of_its_size(devices, rate):
+    there = network(catalogued(*["v100-16"] * 8))
+    ring, size = tuple(range(devices)), 8e9
+    moved = 2 * (devices - 1) * size / devices
+    assert there.ring_rate(ring) == pytest.approx(rate * V100)
+    assert there.all_reduce_s(ring, size) == pytest.approx(moved / (rate * V100), rel=1e-3)
+    assert there.all_gather_s(ring, size) == pytest.approx(moved / 2 / (rate * V100), rel=1e-3)
+    assert there.inside_s(ring, size, 2) == pytest.approx(2 * size / devices / (rate * V100))
+    part = size / devices
+    assert there.direct_s(ring, part) == pytest.approx(moved / 2 / (rate * V100), rel=1e-3)
+    # A message between two devices goes over the links of that pair.
+    assert there.wire(0, 5, collective=False).rate == pytest.approx(0.27 * V100)
+    assert there.flows_s([Flow(0, 1, size)], 1).busy == pytest.approx(
+        size / 0.27 / V100 + 1e-3, rel=1e-6
+    )
+
+
+def test_a_tensor_axis_of_two_waits_for_the_links_of_a_pair():
+    """In a plan of all eight devices."""
+    using = costs(catalogued(*["v100-16"] * 8), plain())
+    pair, all_of_them = (
+        using.waited_s("all_reduce", tuple(range(count)), 1e9, 1) for count in (2, 8)
+    )
+    assert pair == pytest.approx(2 * LOCAL_DELAY_S + 1e9 / 0.27 / V100)
+    assert all_of_them == pytest.approx(14 * LOCAL_DELAY_S + 2 * 7 / 8 * 1e9 / 0.8 / V100)
+
+
+def test_assumptions_name_the_rate_of_each_ring_size_of_the_plan():
+    def inside(axes: dict[str, int], **figures: float) -> list[str]:
+        there = catalogued(*["v100-16"] * 8, **figures)
+        one = pipeline([stage(mesh(*range(8), **axes), (1,) * axes["data"])], 1, (1,))
+        priced = plan(there, one)
+        return [
+            line
+            for line in estimate(priced, models.graph(TIED), there, plain()).assumptions
+            if line.startswith("a0: ")
+        ]
+
+    assert inside({"data": 8}) == [
+        "a0: devices of the host exchange 960 Gbit/s each way; farspan probe measures it"
+    ]
+    assert inside({"data": 4, "tensor": 2}) == [
+        "a0: rings of 2 devices 324 Gbit/s, of 4 devices 960 Gbit/s each way; farspan probe "
+        "measures a ring of all"
+    ]
+    assert inside({"data": 8}, local_rate=100e9) == []
+    assert inside({"data": 4, "tensor": 2}, local_rate=100e9) == [
+        "a0: rings of 2 devices 270 Gbit/s each way, by the catalogue's shares of the measured "
+        "ring of all"
+    ]
+
+
+def test_a_ring_has_the_rate_of_its_own_devices_and_not_of_others_in_the_host():
+    there = network(catalogued("a100-80", "a100-80", "t4", "t4"))
+    alone = network(catalogued("a100-80", "a100-80"))
+    slow = network(catalogued("t4", "t4"))
+    assert there.ring_rate((0, 1)) == alone.ring_rate((0, 1))
+    assert there.ring_rate((2, 3)) == slow.ring_rate((0, 1)) == there.ring_rate((1, 2))
+    assert there.ring_rate((0, 1)) > 10 * there.ring_rate((0, 2))
+
+
+def test_a_ring_over_devices_with_unlike_links_takes_the_slowest():
+    """Of four cards two have twelve links, where the others have eighteen."""
+    known = catalogued(*["h100"] * 4)
+    few = Interconnect(kind="nvlink", rate=300e9)
+    devices = [
+        one.but(interconnect=few) if place > 1 else one
+        for place, one in enumerate(known.hosts[0].devices)
+    ]
+    there = network(known.with_devices(lambda host, place: devices[place]))
+    assert there.ring_rate((0, 1)) == catalog.ring_rate(devices[0].sheet.interconnect, 2)
+    assert there.ring_rate((2, 3)) == there.ring_rate((1, 2)) == catalog.ring_rate(few, 2)
+    assert there.ring_rate((0, 1, 2, 3)) == catalog.ring_rate(few, 4) < there.ring_rate((0, 1))
+
+
+def test_a_measured_rate_counts_for_all_devices_and_by_the_catalogue_for_fewer():
+    probed = network(catalogued(*["v100-16"] * 8, local_rate=100e9))
+    assert probed.ring_rate(tuple(range(8))) == 100e9
+    assert probed.ring_rate((3, 6)) == pytest.approx(100e9 * 0.27 / 0.8)
+    # Where no interconnect is known, the measured rate stands for every ring.
+    unknown = cluster([[device()] * 4]).with_hosts(
+        lambda host: msgspec.structs.replace(host, local_rate=5e9)
+    )
+    assert {network(unknown).ring_rate(tuple(range(n))) for n in (2, 3, 4)} == {5e9}
+
+
+@given(st.sampled_from(sorted(catalog.devices())), st.integers(2, 16), st.data())
+def test_rings_of_one_kind_are_as_fast_wherever_they_lie_and_a_full_one_is_the_hosts(
+    kind, devices, data
+):
+    made = catalog.devices()[kind].device(kind, 2**34)
+    there = network(cluster([[made] * devices]))
+    ring = data.draw(st.lists(st.integers(0, devices - 1), min_size=2, unique=True))
+    other = tuple(range(len(ring)))
+    assert there.ring_rate(ring) == there.ring_rate(other)
+    assert there.ring_rate(tuple(range(devices))) == there.local_rate["a0"]
+    joined = made.sheet.interconnect
+    known = None if joined is None else catalog.ring_rate(joined, len(ring))
+    assert there.ring_rate(ring) == (there.engine.local_rate if known is None else known)
+
+
+@given(st.integers(2, 16), st.floats(1e3, 1e10), st.sampled_from(["reduce", "gather"]))
+def test_a_larger_ring_of_the_same_rate_never_takes_less(devices, size, kind):
+    there = network(cluster([[device()] * 17]))
+    smaller, larger = tuple(range(devices)), tuple(range(devices + 1))
+    assert there.ring_rate(smaller) == there.ring_rate(larger)
+    took = there.all_reduce_s if kind == "reduce" else there.all_gather_s
+    assert took(smaller, size) <= took(larger, size)
 
 
 def test_a_host_pair_of_its_own_goes_before_its_sites():

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
-from farspan.domain.cluster import Cluster, Link, MatmulRate
+from farspan.domain import catalog
+from farspan.domain.cluster import Cluster, Host, Link, MatmulRate, Site
 from farspan.domain.codec import convert
+from farspan.domain.engine import engine
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
 from farspan.domain.results import RESERVE
@@ -84,6 +86,77 @@ def test_prediction_interval_is_narrower_for_measured_networks():
 
 # -- sums of gradients
 #   ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "said"),
+    [
+        ("a30", 2, "10 Gbit/s is assumed between hosts (such hosts have 1 Gbit/s to 100 Gbit/s)"),
+        ("t4", 8, "10 Gbit/s is assumed between hosts (such hosts have 1 Gbit/s to 100 Gbit/s)"),
+        ("a100-80", 1, "10 Gbit/s is assumed between hosts"),
+        ("a100-80", 8, "1.6 Tbit/s is assumed between hosts, as of a DGX A100 (such hosts have"),
+        ("v100-32", 8, "400 Gbit/s is assumed between hosts, as of a DGX-1"),
+        ("h100", 8, "3.2 Tbit/s is assumed between hosts, as of a DGX H100"),
+    ],
+)
+@pytest.mark.parametrize("name", ["farspan", "torch2024"])
+def test_an_assumed_network_is_named_with_its_number_and_makes_the_interval_wider(
+    kind, devices, said, name
+):
+    made = catalog.devices()[kind].device(kind)
+    hosts = tuple(Host(name=f"h{i}", devices=(made,) * devices) for i in range(2))
+    unknown = Cluster(sites=(Site(name="lab", hosts=hosts),))
+    link = unknown.link("h0", "h1")
+    site = msgspec.structs.replace(
+        unknown.sites[0], lan_bandwidth=link.bandwidth, lan_rtt_s=link.rtt_s
+    )
+    stated = msgspec.structs.replace(unknown, sites=(site,))
+    ranks = tuple(range(2 * devices))
+    both = pipeline([stage(mesh(*ranks), (1,) * len(ranks))], 1, (1,))
+    guess, known = (
+        estimate(plan(there, both, batch=len(ranks)), models.graph(TIED), there, engine(name))
+        for there in (unknown, stated)
+    )
+    assert guess.step_s == known.step_s
+    assert guess.interval[0] < known.interval[0] and guess.interval[1] > known.interval[1]
+    (sentence,) = [one for one in guess.assumptions if "assumed between hosts" in one]
+    assert sentence.startswith(f"lab: {said}")
+    assert sentence.endswith("; measure it: farspan probe --cluster CLUSTER -o measured.yaml")
+    assert not [one for one in known.assumptions if "assumed between hosts" in one]
+    # It stands among the first ones, which the table of plans shows.
+    assert sentence in guess.assumptions[:3]
+
+
+def test_a_plan_inside_one_host_assumes_no_network_between_hosts():
+    made = catalog.devices()["a100-80"].device("a100-80")
+    hosts = tuple(Host(name=f"h{i}", devices=(made,) * 8) for i in range(2))
+    there = Cluster(sites=(Site(name="lab", hosts=hosts),))
+    one = pipeline([stage(mesh(*range(8)), (1,) * 8)], 1, (1,))
+    known = plan(there, one)
+    inside = msgspec.structs.replace(known, devices=known.devices[:8])
+    found = estimate(inside, models.graph(TIED), there, engine("farspan"))
+    assert not [said for said in found.assumptions if "between hosts" in said]
+    assert found.interval == pytest.approx(
+        estimate(inside, models.graph(TIED), there.first(8), engine("farspan")).interval
+    )
+
+
+def test_every_sort_of_hosts_in_a_site_is_named():
+    kinds = catalog.devices()
+    eight, few = (kinds[kind].device(kind) for kind in ("a100-80", "t4"))
+    hosts = [Host(name=f"h{i}", devices=(eight,) * 8) for i in range(3)]
+    hosts += [Host(name=f"few{i}", devices=(few,)) for i in range(2)]
+    there = Cluster(sites=(Site(name="lab", hosts=tuple(hosts)),))
+    ranks = tuple(range(26))
+    both = pipeline([stage(mesh(*ranks), (1,) * 26)], 1, (1,))
+    found = estimate(
+        plan(there, both, batch=26, precision="fp16"),
+        models.graph(TIED),
+        there,
+        engine("farspan"),
+    )
+    rates = [said.split()[1:3] for said in found.assumptions if "assumed between hosts" in said]
+    assert sorted(rates) == [["1.6", "Tbit/s"], ["10", "Gbit/s"]]
 
 
 def test_data_parallel_step_by_hand():

@@ -8,6 +8,7 @@ import pytest
 
 from farspan import models
 from farspan.domain.cluster import UnitTime
+from farspan.domain.engine import Activity, Moves
 from tests.estimate.parts import TIED, cluster, costs, device, plain
 
 SEQ_LEN = 16
@@ -31,10 +32,11 @@ def block_s(
     rows: int,
     splits: dict[str, str] | None = None,
     ways: int = 1,
+    kernels: dict[Activity, Moves] | None = None,
     **changes: object,
 ):
     one = device(units=times, **changes)
-    using = costs(cluster([[one, one]]), plain(), seq_len=SEQ_LEN)
+    using = costs(cluster([[one, one]]), plain(kernels=kernels or {}), seq_len=SEQ_LEN)
     return using.unit_s(0, using.graph.block, rows, splits or {}, ways)
 
 
@@ -72,3 +74,31 @@ def test_operators_and_their_parts_share_a_units_time_as_the_roofline_has_it():
     usual, divided = block_s(rows=2), block_s(rows=2, splits=splits, ways=2)
     found = block_s(timed(2, 0.1, 0.2), rows=2, splits=splits, ways=2)
     assert found == pytest.approx((0.1 * divided[0] / usual[0], 0.2 * divided[1] / usual[1]))
+
+
+MEGATRON = {
+    "attn.qkv": "n",
+    "attn": "n",
+    "attn.out": "n",
+    "mlp.up": "f",
+    "mlp.act": "f",
+    "mlp.down": "f",
+}
+
+
+@pytest.mark.parametrize(
+    ("activity", "share"),
+    [("residual", 1.0), ("layernorm", 1.0), ("gelu", 0.5), ("weight", 0.5)],
+)
+def test_a_tensor_axis_divides_of_a_timed_unit_only_what_its_splits_divide(activity, share):
+    """Of two devices, where one activity takes nearly all of the unit's time."""
+    kernels = {activity: Moves(working=(1e6, 1e6))}
+    found = block_s(timed(2, 0.1, 0.2), rows=2, splits=MEGATRON, ways=2, kernels=kernels)
+    assert found == pytest.approx((0.1 * share, 0.2 * share), rel=1e-3)
+
+
+def test_residuals_that_are_divided_by_rows_divide_their_part_of_a_timed_unit():
+    kernels = {"residual": Moves(working=(1e6, 1e6))}
+    splits = {**MEGATRON, "residual": "b"}
+    found = block_s(timed(2, 0.1, 0.2), rows=2, splits=splits, ways=2, kernels=kernels)
+    assert found == pytest.approx((0.05, 0.1), rel=1e-3)

@@ -18,6 +18,7 @@ import farspan
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import load_cluster
+from farspan.domain.codec import parse_yaml
 from farspan.domain.engine import engine
 from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, unsound
 from farspan.domain.problems import Refusal
@@ -437,6 +438,26 @@ def test_a_file_is_refused_with_its_line(there: Cluster, tmp_path: Path) -> None
 
 # -- from Python
 #   ------------------------------------------------------------------------------------------------
+
+
+def test_pricing_reads_the_engines_file_once_however_many_devices_there_are(
+    there: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+
+    def parse(text: str, where: object) -> Any:
+        read.append(where)
+        return parse_yaml(text, where)
+
+    monkeypatch.setattr("farspan.domain.engine.parse_yaml", parse)
+    engine.cache_clear()
+    priced = farspan.price(PLAN, there)
+    assert priced.fits and len(priced.devices) == 8
+    assert read == ["engines/farspan.yaml"]
+    # A whole plan, and one under another engine.
+    farspan.price(priced.plan, there)
+    farspan.price(PLAN, there, engine="torch2024")
+    assert read == ["engines/farspan.yaml", "engines/torch2024.yaml"]
 
 
 def test_a_plan_a_table_and_a_file_price_alike(there: Cluster, tmp_path: Path) -> None:

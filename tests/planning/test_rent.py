@@ -123,6 +123,17 @@ def test_sixteen_devices_are_two_hosts_with_the_network_that_is_asked_about(foun
     assert faster.offers[0].time_s < slower.offers[0].time_s
 
 
+def test_hosts_of_a_known_machines_shape_have_its_network_unless_another_is_asked_about() -> None:
+    alone = {"counts": (8, 16), "allow": ("data",)}
+    usual = rent(MODEL, train_for, ENGINE, kinds=("h100", "t4"), **alone)
+    assert {kind: network.machine for kind, network in usual.known.items()} == {"h100": "DGX H100"}
+    rates = {offer.kind: link.bandwidth for offer in usual.offers for link in offer.cluster.links}
+    assert rates == {"h100": 3200e9 / 8, "t4": 10e9 / 8}
+    asked = rent(MODEL, train_for, ENGINE, kinds=("h100",), bandwidth=1e9, **alone)
+    assert asked.known == {} and asked.bandwidth == 1e9
+    assert [link.bandwidth for offer in asked.offers for link in offer.cluster.links] == [1e9]
+
+
 def test_a_kind_without_a_price_is_refused() -> None:
     with pytest.raises(Refusal, match="no price of 'a30'"):
         rent(MODEL, train_for, ENGINE, kinds=("a30",))

@@ -11,7 +11,7 @@ from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import as_json
 from farspan.domain.problems import command
-from farspan.domain.units import format_flops
+from farspan.domain.units import format_flops, format_rate
 
 HELP = "show, list or check clusters"
 
@@ -74,11 +74,15 @@ def _unknown(cluster: Cluster) -> list[str]:
     """What the planner would like to know and the cluster does not say."""
     unknown = []
     for a, b in combinations([host.name for host in cluster.hosts], 2):
-        link = cluster.link(a, b)
-        if link is None:
+        assumed = cluster.assumed_network(a, b)
+        if cluster.link(a, b) is None:
             unknown.append(f"the link {a} - {b}")
-        elif link.bandwidth is None:
-            unknown.append(f"the bandwidth of {a} - {b}")
+        elif assumed is not None:
+            site = cluster.site_of(a).name
+            inside = site == cluster.site_of(b).name
+            which = f"between hosts of {site}" if inside else f"of {a} - {b}"
+            unknown.append(f"the bandwidth {which}: {format_rate(assumed.rate)} is assumed")
+    unknown = list(dict.fromkeys(unknown))
     for host in cluster.hosts:
         kinds = {device.kind for device in host.devices if not device.sheet.flops}
         unknown += [f"the speed of {kind} in {host.name}" for kind in sorted(kinds)]

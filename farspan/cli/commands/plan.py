@@ -129,7 +129,9 @@ def _other_questions(parser: argparse.ArgumentParser) -> None:
         "--device", action="append", default=[], help="with --rent: this kind only; may be repeated"
     )
     group.add_argument(
-        "--network", default="10Gbit/s", help="with --rent: between hosts of 8 (default: 10Gbit/s)"
+        "--network",
+        help="with --rent: between hosts of 8 (default: a known machine's of that shape, else "
+        "10Gbit/s)",
     )
     group.add_argument(
         "--export",

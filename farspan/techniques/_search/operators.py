@@ -65,18 +65,17 @@ class Assignment:
                 self._join(before, node, op, count)
                 before = node
                 if returns_to_residual(op):
-                    self._return(node, count)
+                    self._return(node, op, count)
                     before = 0
 
     def _add(self, op: Operator, unit: tuple[Operator, ...], count: int) -> int:
         task, ways = self.task, len(self.group)
         options = strategies(op, task.graph.sizes, ways, self.rows)
         device = task.costs.network.devices[self.group[0]]
-        unlike = {task.costs.alike[rank]: rank for rank in self.group}.values()
         costs, memory = [], []
         for option in options:
-            times = [task.costs.op_s(rank, op, self.rows, option.split, ways) for rank in unlike]
-            seconds = count * self.parts * max(f + b for f, b in times)
+            # The sum with a residual stream that is copied takes longer: `_return` adds the rest.
+            seconds = count * self.parts * self._op_s(op, option.split, self.choices[0][-1].split)
             own = count * sum(
                 task.graph.size(w.dims) * weight_share(op, w.dims, option.split, ways)
                 for w in op.weights
@@ -112,13 +111,29 @@ class Assignment:
             ],
         )
 
-    def _return(self, node: int, count: int) -> None:
-        """The collectives between what `node` writes and the residual stream."""
-        rows = [
-            [self._edge_s(b.writes, a.reads, a.gradient, "bsd", count) for b in self.choices[node]]
-            for a in self.choices[0]
-        ]
+    def _return(self, node: int, op: Operator, count: int) -> None:
+        """The collectives between what `node` writes and the residual stream, and the sum with
+        it."""
+        divided = self.choices[0][-1].split
+        rows = []
+        for residual in self.choices[0]:
+            row = []
+            for option in self.choices[node]:
+                moved_s = self._edge_s(
+                    option.writes, residual.reads, residual.gradient, "bsd", count
+                )
+                longer_s = self._op_s(op, option.split, residual.split) - self._op_s(
+                    op, option.split, divided
+                )
+                row.append(moved_s + count * self.parts * longer_s)
+            rows.append(row)
         self._edge(0, node, rows)
+
+    def _op_s(self, op: Operator, split: str, residual: str) -> float:
+        """Seconds of the slowest device for both passes of an operator over one microbatch."""
+        costs, ways = self.task.costs, len(self.group)
+        unlike = {costs.alike[rank]: rank for rank in self.group}.values()
+        return max(sum(costs.op_s(rank, op, self.rows, split, ways, residual)) for rank in unlike)
 
     def _edge_s(self, writes: str, reads: str, gradient: str, dims: str, count: int) -> float:
         return (
