@@ -146,7 +146,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """`hash` covers source content, split, tokenizer and format: equal hash, equal bytes.
 
     `documents.jsonl.zst` beside it holds every kept document (domain.corpus.Document) in the order
-    of its split's token file: first all of train, then all of val.
+    of its split's token file: first all of train, then all of val. `copies.jsonl.zst` holds the
+    others, which are searched and not trained on.
     """
 
     hash: ContentHash
@@ -161,8 +162,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     #: smoothed), and bigram (smoothed towards the unigram, see `farspan.corpus.entropy`).
     unigram_nats: float
     bigram_nats: float
-    #: Documents left out as exact or near duplicates, and files and rows skipped: the first by
-    #: name, the others by kind (earlier versions: lines of text).
+    #: Documents that are not trained on as exact or near duplicates, and files and rows skipped:
+    #: the first by name, the others by kind (earlier versions: lines of text).
     exact_duplicates: int
     near_duplicates: int
     skipped: tuple[Skipped | str, ...] = ()
@@ -196,5 +197,15 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     origin: str
     metadata: dict[str, str] = {}
     #: Line and page of the source on which the text begins, from 1 on; 0 where it has none.
+    line: int = 0
+    page: int = 0
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where an exact copy of a document stands, and what it is called there."""
+
+    title: str
+    origin: str
+    metadata: dict[str, str] = {}
     line: int = 0
     page: int = 0
