@@ -154,7 +154,7 @@ def _build(
     decision = decide(stems, data, must_split=True)
     if decision.exact or decision.near:
         say(
-            f"not trained on, but searched: {decision.exact:,} exact and "
+            f"searched, not trained on: {decision.exact:,} exact and "
             f"{counted(decision.near, 'near duplicate')}"
         )
     if not config.use:

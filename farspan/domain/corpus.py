@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.codec import ContentHash
+from farspan.domain.units import counted
 
 #: The files of both splits, as `Split` describes them.
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
@@ -171,6 +172,14 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     recoded: tuple[Skipped, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
+    def duplicates_line(self) -> str:
+        """How many documents of the source are searched and not trained on; empty for none."""
+        exact, near = self.exact_duplicates, self.near_duplicates
+        if not exact and not near:
+            return ""
+        return f"searched, not trained on: {exact:,} exact and {counted(near, 'near duplicate')}"
+
+    @property
     def skipped_kinds(self) -> list[str]:
         """`12 .bin, 3 .exe: REASON`, one line for each reason; an earlier version's lines as they
         are."""
@@ -184,6 +193,20 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def recoded_kinds(self) -> list[str]:
         """`3 .txt: read as cp1252 (NAMES)`, one line for each encoding."""
         return list(map(str, by_kind(self.recoded or ())))
+
+
+def copies_line(documents: int, near: int, exact: int) -> str:
+    """How many of the distinct `documents` are near copies, and where exact copies stand besides;
+    empty without copies."""
+    lines = []
+    if near:
+        others = "a near copy of another" if near == 1 else "near copies of others"
+        is_or_are = "is" if near == 1 else "are"
+        lines.append(f"{near:,} {is_or_are} {others}, searched and not trained on")
+    if exact:
+        places = "place" if exact == 1 else "places"
+        lines.append(f"{exact:,} more {places} with exactly the text of another")
+    return f"{documents:,} documents: {'; '.join(lines)}" if lines else ""
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

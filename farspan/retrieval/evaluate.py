@@ -90,6 +90,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     #: Documents of the corpus, and those of them that have a body to be found by.
     documents: int
     with_body: int
+    #: Documents that are near copies of others: where one of these is right, so are they.
+    near_copies: int = 0
     seed: int
 
 
@@ -289,6 +291,11 @@ def table(evaluation: Evaluation) -> str:
         f"{counted(titles, 'title')} {origin}, split at separators; candidates: "
         f"{counted(evaluation.documents, 'document')} without what is asked, of which "
         f"{evaluation.with_body} have text",
+        *(
+            [f"a near copy of the right document is right too: {evaluation.near_copies} are copies"]
+            if evaluation.near_copies
+            else []
+        ),
         f"chosen on tuning queries alone ({tuning or 'none'}): BM25 with k1 {evaluation.k1:g} and "
         "b "
         f"{evaluation.b:g}, vectors with weight {evaluation.fusion_weight:g}",

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import why
 from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import NAME, words
 from farspan.retrieval.metrics import Ints
+from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.rank import (
     DEPTH,
     NAT,
@@ -29,6 +32,8 @@ from farspan.retrieval.rank import (
 from farspan.retrieval.stores import Vectors
 
 SNIPPET_CHARS = 300
+#: Places of one text that a result names.
+MAX_PLACES = 100
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +60,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     passage: str
     marks: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str] = {}
+    #: Where else exactly this text stands, MAX_PLACES at most; and the number of all such places.
+    also: tuple[Place, ...] = ()
+    copies: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +101,7 @@ def search(
     scores_N, vector_E = words_N, None
     if chosen != "bm25":
         vector_E = index.embedder.queries([query_form(query)])[0]
-        scores_N = _vector_scores(index, vector_E, within)
+        scores_N = _vector_scores(index, vector_E, within, mask_N)
     if chosen in ("fused", "reranked"):
         scores_N = fuse(words_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
     # A document that is blank but for its title has no passage to show.
@@ -168,17 +176,33 @@ def not_evaluated(recipe: Recipe) -> str:
     )
 
 
-def _vector_scores(index: Index, vector_E: Vectors, where: Mapping[str, str]) -> Scores:
-    """Cosines by document, from the chunks that the store finds nearest."""
+def _vector_scores(
+    index: Index,
+    vector_E: Vectors,
+    where: Mapping[str, str],
+    mask_N: npt.NDArray[np.bool_] | None,
+) -> Scores:
+    """Cosines by document, from the chunks that the store finds nearest `where` fields have these
+    values: in documents of `mask_N`."""
     # A document may hold several of the nearest chunks; four times the depth leaves enough
     # documents.
     hits = index.store.search(vector_E, 4 * DEPTH, where or None)
     # A store at a server may know chunks of the index that takes this one's place.
     rows = index.passages.rows_of(np.array([hit.id for hit in hits], np.int64))
     scores_H = np.array([hit.score for hit in hits], np.float32)[rows >= 0]
-    return by_document(
-        index.passages.rows_N["document"][rows[rows >= 0]], scores_H, index.manifest.documents
-    )
+    rows = rows[rows >= 0]
+    more = [] if mask_N is None else _rows_by_copies(index, mask_N)
+    if more:
+        # A store knows the fields of one place of each document.
+        rows = np.concatenate([rows, more])
+        scores_H = np.concatenate([scores_H, index.passages.vectors_NE[more] @ vector_E])
+    return by_document(index.passages.rows_N["document"][rows], scores_H, index.manifest.documents)
+
+
+def _rows_by_copies(index: Index, mask_N: npt.NDArray[np.bool_]) -> list[int]:
+    """Rows of the passages of the documents in `mask_N` that have copies elsewhere."""
+    numbers = [number for number in np.flatnonzero(mask_N) if index.documents[number].places]
+    return [row for number in numbers for row in index.passages.of_document(int(number))]
 
 
 def _reranked(
@@ -242,6 +266,7 @@ def _of_chunk(
     vector_score: float | None,
 ) -> Result:
     chunk: Chunk = index.passages.chunk(row)
+    document = index.documents[chunk.document]
     text = chunk.text.strip("\n")
     return Result(
         id=f"{chunk.id:016x}",
@@ -256,7 +281,18 @@ def _of_chunk(
         headings=chunk.headings,
         passage=text,
         marks=tuple(marks(text, query)),
-        metadata=index.documents[chunk.document].metadata,
+        metadata=document.metadata,
+        also=tuple(_place(chunk, document, place) for place in document.places[:MAX_PLACES]),
+        copies=len(document.places),
+    )
+
+
+def _place(chunk: Chunk, document: IndexedDocument, place: Place) -> Place:
+    """Where a passage of a document stands in a copy of that."""
+    return msgspec.structs.replace(
+        place,
+        line=place.line and place.line + chunk.line - document.line,
+        page=place.page and place.page + chunk.page - document.page,
     )
 
 
