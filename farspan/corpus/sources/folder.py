@@ -34,7 +34,12 @@ from farspan.domain.problems import Refusal
 _NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}
 #: Kinds of files that came to be read in another way: what the same file held before is not what it
 #: holds now.
-_READ_AS = {".pdf": "pages", ".html": "headings", ".htm": "headings", ".jsonl.zst": "to its end"}
+_READ_AS = {
+    ".pdf": "whole words",
+    ".html": "headings",
+    ".htm": "headings",
+    ".jsonl.zst": "to its end",
+}
 _HEADING = re.compile(
     r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE
 )
@@ -244,7 +249,11 @@ def _html(file: Path, encoding: str) -> Iterator[Document]:
 def _pdf(file: Path) -> Iterator[Document | None]:
     import pypdf
 
+    from farspan.corpus._pdf import join_broken_words, pdf_title
+
     reader = pypdf.PdfReader(file)
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise UnreadableFile("needs a password")
     title = reader.metadata.title if reader.metadata else None
     pages: list[str] = []
     chars = 0
@@ -255,7 +264,8 @@ def _pdf(file: Path) -> Iterator[Document | None]:
             raise UnreadableFile(TOO_LONG)
         # Each page may take as long as a document.
         yield None
-    yield Document(title=title or file.stem, text="\f".join(pages), origin=str(file), page=1)
+    text = join_broken_words("\f".join(pages))
+    yield Document(title=pdf_title(title, text, file.stem), text=text, origin=str(file), page=1)
 
 
 #: Readers of text, given a file and its encoding; they also give the rows that they leave out.
