@@ -481,6 +481,32 @@ def test_each_folder_is_read_once_also_behind_links(tmp_path: Path) -> None:
     assert f"{docs}/sub/0.txt" in names, "in its own place"
 
 
+def test_links_to_hidden_folders_are_followed_and_links_to_nothing_are_named(
+    tmp_path: Path,
+) -> None:
+    docs = tmp_path / "docs"
+    for place in (docs / ".store" / "deep", tmp_path / "target" / ".inner"):
+        place.mkdir(parents=True)
+        (place / "a.txt").write_text(f"in {place.name}")
+    (docs / "data").symlink_to(".store")
+    (docs / "inner").symlink_to("../target/.inner")
+    (docs / "again").symlink_to(".store/deep")
+    (docs / "itself.txt").symlink_to("itself.txt")
+    (docs / "round").symlink_to("back")
+    (docs / "back").symlink_to("round")
+    (docs / "gone").symlink_to("../gone")
+    (docs / "endless.txt").symlink_to("/dev/zero")
+    os.mkfifo(docs / "pipe.txt")
+    texts, skipped, _ = read(docs)
+    assert sorted(texts) == ["in .inner", "in deep"]
+    assert skipped == [
+        *(f"{name}: a link that leads to no file" for name in ("back", "endless.txt", "gone")),
+        "itself.txt: a link that leads to no file",
+        "pipe.txt: no regular file",
+        "round: a link that leads to no file",
+    ]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may open everything")
 def test_folders_and_files_that_may_not_be_opened_are_named(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir()

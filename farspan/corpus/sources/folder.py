@@ -188,13 +188,27 @@ def _walk_folder(folder: Path, root: Path, seen: set[tuple[int, int]]) -> Iterat
         path = Path(entry.path)
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
-            if not entry.is_symlink() or not path.resolve().is_relative_to(root):
+        try:
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError:
+            # Such as a link that leads to itself.
+            is_folder = is_file = False
+        if is_folder:
+            if not entry.is_symlink() or not _has_own_place(path.resolve(), root):
                 yield from _walk_folder(path, root, seen)
-        elif entry.is_file():
+        elif is_file:
             yield path
         elif entry.is_symlink():
             yield Skipped.file(path, "a link that leads to no file")
+        else:
+            yield Skipped.file(path, "no regular file")
+
+
+def _has_own_place(folder: Path, root: Path) -> bool:
+    """True for a folder that is gone through without a link: inside `root`, and not hidden."""
+    if not folder.is_relative_to(root):
+        return False
+    return not any(name.startswith(".") for name in folder.relative_to(root).parts)
 
 
 def _suffix(file: Path) -> str:
