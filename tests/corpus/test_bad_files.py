@@ -250,6 +250,20 @@ def test_json_arrays_and_objects_over_several_lines_are_read_as_rows(tmp_path: P
     assert (texts, len(skipped)) == (["one", "three"], 2)
 
 
+def test_rows_without_text_are_left_out_and_packed_json_is_read_as_rows(tmp_path: Path) -> None:
+    rows = b'{"text": "hello"}\n{"text": null}\n{"other": 1}\n{"text": "third"}\n'
+    (tmp_path / "c4.json.gz").write_bytes(gzip.compress(rows))
+    (tmp_path / "c4.json.zst").write_bytes(zstandard.compress(rows))
+    (tmp_path / "null.jsonl").write_bytes(rows)
+    texts, skipped, _ = read(tmp_path)
+    assert texts == ["hello", "third"] * 3
+    assert skipped == [
+        f"{name}:{row}: no text in a column text, content or body (its columns are {columns})"
+        for name in ("c4.json.gz", "c4.json.zst", "null.jsonl")
+        for row, columns in ((2, "text"), (3, "other"))
+    ]
+
+
 @pytest.mark.parametrize("read_bytes", [1, 2, 7, 1000])
 def test_values_of_json_are_found_wherever_the_stream_is_cut(read_bytes: int) -> None:
     class Stream:

@@ -1,5 +1,5 @@
-"""A folder of text files, or one file: .txt .md .rst .html .jsonl(.gz|.zst) .parquet, and .pdf with
-pypdf installed. What cannot be read is left out and named."""
+"""A folder of text files, or one file: .txt .md .rst .html .jsonl(.gz|.zst) .json(.gz|.zst) .parquet,
+and .pdf with pypdf installed. What cannot be read is left out and named."""
 
 from __future__ import annotations
 
@@ -292,6 +292,9 @@ _TEXT_READERS: dict[str, Callable[[Path, str], Iterator[Document | Skipped]]] = 
     ".jsonl": read_json_rows,
     ".jsonl.gz": read_json_rows,
     ".jsonl.zst": read_json_rows,
+    # As C4 names its JSON lines.
+    ".json.gz": read_json_rows,
+    ".json.zst": read_json_rows,
 }
 _PAGES = (".html", ".htm")
 #: Readers of what unpacks to any size.
