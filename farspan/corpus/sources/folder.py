@@ -1,5 +1,5 @@
-"""A folder of text files, or one file: .txt .md .rst .html .jsonl(.gz|.zst) .json(.gz|.zst) .parquet,
-and .pdf with pypdf installed. What cannot be read is left out and named."""
+"""A folder of text files, or one file: .txt .md .rst .html .jsonl .json.gz .parquet, and .pdf with
+pypdf installed. What cannot be read is left out and named."""
 
 from __future__ import annotations
 
