@@ -100,7 +100,7 @@ def chosen(stem: Path, fate: int) -> Iterator[Document]:
     fates, cuts = np.load(stem.with_suffix(".fates.npy"))
     documents = read_lines(stem.with_suffix(".docs"))
     for document, its, at in zip(documents, fates, cuts, strict=True):
-        pieces = divide(document, int(at)) if at else (document,)
+        pieces: tuple[Document, ...] = divide(document, int(at)) if at else (document,)
         if its == CUT:
             pieces = {TRAIN: pieces[:1], VAL: pieces[1:]}.get(fate, ())
         elif its != fate:

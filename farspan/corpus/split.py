@@ -65,7 +65,8 @@ class Decision(NamedTuple):
         tails = heads.copy()
         tails[tailed] = numbers[len(self.fates) :]
         first = self.clusters[documents]
-        return np.where(is_tail, tails[first], heads[first])[order]
+        numbered: Numbers = np.where(is_tail, tails[first], heads[first])
+        return numbered[order]
 
 
 def decide(stems: list[Path], data: DataConfig, *, must_split: bool) -> Decision:
