@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal
 from farspan.app.updates import Ended, Note, Progress, notes, silent
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import IndexConfig, RunConfig
-from farspan.domain.corpus import CorpusManifest, Document
+from farspan.domain.corpus import CorpusManifest, copies_line
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
 from farspan.domain.units import counted
 
 if TYPE_CHECKING:
-    from farspan.corpus.prepare import Text
+    from farspan.corpus.copies import Text
     from farspan.retrieval.index import Index, IndexManifest, Origin, QueryEmbedder
     from farspan.retrieval.queries import Query
     from farspan.retrieval.rank import System
@@ -84,7 +84,9 @@ def embed(
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
-    own = _judged(config.index, queries, qrels, text.documents) if tune else []
+    own = _judged(config.index, queries, qrels, text) if tune else []
+    if copies := copies_line(len(text.documents), text.copies.near, text.copies.exact):
+        progress(Note(copies))
     before = _there(run)
     with ExitStack() as stack:
         stack.callback(progress, Ended())
@@ -96,6 +98,7 @@ def embed(
                 tokenizer=trained.tokenizer,
                 documents=text.documents,
                 train=text.train,
+                copies=text.copies,
                 origin=origin(run, trained),
                 recipe=recipe,
                 say=notes(progress),
@@ -131,7 +134,7 @@ def embed(
 
 
 def _judged(
-    config: IndexConfig, queries: Path | None, qrels: Path | None, documents: Sequence[Document]
+    config: IndexConfig, queries: Path | None, qrels: Path | None, text: Text
 ) -> list[Query]:
     """A person's queries: none where no file is named. Raises Refusal (usage) for one file without
     the other."""
@@ -149,7 +152,7 @@ def _judged(
             fact=f"there are no {'qrels' if asked else 'queries'}",
             remedy="farspan tune --queries queries.jsonl --qrels qrels.tsv",
         )
-    return read_judged(asked, answers, documents)
+    return read_judged(asked, answers, text.documents, text.copies)
 
 
 def _there(run: RunFolder) -> IndexManifest | None:
@@ -163,8 +166,8 @@ def _there(run: RunFolder) -> IndexManifest | None:
 
 def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text:
     """The documents of today; those that the run was trained on where its text cannot be found."""
-    from farspan.corpus.documents import read_documents
-    from farspan.corpus.prepare import Text, read_text
+    from farspan.corpus.copies import has_copies, read_distinct
+    from farspan.corpus.prepare import read_text
     from farspan.corpus.processes import usable_cores
 
     prepared = Path(load(run.record, RunRecord).corpus)
@@ -184,9 +187,11 @@ def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text
             f"{config.data_config.source} is not there: indexing the documents that the run was "
             "trained on"
         )
-    return Text(
-        list(read_documents(prepared)), load(run.corpus, CorpusManifest).train.documents, ""
-    )
+    manifest = load(run.corpus, CorpusManifest)
+    missing = manifest.exact_duplicates + manifest.near_duplicates
+    if missing and not has_copies(prepared):
+        say(f"{counted(missing, 'copy')} of these cannot be searched: their text is not there")
+    return read_distinct(prepared, manifest, "")
 
 
 def write_vectors(run: RunFolder, path: Path) -> Path:

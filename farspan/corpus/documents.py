@@ -16,6 +16,9 @@ from farspan.domain.own_files import open_own
 #: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a
 #: validation part.
 PART_CHARS = 1 << 18
+#: Of a prepared corpus: the documents of its token files, all of train and then all of val; and
+#: those that were dropped as copies of these.
+DOCUMENTS, COPIES = "documents.jsonl.zst", "copies.jsonl.zst"
 #: A title stands with every part of its document: what is longer is cut off.
 MAX_TITLE_CHARS = 1000
 #: What is no part of a text around it: byte-order mark and blank space.
@@ -83,6 +86,24 @@ def _after(text: str, line: int, page: int) -> tuple[int, int]:
     return line and line + text.count("\n"), page and page + text.count("\f")
 
 
+def divide(document: Document, at: int) -> tuple[Document, Document]:
+    """A document in two, cut at a character that neither side is blank around; the second part has
+    a title of its own, and the line and page that it begins on."""
+    head, tail = document.text[:at], document.text[at:]
+    skipped = len(tail) - len(tail.lstrip(_OUTER))
+    line, page = _after(document.text[: at + skipped], document.line, document.page)
+    return (
+        msgspec.structs.replace(document, text=head.rstrip(_OUTER)),
+        msgspec.structs.replace(
+            document,
+            title=f"{document.title} (end)",
+            text=tail[skipped:],
+            line=line,
+            page=page,
+        ),
+    )
+
+
 def write_documents(path: Path, documents: Iterable[Document]) -> None:
     """Write one zstd frame of JSON lines; files of several frames come from joining such files."""
     with (
@@ -112,4 +133,10 @@ def read_lines(path: Path) -> Iterator[Document]:
 def read_documents(folder: Path) -> Iterator[Document]:
     """The kept documents of a prepared corpus, in the order of its token files: all of train, then
     all of val."""
-    return read_lines(folder / "documents.jsonl.zst")
+    return read_lines(folder / DOCUMENTS)
+
+
+def read_copies(folder: Path) -> Iterator[Document]:
+    """The documents of a prepared corpus that were dropped as copies of kept ones, in the order of
+    the source."""
+    return read_lines(folder / COPIES)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.documents import cut, read_lines, write_documents
+from farspan.corpus.documents import COPIES, DOCUMENTS, cut, divide, read_lines, write_documents
 from farspan.corpus.processes import spawned
 from farspan.corpus.sources import Source
 from farspan.domain.codec import load, save
@@ -29,8 +29,8 @@ from farspan.domain.own_files import open_own
 SHARD_BYTES = 4 << 20
 #: Documents encoded at a time.
 _BATCH = 64
-#: What becomes of a document.
-DROPPED, TRAIN, VAL = 0, 1, 2
+#: What becomes of a document; one that is CUT is trained on but for its end, which is held out.
+DROPPED, TRAIN, VAL, CUT = 0, 1, 2, 3
 _SPLITS = {"train": TRAIN, "val": VAL}
 
 
@@ -96,10 +96,16 @@ def _once(function: Callable[..., None], stem: Path, *rest: object) -> None:
 
 
 def chosen(stem: Path, fate: int) -> Iterator[Document]:
-    """The documents of a shard that have this fate."""
-    fates = np.load(stem.with_suffix(".fates.npy"))
+    """The documents of a shard that have this fate, DROPPED, TRAIN or VAL."""
+    fates, cuts = np.load(stem.with_suffix(".fates.npy"))
     documents = read_lines(stem.with_suffix(".docs"))
-    return (document for document, its in zip(documents, fates, strict=True) if its == fate)
+    for document, its, at in zip(documents, fates, cuts, strict=True):
+        pieces: tuple[Document, ...] = divide(document, int(at)) if at else (document,)
+        if its == CUT:
+            pieces = {TRAIN: pieces[:1], VAL: pieces[1:]}.get(fate, ())
+        elif its != fate:
+            pieces = ()
+        yield from pieces
 
 
 @functools.lru_cache(maxsize=1)
@@ -133,13 +139,18 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
             np.save(file, np.array([lengths, text_bytes], np.int64))
 
 
+def write_copies(stem: Path) -> None:
+    """Write the dropped documents of a shard (.copies.zst)."""
+    write_documents(stem.with_suffix(".copies.zst"), chosen(stem, DROPPED))
+
+
 def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
-    """Concatenate what `encode_shard` wrote, in a new FOLDER: {train,val}.{bin,idx} and
-    documents.jsonl.zst."""
+    """Concatenate what `encode_shard` and `write_copies` wrote, in a new FOLDER:
+    {train,val}.{bin,idx}, documents.jsonl.zst and copies.jsonl.zst."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     splits = {}
-    with open_own(folder / "documents.jsonl.zst", "wb") as documents:
+    with open_own(folder / DOCUMENTS, "wb") as documents:
         for split in _SPLITS:
             with open_own(folder / f"{split}.bin", "wb") as tokens:
                 for stem in stems:
@@ -155,4 +166,7 @@ def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
             splits[split] = Split(
                 tokens=int(offsets[-1]), documents=len(lengths), text_bytes=total_bytes
             )
+    with open_own(folder / COPIES, "wb") as copies:
+        for stem in stems:
+            copies.write(stem.with_suffix(".copies.zst").read_bytes())
     return splits

@@ -12,22 +12,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.documents import read_documents
+from farspan.corpus.copies import CLUSTERS, Text, distinct, has_copies, read_distinct
+from farspan.corpus.documents import COPIES
 from farspan.corpus.entropy import entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
+from farspan.corpus.split import decide
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import content_hash, is_content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
-from farspan.domain.corpus import CorpusManifest, Document, Skipped, by_kind
+from farspan.domain.corpus import CorpusManifest, Skipped, by_kind
 from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.problems import Refusal, command
@@ -85,15 +86,6 @@ def prepare(
     return prepared
 
 
-class Text(NamedTuple):
-    """The documents of a source that are kept, those of the training split first, of which there
-    are `train`, and the fingerprint of the source."""
-
-    documents: list[Document]
-    train: int
-    fingerprint: str
-
-
 def read_text(
     data: DataConfig,
     tokenizer: TokenizerConfig,
@@ -103,20 +95,23 @@ def read_text(
     workers: int,
     say: Say,
 ) -> Text:
-    """What the source of the corpus at `prepared` holds today, without duplicates and split as a
+    """Every text that the source of the corpus at `prepared` holds today, copies too, split as a
     corpus is.
 
-    Where the source is as it was, these are the corpus's own documents. Refuses what cannot be
-    read.
+    Where the source is as it was, this is the corpus's own text. Refuses what cannot be read.
     """
     source = open_source(data.source)
     fingerprint = source.fingerprint()
     known = _known(root, _key(source, data, tokenizer))
     if known is not None and known[0] == prepared:
-        for kinds in known[1].skipped_kinds:
-            say(f"skipped {kinds}")
-        return Text(list(read_documents(prepared)), known[1].train.documents, fingerprint)
-    say("the text has changed since the corpus was made")
+        manifest = known[1]
+        if has_copies(prepared) or not (manifest.exact_duplicates or manifest.near_duplicates):
+            for kinds in manifest.skipped_kinds:
+                say(f"skipped {kinds}")
+            return read_distinct(prepared, manifest, fingerprint)
+        say("an earlier version left copies out of the corpus; they are read again")
+    else:
+        say("the text has changed since the corpus was made")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
         stems = [
@@ -126,12 +121,18 @@ def read_text(
         for skipped in by_kind(source.skipped.entries()):
             say(f"skipped {skipped}")
         pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
-        _decide(stems, data, splits=False)
-        train, val = (
+        decision = decide(stems, data, must_split=False)
+        train, val, dropped = (
             [document for stem in stems for document in pack.chosen(stem, fate)]
-            for fate in (pack.TRAIN, pack.VAL)
+            for fate in (pack.TRAIN, pack.VAL, pack.DROPPED)
         )
-    return Text(train + val, len(train), fingerprint)
+    return distinct(
+        [*train, *val, *dropped],
+        decision.corpus_clusters().tolist(),
+        train=len(train),
+        kept=len(train) + len(val),
+        fingerprint=fingerprint,
+    )
 
 
 def _key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
@@ -150,8 +151,12 @@ def _build(
     shards = _spool(source, data, work, say)
     stems = [work / f"{number:05}" for number in range(len(shards))]
     pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
-    exact, near, fates = _decide(stems, data, splits=True)
-    say(f"left out: {exact} exact and {counted(near, 'near duplicate')}")
+    decision = decide(stems, data, must_split=True)
+    if decision.exact or decision.near:
+        say(
+            f"searched, not trained on: {decision.exact:,} exact and "
+            f"{counted(decision.near, 'near duplicate')}"
+        )
     if not config.use:
         text_bytes = sum(shard.text_bytes for shard in shards)
         vocab = auto_vocab(text_bytes) if config.vocab == "auto" else config.vocab
@@ -163,7 +168,10 @@ def _build(
     vocab_size = config.vocab if config.use and config.vocab != "auto" else words.vocab_size
     say(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
     pack.each_shard(pack.encode_shard, [(stem, tokenizer_file) for stem in stems], workers)
+    pack.each_shard(pack.write_copies, [(stem,) for stem in stems], workers)
     splits = pack.join_shards(stems, final)
+    with open_own(final / CLUSTERS, "wb") as file:
+        np.save(file, decision.corpus_clusters())
     words.save(final / "tokenizer.json")
     dtype = pack.token_dtype(words.vocab_size)
     train, val = (np.memmap(final / f"{split}.bin", dtype, "r") for split in ("train", "val"))
@@ -171,7 +179,7 @@ def _build(
     # The end of text is not in tokenizer.json: two tokenizers may differ in nothing else.
     coded = (_file_digest(tokenizer_file), vocab_size, words.end_of_text)
     manifest = CorpusManifest(
-        hash=content_hash(_FORMAT, [s.digest for s in shards], fates, *coded),
+        hash=content_hash(_FORMAT, [s.digest for s in shards], decision.digest, *coded),
         source=data.source,
         vocab_size=vocab_size,
         end_of_text=words.end_of_text,
@@ -180,8 +188,8 @@ def _build(
         val=splits["val"],
         unigram_nats=unigram,
         bigram_nats=bigram,
-        exact_duplicates=exact,
-        near_duplicates=near,
+        exact_duplicates=decision.exact,
+        near_duplicates=decision.near,
         skipped=source.skipped.entries(),
         recoded=source.recoded.entries() or msgspec.UNSET,
     )
@@ -189,6 +197,10 @@ def _build(
     folder = work.parent / manifest.hash
     if not folder.exists():
         os.replace(final, folder)
+    elif not has_copies(folder):
+        # An earlier version made it.
+        for name in (COPIES, CLUSTERS):
+            os.replace(final / name, folder / name)
     return folder, manifest
 
 
@@ -258,54 +270,6 @@ def _refuse_bad(skipped: Iterable[Skipped | str], data: DataConfig) -> None:
         remedy=f"leave them out: {command('prepare', '--set', 'data.bad=skip')}",
         key="data.bad",
     )
-
-
-def _decide(stems: list[Path], data: DataConfig, *, splits: bool) -> tuple[int, int, str]:
-    """Write each shard's fates (dropped, train or val); the numbers of exact and near duplicates
-    left out, a digest. Refuses an empty split, where `splits` are what is wanted.
-
-    A document's split follows from the lowest text hash in its cluster of near duplicates: the same
-    in any order.
-    """
-    shards = dedup.Shards(stems)
-    first, keys = dedup.clusters(shards), shards.marks(0)
-    copies = first != np.arange(len(first))
-    exact = len(keys) - len(np.unique(keys)) if data.dedup else 0
-    near = int(copies.sum()) - exact if data.dedup else 0
-    np.minimum.at(keys, first, keys)
-    keys = keys[first]
-    val = keys < np.uint64(parse_fraction(data.val) * 2.0**64)
-    fates = np.where(val, np.uint8(pack.VAL), np.uint8(pack.TRAIN))
-    if data.dedup:
-        fates[copies] = pack.DROPPED
-    if splits:
-        _refuse_empty_split(fates, keys, data)
-    for number, stem in enumerate(stems):
-        with open_own(stem.with_suffix(".fates.npy"), "wb") as file:
-            np.save(file, fates[shards.first[number] : shards.first[number + 1]])
-    return exact, near, hashlib.sha256(fates.tobytes()).hexdigest()
-
-
-def _refuse_empty_split(fates: npt.NDArray[np.uint8], keys: dedup.U64, data: DataConfig) -> None:
-    for fate, name in ((pack.VAL, "validation"), (pack.TRAIN, "training")):
-        if not np.any(fates == fate):
-            distinct = np.unique(keys) / 2.0**64
-            enough = f"{100 * (distinct[0] + distinct[1]) / 2:.3g}%" if len(distinct) > 1 else ""
-            raise Refusal(
-                "no-documents",
-                what=f"the {name} part of this corpus would be empty",
-                where=data.source,
-                fact=f"it has {counted(len(distinct), 'distinct document')}, of which {data.val} "
-                "by hash are for "
-                "validation",
-                remedy="write in run.yaml: data: "
-                f"{{source: {yaml_word(data.source)}, val: {enough}}}"
-                if enough
-                else (
-                    "cut the text in several documents: split -C 64k --additional-suffix=.txt "
-                    f"{shell_word(Path(data.source))} part-"
-                ),
-            )
 
 
 def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:

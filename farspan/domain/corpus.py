@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.codec import ContentHash
+from farspan.domain.units import counted
 
 #: The files of both splits, as `Split` describes them.
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
@@ -146,7 +147,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """`hash` covers source content, split, tokenizer and format: equal hash, equal bytes.
 
     `documents.jsonl.zst` beside it holds every kept document (domain.corpus.Document) in the order
-    of its split's token file: first all of train, then all of val.
+    of its split's token file: first all of train, then all of val. `copies.jsonl.zst` holds the
+    others, which are searched and not trained on.
     """
 
     hash: ContentHash
@@ -161,13 +163,21 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     #: smoothed), and bigram (smoothed towards the unigram, see `farspan.corpus.entropy`).
     unigram_nats: float
     bigram_nats: float
-    #: Documents left out as exact or near duplicates, and files and rows skipped: the first by
-    #: name, the others by kind (earlier versions: lines of text).
+    #: Documents that are not trained on as exact or near duplicates, and files and rows skipped:
+    #: the first by name, the others by kind (earlier versions: lines of text).
     exact_duplicates: int
     near_duplicates: int
     skipped: tuple[Skipped | str, ...] = ()
     #: Files that were read in another encoding than UTF-8, in the same form; left out without any.
     recoded: tuple[Skipped, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def duplicates_line(self) -> str:
+        """How many documents of the source are searched and not trained on; empty for none."""
+        exact, near = self.exact_duplicates, self.near_duplicates
+        if not exact and not near:
+            return ""
+        return f"searched, not trained on: {exact:,} exact and {counted(near, 'near duplicate')}"
 
     @property
     def skipped_kinds(self) -> list[str]:
@@ -185,6 +195,20 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return list(map(str, by_kind(self.recoded or ())))
 
 
+def copies_line(documents: int, near: int, exact: int) -> str:
+    """How many of the distinct `documents` are near copies, and where exact copies stand besides;
+    empty without copies."""
+    lines = []
+    if near:
+        others = "a near copy of another" if near == 1 else "near copies of others"
+        is_or_are = "is" if near == 1 else "are"
+        lines.append(f"{near:,} {is_or_are} {others}, searched and not trained on")
+    if exact:
+        places = "place" if exact == 1 else "places"
+        lines.append(f"{exact:,} more {places} with exactly the text of another")
+    return f"{documents:,} documents: {'; '.join(lines)}" if lines else ""
+
+
 class Document(msgspec.Struct, frozen=True, kw_only=True):
     """One text. `origin` says where it came from: a path, a dataset row, a qualified name.
 
@@ -198,3 +222,23 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     #: Line and page of the source on which the text begins, from 1 on; 0 where it has none.
     line: int = 0
     page: int = 0
+
+
+def cite(origin: str, line: int, page: int) -> str:
+    """A place as one would cite it: `notes/a.md:12` or `a.pdf, page 3`; 0 is unknown."""
+    if page:
+        return f"{origin}, page {page}"
+    return f"{origin}:{line}" if line else origin
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where an exact copy of a document stands, and what it is called there."""
+
+    title: str
+    origin: str
+    metadata: dict[str, str] = {}
+    line: int = 0
+    page: int = 0
+
+    def __str__(self) -> str:
+        return cite(self.origin, self.line, self.page)

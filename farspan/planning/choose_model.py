@@ -3,6 +3,7 @@ and machine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from farspan.domain.escapes import key_word, shell_word, yaml_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal
 from farspan.domain.results import RESERVE
-from farspan.domain.units import format_count, format_seconds
+from farspan.domain.units import format_bytes, format_count, format_seconds, parse_fraction
 from farspan.planning.quantities import (
     SIZES,
     asked_parameters,
@@ -37,6 +38,9 @@ AUTO_RUN_S = 3600.0
 TRAINING_SHARE = 0.3
 #: Contexts that are tried down to the shortest worth training, when the user fixed none.
 SHORTEST_CONTEXT = 32
+#: A larger share is proposed where it holds out so many times the tokens of a window: shares of
+#: few documents are kept on average alone.
+ENOUGH_HELD_OUT = 4
 
 
 class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +244,25 @@ def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> 
         what="the corpus cannot fill one training and one validation window of the model",
         where=corpus.source,
         fact=f"there are {sizes}; each needs at least {seq_len + 1}",
-        remedy=f"set model.context: {longest:d}"
-        if fits
-        else f"add text to {shell_word(corpus.source)}",
+        remedy=f"set model.context: {longest:d}" if fits else _more_text(config, corpus, seq_len),
     )
+
+
+def _more_text(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
+    """How a corpus comes to fill its windows: a larger share is held out where that is enough, else
+    text is added."""
+    needed = seq_len + 1
+    train, val = corpus.train, corpus.val
+    asked_percent = 100 * parse_fraction(config.data_config.val)
+    for percent in (10, 20, 30):
+        held = (train.tokens + val.tokens) * percent / 100
+        is_enough = val.tokens < needed < train.tokens and held >= ENOUGH_HELD_OUT * needed
+        if is_enough and percent > asked_percent:
+            return (
+                f"write in run.yaml: data: {{source: {yaml_word(corpus.source)}, val: {percent}%}}"
+            )
+    # The split stays as it is while the text grows.
+    factor = needed / max(1, min(train.tokens, val.tokens))
+    missing_bytes = (factor - 1) * (train.text_bytes + val.text_bytes)
+    missing = format_bytes(max(1, math.ceil(missing_bytes)))
+    return f"add text to {shell_word(corpus.source)}: about {missing} are missing"

@@ -116,6 +116,8 @@ def report(run: RunHistory, compared: Comparison | None = None) -> str:
     devices also by part and by device, then loss against entropies."""
     measured = measure(run)
     lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run, compared)]
+    if duplicates := run.corpus.duplicates_line:
+        lines.append(duplicates)
     if rows := comparison(run, measured):
         lines += ["", *table([("", "predicted", "measured", "measured / predicted"), *rows])]
     if compared is not None:

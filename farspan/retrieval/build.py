@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from farspan.corpus.copies import Copies
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.corpus import Document
@@ -52,6 +53,7 @@ from farspan.retrieval.passages import (
     Damaged,
     IndexedDocument,
     Passages,
+    corpus_hash,
     indexed_document,
     text_hash,
 )
@@ -79,6 +81,8 @@ class Task:
     recipe: Recipe
     say: Callable[[str], None]
     work: IndexWork
+    #: Which of the documents are copies, and where exact copies stand; none without it.
+    copies: Copies | None = None
     #: Fingerprint of where the documents were read from.
     source: str = ""
     #: Fit to the documents of today, whatever the old index was fitted to.
@@ -89,6 +93,9 @@ class Task:
     #: The model whose words a fit begins at: that of `recipe.teacher`.
     teacher: Path | None = None
     processes: Processes | None = None
+
+    def known_copies(self) -> Copies:
+        return self.copies or Copies.none(len(self.documents))
 
 
 @dataclass(frozen=True)
@@ -132,8 +139,12 @@ def build(task: Task) -> IndexManifest:
     """
     task = _resolved(task)
     path, building = task.path, task.path.with_name(f"{task.path.name}.building")
-    documents = [indexed_document(document) for document in task.documents]
-    corpus = content_hash([document.key for document in documents])
+    places = task.known_copies().places
+    documents = [
+        indexed_document(document, places.get(number, ()))
+        for number, document in enumerate(task.documents)
+    ]
+    corpus = corpus_hash(documents)
     if (manifest := _current(task, corpus)) and not building.exists():
         if manifest.source != task.source:
             # Files were touched, and say what they said before.
@@ -245,6 +256,8 @@ def _write(
         corpus=corpus,
         source=task.source,
         documents=len(documents),
+        near_copies=task.known_copies().near,
+        exact_copies=task.known_copies().exact,
         chunks=len(chunked.chunks),
         dim=embedded.vectors.shape[1],
         fit=embedded.fit,
@@ -264,7 +277,10 @@ def _write(
         chunked.texts,
         embedded.fitted,
     )
-    texts = (f"{document.title}\n{document.text}" for document in task.documents)
+    texts = (
+        "\n".join([*_titles(document), text.text])
+        for document, text in zip(documents, task.documents, strict=True)
+    )
     Lexical.build(texts, embedded.fit.k1, embedded.fit.b).save(files / LEXICAL)
     embedded.embedder.save(files / FITTED)
     storing.fill(task.path, building, manifest, before, task.work)
@@ -340,6 +356,7 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
         task.own,
         task.fit_s,
         task.teacher,
+        task.known_copies(),
     )
     fit = Fit(
         id=_fit_id(task, corpus),
@@ -371,14 +388,36 @@ def _followed(task: Task, chunked: Chunked, old: Old) -> Embedded:
     vectors_NE = np.asarray(old.passages.vectors_NE)[rows_N]
     vectors_NE[new] = embedder.passages(texts)
     fitted_N = old.passages.rows_N["fitted"][rows_N] & (rows_N >= 0)
+    fitted_N |= _near_fitted(task.known_copies(), chunked.chunks, fitted_N)
     return Embedded(embedder, vectors_NE, fitted_N, old.manifest.fit, old.manifest.evaluation)
+
+
+def _near_fitted(
+    copies: Copies, chunks: Sequence[Chunk], fitted_N: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Which chunks (N) are of near copies of documents that the fit was made to: it knows their
+    words."""
+    owners_N = np.array([chunk.document for chunk in chunks])
+    known = np.zeros(len(copies.clusters), bool)
+    known[owners_N[fitted_N]] = True
+    is_copy_N: npt.NDArray[np.bool_] = owners_N >= copies.kept
+    return is_copy_N & known[np.asarray(copies.clusters)[owners_N]]
+
+
+def _titles(document: IndexedDocument) -> list[str]:
+    """What a document is called, here and where its copies stand."""
+    return list(dict.fromkeys([document.title, *(place.title for place in document.places)]))
 
 
 def _fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
     """What searches can be narrowed by: columns whose names every store takes for no more than
     names."""
     columns = Counter(
-        name for document in documents for name in document.metadata if FIELD.fullmatch(name)
+        name
+        for document in documents
+        for where in (document, *document.places)
+        for name in where.metadata
+        if FIELD.fullmatch(name)
     )
     return (
         "title",

@@ -92,6 +92,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     #: Documents of the corpus, and those of them that have a body to be found by.
     documents: int
     with_body: int
+    #: Documents that are near copies of others: where one of these is right, so are they.
+    near_copies: int = 0
     seed: int
 
 
@@ -282,6 +284,12 @@ def table(evaluation: Evaluation) -> str:
     sources = [counted(evaluation.val_documents, "validation document")]
     if evaluation.train_documents:
         sources.append(counted(evaluation.train_documents, "training document"))
+    copies = []
+    if evaluation.near_copies:
+        copies = [
+            f"{counted(evaluation.near_copies, 'near copy')} of these: one of the right document "
+            "is right too"
+        ]
     tuning = joined(
         [_many(found.tuning, kind) for kind, found in evaluation.kinds.items() if found.tuning]
     )
@@ -289,6 +297,7 @@ def table(evaluation: Evaluation) -> str:
         f"title queries: the titles of {joined(sources)}, split at separators",
         f"candidates: {counted(evaluation.documents, 'document')} without the text of the query, "
         f"{evaluation.with_body:,} of them not empty",
+        *copies,
         f"tuned on {tuning or 'no queries'}, none of them above: BM25 with k1 {evaluation.k1:g} "
         f"and b {evaluation.b:g}, vectors with weight {evaluation.fusion_weight:g}",
         f"default: {SYSTEM_NAMES[evaluation.default]}; {why(evaluation)}",

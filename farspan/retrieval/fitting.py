@@ -9,7 +9,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
+from farspan.corpus.copies import Copies
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.corpus import Document
 from farspan.domain.units import counted, format_seconds
@@ -41,31 +43,46 @@ def fit_corpus(
     own: Sequence[Query] = (),
     seconds: float = math.inf,
     teacher: Path | None = None,
+    copies: Copies | None = None,
 ) -> tuple[Embedder, Vectors, Evaluation | None]:
     """What embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks for one
     and a document has a body to be found by. The first `train` documents are the training split;
     `own` queries are judged too, and the fit takes so many `seconds` at most and begins at a
-    `teacher`'s words."""
+    `teacher`'s words. Near `copies` are found, and nothing is fitted to them."""
+    copies = copies or Copies.none(len(documents))
+    kept = [row for row, chunk in enumerate(chunks) if chunk.document < copies.kept]
     # Heads hold titles, and some bodies questions: what is fitted must not know them, or the
     # evaluation would.
-    order = sorted(range(len(chunks)), key=lambda row: chunks[row].head)
-    bodies = [chunks[row] for row in order if not chunks[row].head] or [
-        chunks[row] for row in order
+    fitted_rows = [row for row in kept if not chunks[row].head] or kept
+    are_heads_found = all(chunks[row].head for row in kept)
+    copied_rows = [
+        row
+        for row, chunk in enumerate(chunks)
+        if chunk.document >= copies.kept and (are_heads_found or not chunk.head)
     ]
+    bodies = [chunks[row] for row in fitted_rows]
     found_by = [body_of(document) for document in documents]
-    queries = choose_queries(documents, found_by, train, recipe.seed, own=own)
+    queries = choose_queries(documents, found_by, train, recipe.seed, own=own, copies=copies)
     passages = [without_questions(chunk.indexed) for chunk in bodies]
+    copied = [without_questions(chunks[row].indexed) for row in copied_rows]
     pairs = pairs_of(documents[:train], bodies, passages, queries.relevant)
     # What the index holds beside: passages with their questions, and heads.
-    rest = [row for row, chunk in enumerate(bodies) if passages[row] != chunk.indexed]
-    rest += range(len(bodies), len(order))
-    more = [chunks[order[row]].indexed for row in rest]
+    found_rows = [*fitted_rows, *copied_rows]
+    found_texts = [*passages, *copied]
+    rest = [
+        row
+        for row, text in zip(found_rows, found_texts, strict=True)
+        if text != chunks[row].indexed
+    ]
+    rest += sorted(set(range(len(chunks))) - set(found_rows))
     asked = (
         [query_form(query.text) for query in (*queries.reported, *queries.tuning)]
         if recipe.evaluate
         else []
     )
-    work.expect("embedding", _chars(passages, pairs.asked, asked, more))
+    work.expect(
+        "embedding", _chars(found_texts, pairs.asked, asked, [chunks[row].indexed for row in rest])
+    )
     work.expect("fitting", steps_to_fit(len(pairs.texts), recipe.fit))
     limit = f", for {format_seconds(seconds)} at most" if seconds < math.inf else ""
     say(
@@ -74,6 +91,7 @@ def fit_corpus(
     )
     start = Embedder.unfitted(model, tokenizer, passages, work, processes)
     texts, belonging = start.read(passages), start.read(pairs.asked)
+    copied_texts = start.read(copied)
     taught_VT = word_vectors(teacher, start.token_texts()) if teacher else None
     embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds, taught_VT)
     evaluation = None
@@ -88,15 +106,24 @@ def fit_corpus(
             ),
             "model": embedder,
         }
-        owners = np.array([chunk.document for chunk in bodies])
+        owners = np.array([chunks[row].document for row in found_rows])
+        found = _joined(texts, copied_texts)
         evaluation = evaluate(
-            found_by, owners, queries, sides_of(sides, texts, queries), recipe.seed
+            found_by, owners, queries, sides_of(sides, found, queries), recipe.seed
         )
-    vectors_BE = embedder.vectors(texts, "passage")
-    vectors_NE = np.empty((len(chunks), vectors_BE.shape[1]), np.float32)
-    vectors_NE[order[: len(bodies)]] = vectors_BE
-    vectors_NE[[order[row] for row in rest]] = embedder.passages(more)
+        evaluation = msgspec.structs.replace(evaluation, near_copies=copies.near)
+    vectors_NE = np.empty((len(chunks), recipe.fit.size), np.float32)
+    vectors_NE[fitted_rows] = embedder.vectors(texts, "passage")
+    vectors_NE[copied_rows] = embedder.vectors(copied_texts, "passage")
+    # Apart, so that the vectors of the others are those of an index without copies.
+    first_copy = len(kept)
+    for part in ([row for row in rest if row < first_copy], [r for r in rest if r >= first_copy]):
+        vectors_NE[part] = embedder.passages([chunks[row].indexed for row in part])
     return embedder, vectors_NE, evaluation
+
+
+def _joined(first: Read, second: Read) -> Read:
+    return Read(first.bags + second.bags, torch.cat([first.pooled, second.pooled]))
 
 
 def sides_of(

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.codec import ContentHash, load
+from farspan.domain.corpus import Place
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, nearest
 from farspan.retrieval import stores
@@ -102,6 +103,10 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     source: str
     documents: int
     chunks: int
+    #: Documents that are near copies of others, which the fit was not made to; and other places of
+    #: documents, where exact copies stand.
+    near_copies: int = 0
+    exact_copies: int = 0
     dim: Annotated[int, msgspec.Meta(ge=1)]
     fit: Fit
     #: Chunks of today that the fit was made to.
@@ -218,7 +223,9 @@ class Index:
         """Documents by their titles in small letters."""
         named: dict[str, list[int]] = {}
         for number, document in enumerate(self.documents):
-            named.setdefault(document.title.lower(), []).append(number)
+            titles = {document.title.lower(), *(one.title.lower() for one in document.places)}
+            for title in titles:
+                named.setdefault(title, []).append(number)
         return named
 
     @cached_property
@@ -242,14 +249,16 @@ class Index:
         return self._opened
 
     def masked(self, where: dict[str, str]) -> np.ndarray:
-        """Which documents (N) have these values in these fields; refuses an unknown field."""
+        """Which documents (N) have these values in these fields, in one of their places; refuses
+        an unknown field."""
         for name in where:
             if name not in self.manifest.fields:
                 raise unknown_field(name, self.manifest.fields)
-        equal = [
-            all(field(document, name) == value for name, value in where.items())
-            for document in self.documents
-        ]
+
+        def has_values(document: IndexedDocument | Place) -> bool:
+            return all(field(document, name) == value for name, value in where.items())
+
+        equal = [any(map(has_values, (document, *document.places))) for document in self.documents]
         return np.array(equal, bool)
 
     def close(self) -> None:
@@ -257,7 +266,7 @@ class Index:
             self._opened.close()
 
 
-def field(document: IndexedDocument, name: str) -> str | None:
+def field(document: IndexedDocument | Place, name: str) -> str | None:
     """What a document has in a field; a column of the source that is called like one of farspan's
     own gives way."""
     own = {"title": document.title, "origin": document.origin}

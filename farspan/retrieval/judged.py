@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from farspan.corpus.copies import Copies
 from farspan.domain.corpus import Document
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, nearest
@@ -29,8 +30,11 @@ class _Line(msgspec.Struct, frozen=True):
     text: str
 
 
-def read_judged(queries: Path, qrels: Path, documents: Sequence[Document]) -> list[Query]:
-    """The queries that any of `documents` answers, in the file's order. Raises Refusal
+def read_judged(
+    queries: Path, qrels: Path, documents: Sequence[Document], copies: Copies | None = None
+) -> list[Query]:
+    """The queries that any of `documents` answers, in the file's order. An exact copy's name means
+    the document that it is a copy of. Raises Refusal
     (path-missing, file-unreadable, out-of-range) for files that cannot be read, queries and
     documents that there are not, and files without a pair."""
     texts: dict[str, str] = {}
@@ -42,7 +46,8 @@ def read_judged(queries: Path, qrels: Path, documents: Sequence[Document]) -> li
         texts[str(found.id)] = found.text
     named: dict[str, list[int]] = {}
     for row, document in enumerate(documents):
-        for name in {document.title, document.origin}:
+        places = copies.places.get(row, ()) if copies else ()
+        for name in {name for one in (document, *places) for name in (one.title, one.origin)}:
             named.setdefault(name, []).append(row)
     relevant: dict[str, set[int]] = {}
     for number, line in _lines(qrels):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.codec import content_hash
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, Place
 from farspan.domain.escapes import shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal, command
@@ -47,22 +47,37 @@ class Damaged(Refusal):
         )
 
 
-class IndexedDocument(msgspec.Struct, frozen=True, kw_only=True):
+class IndexedDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`key` is of all that the document says, and of where it is from."""
 
     key: str
     title: str
     origin: str
     metadata: dict[str, str] = {}
+    #: Line and page that it begins on, 0 where its source has none.
+    line: int = 0
+    page: int = 0
+    #: Where exact copies of it stand.
+    places: tuple[Place, ...] = ()
 
 
-def indexed_document(document: Document) -> IndexedDocument:
+def indexed_document(document: Document, places: tuple[Place, ...] = ()) -> IndexedDocument:
     return IndexedDocument(
         key=content_hash(document),
         title=document.title,
         origin=document.origin,
         metadata=document.metadata,
+        line=document.line,
+        page=document.page,
+        places=places,
     )
+
+
+def corpus_hash(documents: Sequence[IndexedDocument]) -> str:
+    """A hash of all that documents say and of every place where they stand."""
+    keys = [document.key for document in documents]
+    places = [(row, one.places) for row, one in enumerate(documents) if one.places]
+    return content_hash(keys, places) if places else content_hash(keys)
 
 
 def text_hash(text: str) -> int:

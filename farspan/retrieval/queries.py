@@ -8,12 +8,13 @@ as people ask, and every corpus has some. What is asked is left out of what can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
 
+from farspan.corpus.copies import Copies
 from farspan.domain.corpus import Document
 from farspan.retrieval.chunk import bare, head_length
 from farspan.retrieval.lexical import words
@@ -98,19 +99,23 @@ def choose_queries(
     seed: int,
     most_tuning: int = TUNING,
     own: Sequence[Query] = (),
+    copies: Copies | None = None,
 ) -> Queries:
     """Queries for documents of which the first `train` are the training split.
 
     Titles and openings: validation is reported whole up to MOST; training documents fill up to
     QUERIES, and others of them serve for tuning. Questions: half of the documents that have some
     serve for either. At least half of the training split answers nothing of that, and can be fitted
-    to. Of a person's `own` queries half serve for either.
+    to. Of a person's `own` queries half serve for either. Near `copies` are not asked for, and
+    answer as well.
     """
-    same, rng = _Same(documents, bodies), np.random.default_rng(seed)
+    copies = copies or Copies.none(len(documents))
+    same, rng = _Same(documents, bodies, copies.clusters), np.random.default_rng(seed)
+    own = [Query(query.text, same.near(query.relevant), query.kind) for query in own]
     judged = {n for query in own for n in query.relevant}
     eligible = [
         n
-        for n, body in enumerate(bodies)
+        for n, body in enumerate(bodies[: copies.kept])
         if same.forms[n].strip() and len(words(body)) >= BODY_WORDS
     ]
     eligible = [int(n) for n in rng.permutation(eligible) if n not in judged]
@@ -145,9 +150,15 @@ def choose_queries(
 
 
 class _Same:
-    """Documents of one title or one body, which answer for each other."""
+    """Documents of one title or one body, which answer for each other, with near copies of them."""
 
-    def __init__(self, documents: Sequence[Document], bodies: Sequence[str]) -> None:
+    def __init__(
+        self, documents: Sequence[Document], bodies: Sequence[str], clusters: Sequence[int]
+    ) -> None:
+        self._clusters = clusters
+        self._members: dict[int, list[int]] = {}
+        for number, first in enumerate(clusters):
+            self._members.setdefault(first, []).append(number)
         self.forms = [query_form(document.title) for document in documents]
         self._bodies = [body.strip() for body in bodies]
         self._groups: dict[str, list[int]] = {}
@@ -157,7 +168,13 @@ class _Same:
 
     def of(self, number: int) -> tuple[int, ...]:
         keys = f"title {self.forms[number]}", f"body {self._bodies[number]}"
-        return tuple(sorted({n for key in keys for n in self._groups[key] if self._bodies[n]}))
+        same = {n for key in keys for n in self._groups[key] if self._bodies[n]}
+        return tuple(n for n in self.near(same) if n in same or self._bodies[n])
+
+    def near(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """These documents and their near copies."""
+        near = {member for n in numbers for member in self._members[self._clusters[n]]}
+        return tuple(sorted(near))
 
 
 def _named(document: Document, same: _Same, number: int) -> list[Query]:

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from farspan.domain.corpus import Place, cite
 from farspan.domain.notebook import html_table
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
@@ -18,6 +20,7 @@ from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import NAME, content_words, words
 from farspan.retrieval.metrics import Ints
+from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.rank import (
     DEPTH,
     NAT,
@@ -37,6 +40,8 @@ SNIPPET_CHARS = 300
 NONSENSE, SAMPLED = 19, 50
 #: Why vectors answer though words alone were found better, or nothing is found.
 NO_WORD = "no word of the query is in the documents"
+#: Places of one text that a result names.
+MAX_PLACES = 100
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,15 +68,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     passage: str
     marks: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str] = {}
+    #: Where else exactly this text stands, MAX_PLACES at most; and the number of all such places.
+    also: tuple[Place, ...] = ()
+    copies: int = 0
 
     @property
     def place(self) -> str:
         """Where the passage stands, as one would cite it: `notes/a.md:12, Methods > Sampling` or
         `a.pdf, page 3`."""
-        line = f":{self.line}" if self.line and not self.page else ""
-        page = f", page {self.page}" if self.page else ""
         above = f", {' > '.join(self.headings)}" if self.headings else ""
-        return f"{self.origin}{line}{page}{above}"
+        return cite(self.origin, self.line, self.page) + above
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +137,7 @@ def search(
     scores_N, vector_E = words_N, None
     if chosen != "bm25":
         vector_E = index.embedder.queries([query_form(query)])[0]
-        scores_N = _vector_scores(index, vector_E, within)
+        scores_N = _vector_scores(index, vector_E, within, mask_N)
     if not known and system is None:
         scores_N[scores_N <= chance_cosine(index, query, within)] = 0
     if chosen in ("fused", "reranked"):
@@ -237,17 +243,33 @@ def not_evaluated(recipe: Recipe) -> str:
     )
 
 
-def _vector_scores(index: Index, vector_E: Vectors, where: Mapping[str, str]) -> Scores:
-    """Cosines by document, from the chunks that the store finds nearest."""
+def _vector_scores(
+    index: Index,
+    vector_E: Vectors,
+    where: Mapping[str, str],
+    mask_N: npt.NDArray[np.bool_] | None,
+) -> Scores:
+    """Cosines by document, from the chunks that the store finds nearest `where` fields have these
+    values: in documents of `mask_N`."""
     # A document may hold several of the nearest chunks; four times the depth leaves enough
     # documents.
     hits = index.store.search(vector_E, 4 * DEPTH, where or None)
     # A store at a server may know chunks of the index that takes this one's place.
     rows = index.passages.rows_of(np.array([hit.id for hit in hits], np.int64))
     scores_H = np.array([hit.score for hit in hits], np.float32)[rows >= 0]
-    return by_document(
-        index.passages.rows_N["document"][rows[rows >= 0]], scores_H, index.manifest.documents
-    )
+    rows = rows[rows >= 0]
+    more = [] if mask_N is None else _rows_by_copies(index, mask_N)
+    if more:
+        # A store knows the fields of one place of each document.
+        rows = np.concatenate([rows, more])
+        scores_H = np.concatenate([scores_H, index.passages.vectors_NE[more] @ vector_E])
+    return by_document(index.passages.rows_N["document"][rows], scores_H, index.manifest.documents)
+
+
+def _rows_by_copies(index: Index, mask_N: npt.NDArray[np.bool_]) -> list[int]:
+    """Rows of the passages of the documents in `mask_N` that have copies elsewhere."""
+    numbers = [number for number in np.flatnonzero(mask_N) if index.documents[number].places]
+    return [row for number in numbers for row in index.passages.of_document(int(number))]
 
 
 def _reranked(
@@ -311,6 +333,7 @@ def _of_chunk(
     vector_score: float | None,
 ) -> Result:
     chunk: Chunk = index.passages.chunk(row)
+    document = index.documents[chunk.document]
     text = chunk.text.strip("\n")
     return Result(
         id=f"{chunk.id:016x}",
@@ -325,7 +348,18 @@ def _of_chunk(
         headings=chunk.headings,
         passage=text,
         marks=tuple(marks(text, query)),
-        metadata=index.documents[chunk.document].metadata,
+        metadata=document.metadata,
+        also=tuple(_place(chunk, document, place) for place in document.places[:MAX_PLACES]),
+        copies=len(document.places),
+    )
+
+
+def _place(chunk: Chunk, document: IndexedDocument, place: Place) -> Place:
+    """Where a passage of a document stands in a copy of that."""
+    return msgspec.structs.replace(
+        place,
+        line=place.line and place.line + chunk.line - document.line,
+        page=place.page and place.page + chunk.page - document.page,
     )
 
 

@@ -250,6 +250,20 @@ def test_json_arrays_and_objects_over_several_lines_are_read_as_rows(tmp_path: P
     assert (texts, len(skipped)) == (["one", "three"], 2)
 
 
+def test_rows_without_text_are_left_out_and_packed_json_is_read_as_rows(tmp_path: Path) -> None:
+    rows = b'{"text": "hello"}\n{"text": null}\n{"other": 1}\n{"text": "third"}\n'
+    (tmp_path / "c4.json.gz").write_bytes(gzip.compress(rows))
+    (tmp_path / "c4.json.zst").write_bytes(zstandard.compress(rows))
+    (tmp_path / "null.jsonl").write_bytes(rows)
+    texts, skipped, _ = read(tmp_path)
+    assert texts == ["hello", "third"] * 3
+    assert skipped == [
+        f"{name}:{row}: no text in a column text, content or body (its columns are {columns})"
+        for name in ("c4.json.gz", "c4.json.zst", "null.jsonl")
+        for row, columns in ((2, "text"), (3, "other"))
+    ]
+
+
 @pytest.mark.parametrize("read_bytes", [1, 2, 7, 1000])
 def test_values_of_json_are_found_wherever_the_stream_is_cut(read_bytes: int) -> None:
     class Stream:
@@ -479,6 +493,32 @@ def test_each_folder_is_read_once_also_behind_links(tmp_path: Path) -> None:
     assert skipped == ["broken.txt: a link that leads to no file"]
     names = [document.origin for document in open_source(str(docs)).documents()]
     assert f"{docs}/sub/0.txt" in names, "in its own place"
+
+
+def test_links_to_hidden_folders_are_followed_and_links_to_nothing_are_named(
+    tmp_path: Path,
+) -> None:
+    docs = tmp_path / "docs"
+    for place in (docs / ".store" / "deep", tmp_path / "target" / ".inner"):
+        place.mkdir(parents=True)
+        (place / "a.txt").write_text(f"in {place.name}")
+    (docs / "data").symlink_to(".store")
+    (docs / "inner").symlink_to("../target/.inner")
+    (docs / "again").symlink_to(".store/deep")
+    (docs / "itself.txt").symlink_to("itself.txt")
+    (docs / "round").symlink_to("back")
+    (docs / "back").symlink_to("round")
+    (docs / "gone").symlink_to("../gone")
+    (docs / "endless.txt").symlink_to("/dev/zero")
+    os.mkfifo(docs / "pipe.txt")
+    texts, skipped, _ = read(docs)
+    assert sorted(texts) == ["in .inner", "in deep"]
+    assert skipped == [
+        *(f"{name}: a link that leads to no file" for name in ("back", "endless.txt", "gone")),
+        "itself.txt: a link that leads to no file",
+        "pipe.txt: no regular file",
+        "round: a link that leads to no file",
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may open everything")

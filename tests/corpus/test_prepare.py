@@ -149,6 +149,8 @@ def test_workers_change_nothing_and_a_second_run_does_nothing(
     two, manifest = made(source, tmp_path / "two", workers=2)
     assert one.name == two.name and digests(one) == digests(two)
     assert sorted(p.name for p in one.iterdir()) == [
+        "clusters.npy",
+        "copies.jsonl.zst",
         "corpus.json",
         "documents.jsonl.zst",
         "tokenizer.json",
@@ -205,7 +207,7 @@ def test_interrupted_work_is_resumed_where_it_was(
     assert digests(folder) == digests(expected)
     assert manifest.hash == expected.name
     once = 1 if victim == "join_shards" else number_of_shards(texts)
-    times = 3 if victim == "write_documents" else 1  # all that is read, then each split's
+    times = 4 if victim == "write_documents" else 1  # all that is read, then splits and copies
     assert calls["all"] - 1 == times * once, "finished shards are not done twice"
     assert (
         sorted(path.name for path in (tmp_path / "root").iterdir() if path.name.startswith(".work"))
@@ -427,25 +429,21 @@ def problem(source: object, tmp_path: Path, **settings: object) -> Problem:
     return caught.value.problem
 
 
-def test_prepare_refuses_empty_or_unsplittable_text_and_a_full_disk(
+def test_prepare_refuses_empty_text_nothing_held_out_and_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = write(tmp_path / "empty", ["", "  \n"])
     assert problem(empty, tmp_path).code == "no-documents"
-    one = write(tmp_path / "one", ["a single document of a few words"])
-    found = problem(one, tmp_path)
-    assert (found.code, "validation" in found.what, "split " in found.remedy) == (
-        "no-documents",
-        True,
-        True,
-    )
+    letter = write(tmp_path / "letter", ["a"])
+    found = problem(letter, tmp_path)
+    assert (found.code, "add text" in found.remedy) == ("no-documents", True)
     few = write(
         tmp_path / "few", [f"document {word} says {word * 3}" for word in ("a", "b", "c", "d")]
     )
-    found = problem(few, tmp_path, val="0.001%")
+    found = problem(few, tmp_path, val="0%")
+    assert found.code == "no-documents"
     share = found.remedy.rpartition("val: ")[2].rstrip("}")
     assert made(few, tmp_path / "mended", val=share)[1].val.documents == 1
-    assert problem(few, tmp_path, val="0%").code == "no-documents"
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=100))
     found = problem(few, tmp_path)

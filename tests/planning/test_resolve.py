@@ -300,6 +300,9 @@ def test_small_corpora_get_shorter_windows_or_are_refused():
     assert run({"size": "tiny"}, on=corpus(3000, 100)).model.context == 64
     problem = refused({"size": "tiny"}, on=corpus(3000, 20))
     assert problem.code == "corpus-too-small" and "3000" in problem.fact and "33" in problem.fact
+    assert problem.remedy == "write in run.yaml: data: {source: ~/papers, val: 10%}"
+    problem = refused({"size": "tiny"}, on=corpus(300, 20))
+    assert problem.remedy == "add text to '~/papers': about 624 B are missing"
     problem = refused({"model": {"preset": "gpt2"}}, on=corpus(3000, 500))
     assert problem.code == "corpus-too-small" and problem.remedy == "set model.context: 499"
     assert run({"model": {"preset": "gpt2", "context": 499}}, on=corpus(3000, 500)).train.batch >= 1

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from farspan.corpus.copies import Copies
 from farspan.corpus.tokenizer import Tokenizer, train
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
@@ -83,6 +84,7 @@ def make(
     own: Sequence[Query] = (),
     taught_by: Path | None = None,
     say=lambda line: None,
+    copies: Copies | None = None,
     **recipe,
 ) -> tuple[IndexWork, IndexManifest]:
     """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
@@ -107,6 +109,7 @@ def make(
             source=source,
             own=own,
             teacher=taught_by,
+            copies=copies,
         )
     )
     return work, manifest

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from farspan.domain.codec import load, write_atomically
+from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
 from farspan.retrieval.index import Fit, IndexManifest, Origin, Recipe, unknown_field
 from farspan.retrieval.rank import System
@@ -31,6 +32,8 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
     page: int = 0
     headings: tuple[str, ...] = ()
     metadata: dict[str, str] = {}
+    #: Where exact copies of it stand.
+    also: tuple[Place, ...] = ()
 
 
 def words(text: str) -> list[str]:
@@ -149,6 +152,8 @@ class ListSearcher:
             headings=text.headings,
             marks=marks,
             metadata=text.metadata,
+            also=text.also,
+            copies=len(text.also),
         )
 
     def _row(self, chunk_id: str) -> int:
@@ -245,6 +250,11 @@ def texts() -> list[Text]:
             line=3 + 10 * number,
             page=0,
             headings=("Rivers of Europe", name),
+            also=tuple(
+                Place(title="Old", origin=f"old/{year}.md", line=year) for year in range(1, 6)
+            )
+            if (name, part) == ("Rhine", "mouth")
+            else (),
             metadata={"lang": "en", "kind": "note" if number else "essay"},
             text=f"The {name} is a river.\n\nIts {part} is where the water of the {name} is "
             f"{('cold', 'slow')[number]}"

@@ -56,6 +56,15 @@ def test_an_answer_carries_what_one_cites(server):
     assert first["id"] not in [result["id"] for result in similar["results"]]
 
 
+def test_a_result_names_each_place_of_its_copies(server):
+    first, *others = search(server, "rhine barge")["results"]
+    assert first["copies"] == len(first["also"]) == 5
+    assert first["also"][1] == {"title": "Old", "origin": "old/2.md", "line": 2}
+    whole = server.get(f"/api/passages/{first['id']}").json()
+    assert whole["also"] == first["also"]
+    assert not any(result["also"] or result["copies"] for result in others)
+
+
 def test_pages_follow_one_another(server):
     ids = [
         r["id"]

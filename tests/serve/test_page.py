@@ -87,6 +87,9 @@ def test_a_search_shows_passages_with_their_marks_place_and_reasons(page):
     assert page.text("#status").startswith("1 to 10 of 24 documents, ranked by words")
     assert titles(page)[0] == "The Rhine mouth"
     assert page.text(".place") == "rivers/rhine.md, line 13 · Rivers of Europe › Rhine"
+    assert page.text(".also") == (
+        "also in old/1.md, line 1; old/2.md, line 2; old/3.md, line 3 and 2 more"
+    )
     marks = page.run(
         "[...document.querySelector('.excerpt').querySelectorAll('mark')].map((e) => e.innerText)"
     )

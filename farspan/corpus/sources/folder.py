@@ -1,4 +1,4 @@
-"""A folder of text files, or one file: .txt .md .rst .html .jsonl(.gz|.zst) .parquet, and .pdf with
+"""A folder of text files, or one file: .txt .md .rst .html .jsonl .json.gz .parquet, and .pdf with
 pypdf installed. What cannot be read is left out and named."""
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from farspan.domain.problems import Refusal
 _NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}
 #: Kinds of files that came to be read in another way: what the same file held before is not what it
 #: holds now.
-_READ_AS = {".pdf": "pages", ".html": "headings", ".htm": "headings", ".jsonl.zst": "to its end"}
+_READ_AS = {
+    ".pdf": "whole words",
+    ".html": "headings",
+    ".htm": "headings",
+    ".jsonl.zst": "to its end",
+}
 _HEADING = re.compile(
     r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE
 )
@@ -183,13 +188,27 @@ def _walk_folder(folder: Path, root: Path, seen: set[tuple[int, int]]) -> Iterat
         path = Path(entry.path)
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
-            if not entry.is_symlink() or not path.resolve().is_relative_to(root):
+        try:
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError:
+            # Such as a link that leads to itself.
+            is_folder = is_file = False
+        if is_folder:
+            if not entry.is_symlink() or not _has_own_place(path.resolve(), root):
                 yield from _walk_folder(path, root, seen)
-        elif entry.is_file():
+        elif is_file:
             yield path
         elif entry.is_symlink():
             yield Skipped.file(path, "a link that leads to no file")
+        else:
+            yield Skipped.file(path, "no regular file")
+
+
+def _has_own_place(folder: Path, root: Path) -> bool:
+    """True for a folder that is gone through without a link: inside `root`, and not hidden."""
+    if not folder.is_relative_to(root):
+        return False
+    return not any(name.startswith(".") for name in folder.relative_to(root).parts)
 
 
 def _suffix(file: Path) -> str:
@@ -244,7 +263,11 @@ def _html(file: Path, encoding: str) -> Iterator[Document]:
 def _pdf(file: Path) -> Iterator[Document | None]:
     import pypdf
 
+    from farspan.corpus._pdf import join_broken_words, pdf_title
+
     reader = pypdf.PdfReader(file)
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise UnreadableFile("needs a password")
     title = reader.metadata.title if reader.metadata else None
     pages: list[str] = []
     chars = 0
@@ -255,7 +278,8 @@ def _pdf(file: Path) -> Iterator[Document | None]:
             raise UnreadableFile(TOO_LONG)
         # Each page may take as long as a document.
         yield None
-    yield Document(title=title or file.stem, text="\f".join(pages), origin=str(file), page=1)
+    text = join_broken_words("\f".join(pages))
+    yield Document(title=pdf_title(title, text, file.stem), text=text, origin=str(file), page=1)
 
 
 #: Readers of text, given a file and its encoding; they also give the rows that they leave out.
@@ -268,6 +292,9 @@ _TEXT_READERS: dict[str, Callable[[Path, str], Iterator[Document | Skipped]]] = 
     ".jsonl": read_json_rows,
     ".jsonl.gz": read_json_rows,
     ".jsonl.zst": read_json_rows,
+    # As C4 names its JSON lines.
+    ".json.gz": read_json_rows,
+    ".json.zst": read_json_rows,
 }
 _PAGES = (".html", ".htm")
 #: Readers of what unpacks to any size.

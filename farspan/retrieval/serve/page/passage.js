@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { refusal } from "./results.js";
-import { at, fill, make, marked, place } from "./text.js";
+import { alsoAt, at, fill, make, marked, place } from "./text.js";
 
 const trail = [];
 let asked = 0;
@@ -34,6 +34,7 @@ function show(result, writeOn) {
   fill(at("passage-body"),
     make("h2", { id: "passage-title", dir: "auto", textContent: result.title || result.origin }),
     headings ? make("p", { className: "soft", dir: "auto", textContent: headings }) : null,
+    result.copies ? make("p", { className: "soft also", dir: "auto", textContent: alsoAt(result, 100) }) : null,
     make("p", { className: "whole", dir: "auto" }, ...marked(result)),
     make("div", { className: "actions" },
       make("button", { type: "button", textContent: "Let the model write on", onclick: () => { at("passage").close(); writeOn(result.passage); } }),

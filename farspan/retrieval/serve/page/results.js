@@ -1,6 +1,6 @@
 // A page of results, and what stands there instead: the start, nothing found, a refusal.
 
-import { counted, excerptStart, make, marked, number, place } from "./text.js";
+import { alsoAt, counted, excerptStart, make, marked, number, place } from "./text.js";
 
 const SYSTEMS = { bm25: "words", model: "vectors", fused: "words and vectors", reranked: "words, vectors and the model" };
 const KINDS = { title: "titles", question: "questions", opening: "openings", own: "own queries" };
@@ -16,6 +16,7 @@ export function hits(answer, offset, { open, filter, fields }) {
       onclick: (event) => open(result, event.currentTarget),
     })),
     make("p", { className: "place", dir: "auto", textContent: place(result) }),
+    result.copies ? make("p", { className: "place also", dir: "auto", textContent: alsoAt(result, 3) }) : null,
     make("p", { className: "excerpt", dir: "auto" }, ...marked(result, excerptStart(result))),
     make("div", { className: "why", attributes: { "aria-label": `Why this is number ${offset + row + 1}` } },
       score("words", "words", result.word_score, top.word),

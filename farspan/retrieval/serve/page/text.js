@@ -34,6 +34,14 @@ export function place(result) {
   return headings ? `${where.join(", ")} · ${headings}` : where.join(", ");
 }
 
+/** Where else exactly this text stands: the first places, and how many more. */
+export function alsoAt(result, most) {
+  const shown = (result.also ?? []).slice(0, most);
+  if (!shown.length) return "";
+  const more = result.copies - shown.length;
+  return `also in ${shown.map((one) => place({ ...one, headings: [] })).join("; ")}${more > 0 ? ` and ${number(more)} more` : ""}`;
+}
+
 /** The passage with its marks. They count characters as Python does: an emoji is one. `from`: the first to show. */
 export function marked(result, from = 0) {
   const characters = Array.from(result.passage), nodes = [];

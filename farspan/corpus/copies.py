@@ -1,0 +1,120 @@
+"""Documents as they can be searched: every text once, with each place where it stands.
+
+Copies are dropped for training alone. A near copy is a document of its own; an exact copy is one
+more place of a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from farspan.corpus.documents import COPIES, read_copies, read_documents
+from farspan.domain.corpus import CorpusManifest, Document, Place
+
+#: The first document of each one's cluster, by numbers in the corpus: int64, those of documents
+#: first and then those of copies.
+CLUSTERS = "clusters.npy"
+
+
+class Copies(NamedTuple):
+    """Which of N documents are copies. The first `kept` are those of training and validation."""
+
+    kept: int
+    #: The first document (N) of each one's cluster of near duplicates, its own number for most.
+    clusters: Sequence[int]
+    #: Where exact copies of a document stand, by its number; most have none.
+    places: Mapping[int, tuple[Place, ...]]
+
+    @classmethod
+    def none(cls, count: int) -> Copies:
+        return cls(count, range(count), {})
+
+    @property
+    def near(self) -> int:
+        return len(self.clusters) - self.kept
+
+    @property
+    def exact(self) -> int:
+        return sum(map(len, self.places.values()))
+
+
+class Text(NamedTuple):
+    """The distinct texts of a source: those of the training split first, of which there are
+    `train`, then validation, then near copies of these; and the fingerprint of the source."""
+
+    documents: list[Document]
+    train: int
+    fingerprint: str
+    copies: Copies
+
+
+def distinct(
+    documents: Iterable[Document],
+    clusters: Sequence[int],
+    *,
+    train: int,
+    kept: int,
+    fingerprint: str,
+) -> Text:
+    """The text of `documents`, of which the first `train` are for training and the first `kept`
+    are not dropped, without what is equal. `clusters` has the first of each one's cluster."""
+    found: list[Document] = []
+    places: dict[int, list[Place]] = {}
+    numbers: list[int] = []
+    by_text: dict[bytes, int] = {}
+    trained = distinct_kept = 0
+    for row, document in enumerate(documents):
+        digest = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
+        number = by_text.setdefault(digest, len(found))
+        numbers.append(number)
+        if number < len(found):
+            places.setdefault(number, []).append(_place(document))
+            continue
+        found.append(document)
+        trained += row < train
+        distinct_kept += row < kept
+    firsts = list(range(len(found)))
+    for row, number in reversed(list(enumerate(numbers))):
+        firsts[number] = numbers[clusters[row]]
+    copies = Copies(
+        distinct_kept, firsts, {number: tuple(several) for number, several in places.items()}
+    )
+    return Text(found, trained, fingerprint, copies)
+
+
+def _place(document: Document) -> Place:
+    return Place(
+        title=document.title,
+        origin=document.origin,
+        metadata=document.metadata,
+        line=document.line,
+        page=document.page,
+    )
+
+
+def read_distinct(prepared: Path, manifest: CorpusManifest, fingerprint: str) -> Text:
+    """The distinct texts of a prepared corpus; of one that earlier versions made, without those
+    that were dropped."""
+    documents = list(read_documents(prepared))
+    kept = len(documents)
+    clusters: Sequence[int] = range(kept)
+    if has_copies(prepared):
+        documents += read_copies(prepared)
+        clusters = np.load(prepared / CLUSTERS).tolist()
+    return distinct(
+        documents,
+        clusters,
+        train=manifest.train.documents,
+        kept=kept,
+        fingerprint=fingerprint,
+    )
+
+
+def has_copies(prepared: Path) -> bool:
+    """False for a corpus that earlier versions made: what was dropped is not in it."""
+    return (prepared / COPIES).exists() and (prepared / CLUSTERS).exists()

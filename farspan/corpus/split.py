@@ -1,0 +1,204 @@
+"""Which documents are trained on, which are held out for validation, and which are copies.
+
+A document is held out if the least text hash of its cluster of near duplicates lies below the
+share: the same in any order, and no text has a near duplicate on the other side. Where that would
+leave a side empty, the cluster of least hash is held out; of a single text, its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from farspan.corpus import dedup, pack
+from farspan.corpus.documents import read_lines
+from farspan.domain.config import DataConfig
+from farspan.domain.escapes import shell_word, yaml_word
+from farspan.domain.own_files import open_own
+from farspan.domain.problems import Refusal
+from farspan.domain.units import parse_fraction
+
+Fates = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+
+#: Where a text is cut, best first: after a paragraph, a line, a sentence, a word.
+_ENDS = tuple(map(re.compile, (r"\n[ \t]*\n\s*", r"\n\s*", r"[.!?]\s+|[。！？]\s*", r"\s+")))
+#: How far from the asked share a better place to cut is looked for, as a part of that share.
+CUT_REACH = 0.5
+
+
+class Decision(NamedTuple):
+    """What becomes of N documents in the order of their shards: DROPPED, TRAIN, VAL or CUT."""
+
+    fates: Fates
+    #: The first held-out character (N) of documents that are CUT, and of dropped copies of these;
+    #: else 0.
+    cuts: Numbers
+    #: The first document (N) of each one's cluster of exact and near duplicates.
+    clusters: Numbers
+    #: Dropped documents that have the text of an earlier one, and the others.
+    exact: int
+    near: int
+
+    @property
+    def digest(self) -> str:
+        cuts = self.cuts.tobytes() if self.cuts.any() else b""
+        return hashlib.sha256(self.fates.tobytes() + cuts).hexdigest()
+
+    def corpus_clusters(self) -> Numbers:
+        """The first document of each one's cluster, by numbers in the corpus: training documents
+        come first, then validation, then dropped ones. What is cut counts as two."""
+        tailed = np.flatnonzero(self.cuts)
+        documents = np.concatenate([np.arange(len(self.fates)), tailed])
+        is_tail = np.arange(len(documents)) >= len(self.fates)
+        fates = self.fates[documents]
+        sides = np.select([fates == pack.DROPPED, fates == pack.VAL, is_tail], [2, 1, 1], 0)
+        order = np.lexsort((is_tail, documents, sides))
+        numbers = np.empty(len(order), np.int64)
+        numbers[order] = np.arange(len(order))
+        heads = numbers[: len(self.fates)]
+        tails = heads.copy()
+        tails[tailed] = numbers[len(self.fates) :]
+        first = self.clusters[documents]
+        numbered: Numbers = np.where(is_tail, tails[first], heads[first])
+        return numbered[order]
+
+
+def decide(stems: list[Path], data: DataConfig, *, must_split: bool) -> Decision:
+    """Find duplicates, choose what is held out, and write each shard's fates.
+
+    Refuses (no-documents) a text that is too short to hold any of it out, if it `must_split`.
+    """
+    shards = dedup.Shards(stems)
+    clusters, texts = dedup.clusters(shards), shards.marks(0)
+    copies = clusters != np.arange(len(clusters))
+    exact = len(texts) - len(np.unique(texts)) if data.dedup else 0
+    near = int(copies.sum()) - exact if data.dedup else 0
+    # Every document goes by the least hash of its cluster.
+    keys = texts.copy()
+    np.minimum.at(keys, clusters, texts)
+    keys = keys[clusters]
+    share = parse_fraction(data.val)
+    by_share = below_share(keys, share)
+    is_split = bool(by_share.any() and not by_share.all())
+    held = by_share if is_split else of_least_hash(keys)
+    fates = np.where(held, np.uint8(pack.VAL), np.uint8(pack.TRAIN))
+    dropped = copies & data.dedup
+    fates[dropped] = pack.DROPPED
+    cuts = np.zeros(len(fates), np.int64)
+    if share and not is_split:
+        _hold_out_end(_texts_to_cut(stems, keys, dropped), fates, cuts, share)
+        # Copies of what is cut are cut alike, so that their halves are copies too.
+        for document in np.flatnonzero(cuts):
+            cuts[dropped & (texts == texts[document])] = cuts[document]
+    if must_split and (not share or not np.isin(fates, (pack.VAL, pack.CUT)).any()):
+        raise _nothing_held_out(data)
+    for number, stem in enumerate(stems):
+        rows = slice(shards.first[number], shards.first[number + 1])
+        with open_own(stem.with_suffix(".fates.npy"), "wb") as file:
+            np.save(file, np.stack([fates[rows].astype(np.int64), cuts[rows]]))
+    return Decision(fates, cuts, clusters, exact, near)
+
+
+def below_share(keys: dedup.U64, share: float) -> npt.NDArray[np.bool_]:
+    """Which documents (N) have a key in the lowest `share` of all 64-bit hashes."""
+    return keys < np.uint64(min(share * 2.0**64, 2.0**64 - 2**12))
+
+
+def of_least_hash(keys: dedup.U64) -> npt.NDArray[np.bool_]:
+    """Which documents (N) have the least key; none where all have the same."""
+    least: npt.NDArray[np.bool_] = keys == keys.min()
+    return least & (not least.all())
+
+
+class _Kept(NamedTuple):
+    """A document that is not dropped: its number, and its text."""
+
+    number: int
+    text: str
+
+
+def _texts_to_cut(
+    stems: list[Path], keys: dedup.U64, dropped: npt.NDArray[np.bool_]
+) -> list[list[_Kept]]:
+    """Texts whose ends are to be held out, each as its parts: where all documents are copies of one
+    another each of them, where all are parts of one document of the source that. Else none."""
+    clusters = len(np.unique(keys))
+    has_copies = clusters < np.count_nonzero(~dropped)
+    if clusters > 1 and has_copies:
+        # A copy of what is held out would be trained on.
+        return []
+    parts: list[_Kept] = []
+    origins: set[str] = set()
+    documents = (document for stem in stems for document in read_lines(stem.with_suffix(".docs")))
+    for number, document in enumerate(documents):
+        if dropped[number]:
+            continue
+        parts.append(_Kept(number, document.text))
+        origins.add(document.origin)
+        if clusters > 1 and len(origins) > 1:
+            return []
+    return [parts] if clusters > 1 else [[part] for part in parts]
+
+
+def _hold_out_end(texts: list[list[_Kept]], fates: Fates, cuts: Numbers, share: float) -> None:
+    """Write in `fates` and `cuts` (N) that about the last `share` of each text is held out, where
+    it has two characters or more."""
+    for parts in texts:
+        total = sum(len(part.text) for part in parts)
+        held_chars = max(1, round(share * total))
+        reach = int(CUT_REACH * held_chars)
+        target = total - held_chars
+        start = 0
+        for place, part in enumerate(parts):
+            end = start + len(part.text)
+            is_near_start = place > 0 and target - start <= reach
+            is_near_end = place + 1 < len(parts) and end - target <= reach
+            if is_near_start or target < start:
+                fates[part.number] = pack.VAL
+            elif target >= end or is_near_end:
+                fates[part.number] = pack.TRAIN
+            else:
+                at = place_to_cut(part.text, target - start, reach)
+                fates[part.number] = pack.CUT if at else pack.TRAIN
+                cuts[part.number] = at
+            start = end
+
+
+def place_to_cut(text: str, target: int, reach: int) -> int:
+    """The character from which to cut a text in two that say something: the best place at most
+    `reach` characters from `target`. 0 for a text that cannot be cut."""
+    first = len(text) - len(text.lstrip())
+    last = len(text.rstrip()) - 1
+    if first >= last:
+        return 0
+    low, high = max(first + 1, target - reach), min(last, target + reach)
+    for end in _ENDS:
+        places = [found.end() for found in end.finditer(text, max(0, low - 1), high)]
+        places = [place for place in places if low <= place <= high]
+        if places:
+            return min(places, key=lambda place: abs(place - target))
+    return min(max(target, first + 1), last)
+
+
+def _nothing_held_out(data: DataConfig) -> Refusal:
+    if not parse_fraction(data.val):
+        return Refusal(
+            "no-documents",
+            what="the validation part of this corpus would be empty",
+            where=data.source,
+            fact=f"data.val is {data.val}: nothing is held out",
+            remedy=f"write in run.yaml: data: {{source: {yaml_word(data.source)}, val: 5%}}",
+        )
+    return Refusal(
+        "no-documents",
+        what="the validation part of this corpus would be empty",
+        where=data.source,
+        fact="all of its text is one character, so none of it can be held out",
+        remedy=f"add text to {shell_word(data.source)}",
+    )
