@@ -186,7 +186,7 @@ class Run:
 def prepare(data: Data, progress: Progress = silent, **keys: Any) -> tuple[Path, CorpusManifest]:
     """Make the tokenizer and token files of a text, or find them made. `keys` are those of
     run.yaml."""
-    return resolving.prepare(configured(data, **keys), progress)
+    return resolving.prepare(configured(data, **keys), progress, verified=True)
 
 
 def plan(

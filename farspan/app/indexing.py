@@ -164,29 +164,29 @@ def _there(run: RunFolder) -> IndexManifest | None:
 def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text:
     """The documents of today; those that the run was trained on where its text cannot be found."""
     from farspan.corpus.documents import read_documents
+    from farspan.corpus.find import find_corpus
     from farspan.corpus.prepare import Text, read_text
     from farspan.corpus.processes import usable_cores
 
-    prepared = Path(load(run.record, RunRecord).corpus)
+    manifest = load(run.corpus, CorpusManifest)
     try:
         return read_text(
             config.data_config,
             config.tokenizer_config,
-            prepared,
+            manifest.hash,
             make_cache_folder("corpora"),
             workers=usable_cores(),
             say=say,
         )
     except Refusal as refusal:
-        if refusal.problem.code != "path-missing":
+        prepared = find_corpus(load(run.record, RunRecord).corpus_folder, manifest.hash)
+        if refusal.problem.code != "path-missing" or prepared is None:
             raise
         say(
             f"{config.data_config.source} is not there: indexing the documents that the run was "
             "trained on"
         )
-    return Text(
-        list(read_documents(prepared)), load(run.corpus, CorpusManifest).train.documents, ""
-    )
+    return Text(list(read_documents(prepared)), manifest.train.documents, "")
 
 
 def write_vectors(run: RunFolder, path: Path) -> Path:

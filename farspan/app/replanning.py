@@ -16,6 +16,7 @@ from farspan.app.jobs import status
 from farspan.app.plans import Planned, best_plan, write_planned
 from farspan.app.resolving import Resolved
 from farspan.app.updates import Note, Progress, silent
+from farspan.corpus.find import find_corpus
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load, load_yaml, save
@@ -98,12 +99,13 @@ def adopt(
 def _left(run: RunFolder, cluster: Cluster) -> Resolved:
     """What a run still has to be planned for."""
     plan, record = run.load_plan(), load(run.record, RunRecord)
+    corpus = load(run.corpus, CorpusManifest)
     return Resolved(
         model=plan.model,
         train=plan.train,
         cluster=cluster,
-        corpus=load(run.corpus, CorpusManifest),
-        corpus_folder=record.corpus_folder,
+        corpus=corpus,
+        corpus_folder=find_corpus(record.corpus_folder, corpus.hash) or record.corpus_folder,
         warnings=(),
         origin={},
     )

@@ -13,6 +13,12 @@ from farspan.domain.codec import ContentHash
 
 #: The files of both splits, as `Split` describes them.
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
+#: The folder of a copy that another host sent has the corpus's hash after this.
+SENT = "sent-"
+#: A block of a token file has this many bytes and a checksum of CHECKSUM_BYTES. A window of 1,024
+#: tokens has 2 KiB: larger blocks would make its first read cost more than a step's 1 %.
+BLOCK_BYTES = 1 << 14
+CHECKSUM_BYTES = 6
 
 
 def encodable(text: str) -> str:
@@ -128,6 +134,10 @@ class SkipLog:
         return (*self._named, *self._counted)
 
 
+SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, SplitName] = ("train", "val")
+
+
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One token file: `NAME.bin`, tokens one after the other, a document's last followed by the
     end-of-text token.
@@ -140,6 +150,10 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     documents: int
     #: UTF-8 bytes of the text, without end-of-text tokens: what bits per byte divide by.
     text_bytes: int
+    #: The checksums of the blocks of NAME.bin and of NAME.idx, one after the other: the first
+    #: CHECKSUM_BYTES of each block's SHA-256. Left out by earlier versions.
+    token_checksums: bytes | msgspec.UnsetType = msgspec.UNSET
+    offset_checksums: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
 class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,6 +183,15 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     #: Files that were read in another encoding than UTF-8, in the same form; left out without any.
     recoded: tuple[Skipped, ...] | msgspec.UnsetType = msgspec.UNSET
 
+    def without_checksums(self) -> CorpusManifest:
+        """The manifest as people and programs read it."""
+        bare = {"token_checksums": msgspec.UNSET, "offset_checksums": msgspec.UNSET}
+        return msgspec.structs.replace(
+            self,
+            train=msgspec.structs.replace(self.train, **bare),
+            val=msgspec.structs.replace(self.val, **bare),
+        )
+
     @property
     def skipped_kinds(self) -> list[str]:
         """`12 .bin, 3 .exe: REASON`, one line for each reason; an earlier version's lines as they
@@ -183,6 +206,16 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def recoded_kinds(self) -> list[str]:
         """`3 .txt: read as cp1252 (NAMES)`, one line for each encoding."""
         return list(map(str, by_kind(self.recoded or ())))
+
+
+def token_file_sizes(manifest: CorpusManifest) -> list[int]:
+    """Bytes of each of TOKEN_FILES."""
+    token_bytes = 2 if manifest.dtype == "uint16" else 4
+    return [
+        size
+        for split in (manifest.train, manifest.val)
+        for size in (token_bytes * split.tokens, 8 * (split.documents + 1))
+    ]
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

@@ -175,5 +175,9 @@ class RunFolder:
         train."""
         return command("resume", os.environ.get(HOME, self.path))
 
+    def prepare(self) -> str:
+        """The command that makes the run's corpus whole, on the same machine."""
+        return command("prepare", Path(os.environ.get(HOME, self.path)) / self.config.name)
+
     def load_plan(self) -> Plan:
         return load(self.plan, Plan)

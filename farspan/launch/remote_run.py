@@ -16,9 +16,10 @@ from typing import IO, cast
 
 import msgspec
 
+from farspan.corpus import find, tokens
 from farspan.domain.cluster import Host
 from farspan.domain.codec import load, missing_path, to_json
-from farspan.domain.corpus import TOKEN_FILES
+from farspan.domain.corpus import TOKEN_FILES, CorpusManifest, token_file_sizes
 from farspan.domain.escapes import shell_word
 from farspan.domain.model import parameters
 from farspan.domain.own_files import open_own
@@ -63,13 +64,13 @@ class RemoteRun:
         (host-unreachable)."""
         record = load(self._here.record, RunRecord)
         corpus = (
-            Path(self._host.folder or "") / "cache" / "corpora" / f"sent-{self._plan.inputs.corpus}"
+            Path(self._host.folder or "")
+            / "cache"
+            / find.CORPORA
+            / find.sent_name(self._plan.inputs.corpus)
         )
-        if self._ask(f"cat {quoted(corpus / 'corpus.json')}") is None:
-            # The file that says what the folder is comes last: without it the folder counts as
-            # empty.
-            files = [record.corpus_folder / name for name in (*TOKEN_FILES, "corpus.json")]
-            self._put([(path, path.name) for path in files], corpus)
+        if not self._has_corpus(corpus):
+            self._send_corpus(corpus)
         if self._ask(f"cat {quoted(self._there.plan)}") is None:
             here = self._here
             sent = [
@@ -94,6 +95,26 @@ class RemoteRun:
         # What was recorded there and never came back comes now.
         self._pulled = self._here.events.stat().st_size if self._here.events.exists() else 0
         self.pull()
+
+    def _has_corpus(self, corpus: Path) -> bool:
+        """Whether the host has a whole copy of the corpus: its manifest, and token files of the
+        sizes that this says."""
+        names = ["corpus.json", *TOKEN_FILES]
+        sizes = "; ".join(f"wc -c < {name}" for name in TOKEN_FILES)
+        answer = self._ask(f"cd {quoted(corpus)} && ls {' '.join(names)} >&2 && ({sizes})")
+        if answer is None:
+            return False
+        manifest = load(self._here.corpus, CorpusManifest)
+        return answer.split() == [b"%d" % size for size in token_file_sizes(manifest)]
+
+    def _send_corpus(self, corpus: Path) -> None:
+        """Send the corpus, every block of it verified first. Raises Refusal (path-missing,
+        corpus-damaged, host-unreachable)."""
+        folder = find.require_corpus(self._here, self._plan.inputs.corpus)
+        manifest = load(folder / "corpus.json", CorpusManifest)
+        tokens.verify(folder, manifest, find.remedy(self._here, folder))
+        # The file that says what the folder is comes last: without it the folder counts as empty.
+        self._put([(folder / name, name) for name in (*TOKEN_FILES, "corpus.json")], corpus)
 
     def _send_initial(self, initial: str | None) -> str | None:
         """The model that the run starts from; where it lies there. Raises Refusal

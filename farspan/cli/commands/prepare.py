@@ -22,7 +22,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.show import Show
 
     with Show(console) as show:
-        folder, manifest = prepare(load_config(given), show)
+        folder, manifest = prepare(load_config(given), show, verified=True)
     for name, split in (("train", manifest.train), ("val", manifest.val)):
         size = format_bytes(split.text_bytes)
         console.say(
@@ -30,4 +30,5 @@ def run(given: argparse.Namespace, console: Console) -> None:
             f"{size}"
         )
     console.say(f"in {folder}")
-    console.answer({"folder": str(folder), "manifest": msgspec.to_builtins(manifest)})
+    readable = manifest.without_checksums()
+    console.answer({"folder": str(folder), "manifest": msgspec.to_builtins(readable)})
