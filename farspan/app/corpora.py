@@ -30,12 +30,13 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
     folder = find_corpus(record.corpus_folder, digest)
     if folder is None:
         progress(Note(f"the corpus is not in {record.corpus}: preparing it again"))
+        problem: Problem | None = None
         try:
             folder, manifest = prepare(load_yaml(run.config, RunConfig), progress)
+            if manifest.hash != digest:
+                problem = _changed(run, record, manifest, digest)
         except Refusal as refusal:
             problem = _not_prepared(run, record, refusal.problem)
-        else:
-            problem = None if manifest.hash == digest else _changed(run, record, manifest, digest)
         if problem is not None:
             if not _rank_0_has_its_own_disk(run):
                 raise Refusal.of(problem)

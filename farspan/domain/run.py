@@ -170,6 +170,17 @@ class RunFolder:
             )
         return run
 
+    def newest_checkpoint(self) -> int:
+        """The step of the newest checkpoint in this folder, -1 without one. A checkpoint is renamed
+        into place when it is whole."""
+        steps = [
+            int(path.name.removeprefix("step-"))
+            for path in self.checkpoints.glob("step-*")
+            if path.name.removeprefix("step-").isdecimal()
+            and any((path / name).is_file() for name in ("manifest.json", "state.json"))
+        ]
+        return max(steps, default=-1)
+
     def resume(self) -> str:
         """The command that goes on with the run, on the machine where farspan was asked to
         train."""

@@ -128,9 +128,7 @@ def test_a_block_is_hashed_once(whole: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.idx", "val.bin", "val.idx"])
-def test_every_file_is_verified_in_full_on_request(
-    whole: Path, tmp_path: Path, name: str
-) -> None:
+def test_every_file_is_verified_in_full_on_request(whole: Path, tmp_path: Path, name: str) -> None:
     size = (whole / name).stat().st_size
     manifest = damaged(whole, tmp_path / "copy", name, size // 2, min(4000, size // 2))
     problem = problem_of(tokens.verify, tmp_path / "copy", manifest, "mend it")
