@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from farspan.app.resolving import prepare
@@ -47,6 +49,17 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
             save_record(run, msgspec.structs.replace(record, corpus=str(folder.resolve())))
 
 
+def refuse_other_text(config: Path, made: CorpusManifest) -> None:
+    """Refuse text that is not the run's, where `config` is the run.yaml of a run: preparing it does
+    not mend the run. Raises Refusal (path-missing)."""
+    run = RunFolder(config.parent)
+    if not run.plan.exists() or config.name != run.config.name:
+        return
+    digest = load(run.corpus, CorpusManifest).hash
+    if made.hash != digest:
+        raise Refusal.of(_changed(run, load(run.record, RunRecord), made, digest))
+
+
 def _not_prepared(run: RunFolder, record: RunRecord, why: Problem) -> Problem:
     missing = missing_corpus(run, load(run.corpus, CorpusManifest).hash, record.corpus_folder)
     return msgspec.structs.replace(
@@ -59,7 +72,7 @@ def _not_prepared(run: RunFolder, record: RunRecord, why: Problem) -> Problem:
 def _changed(run: RunFolder, record: RunRecord, made: CorpusManifest, digest: str) -> Problem:
     return Problem(
         code="path-missing",
-        what="the corpus of this run is not there, and its text has changed",
+        what="the corpus of this run cannot be prepared again: its text has changed",
         where=record.corpus,
         fact=(
             f"{shell_word(made.source)} is prepared as corpus {made.hash} today; the run needs "

@@ -230,11 +230,12 @@ class Workers(ABC):
             if self._away is not None:
                 self._away.pull(now=None not in codes)
             position, lines = _new_lines(self.run.events, position)
+            # Before the last event of the run, which a warning is not.
+            yield from self._warnings()
             for event in decoded(lines, self.run.events):
                 self._finished = event if isinstance(event, Finished) else None
                 self._mirror(event)
                 yield event
-            yield from self._warnings()
             if None not in codes:
                 break
             # Of those that were asked to end some may say that they failed; the others are saving.
@@ -252,7 +253,6 @@ class Workers(ABC):
             time.sleep(POLL_S)
         self._gather()
         unfetched = self._fetch(waits=not any(codes))
-        yield from self._warnings()
         self._refuse_if_failed()
         if unfetched is not None:
             raise unfetched
