@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from farspan.corpus import tokenizer as tokenizers
+from farspan.corpus.tokens import checksums_of
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.codec import save
 from farspan.domain.corpus import CorpusManifest, Split
@@ -44,9 +46,10 @@ def corpus(
     vocab: int = 300,
     seed: int = 0,
     documents: int = 1,
+    verified: bool = False,
 ) -> CorpusManifest:
     """Token files in which the next token follows from the last, most of the time; the training
-    split has so many documents, of unlike lengths."""
+    split has so many documents, of unlike lengths. With `verified` its blocks have checksums."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for name, count in (("train", tokens), ("val", val)):
@@ -71,9 +74,24 @@ def corpus(
         exact_duplicates=0,
         near_duplicates=0,
     )
+    if verified:
+        manifest = with_checksums(manifest, folder)
     save(manifest, folder / "corpus.json")
     tokenizers.train(["alpha beta gamma delta"] * 50, vocab).save(folder / "tokenizer.json")
     return manifest
+
+
+def with_checksums(manifest: CorpusManifest, folder: Path) -> CorpusManifest:
+    """A manifest with the checksums of the token files as they are."""
+    train, val = (
+        replace(
+            split,
+            token_checksums=checksums_of(folder / f"{name}.bin"),
+            offset_checksums=checksums_of(folder / f"{name}.idx"),
+        )
+        for name, split in (("train", manifest.train), ("val", manifest.val))
+    )
+    return replace(manifest, train=train, val=val)
 
 
 def plan(

@@ -207,7 +207,7 @@ def prepare(
     """Make the tokenizer and token files of a text, or find them made. `keys` are those of
     run.yaml."""
     with progress_shown(progress) as shown:
-        return resolving.prepare(configured(data, **keys), shown)
+        return resolving.prepare(configured(data, **keys), shown, verified=True)
 
 
 def plan(

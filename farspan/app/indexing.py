@@ -167,27 +167,28 @@ def _there(run: RunFolder) -> IndexManifest | None:
 def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text:
     """The documents of today; those that the run was trained on where its text cannot be found."""
     from farspan.corpus.copies import has_copies, read_distinct
+    from farspan.corpus.find import find_corpus
     from farspan.corpus.prepare import read_text
     from farspan.corpus.processes import usable_cores
 
-    prepared = Path(load(run.record, RunRecord).corpus)
+    manifest = load(run.corpus, CorpusManifest)
     try:
         return read_text(
             config.data_config,
             config.tokenizer_config,
-            prepared,
+            manifest.hash,
             make_cache_folder("corpora"),
             workers=usable_cores(),
             say=say,
         )
     except Refusal as refusal:
-        if refusal.problem.code != "path-missing":
+        prepared = find_corpus(load(run.record, RunRecord).corpus_folder, manifest.hash)
+        if refusal.problem.code != "path-missing" or prepared is None:
             raise
         say(
             f"{config.data_config.source} is not there: indexing the documents that the run was "
             "trained on"
         )
-    manifest = load(run.corpus, CorpusManifest)
     missing = manifest.exact_duplicates + manifest.near_duplicates
     if missing and not has_copies(prepared):
         say(f"{counted(missing, 'copy')} of these cannot be searched: their text is not there")

@@ -23,7 +23,7 @@ from farspan.domain.codec import (
     write_atomically,
 )
 from farspan.domain.config import ParallelConfig, RunConfig
-from farspan.domain.corpus import CorpusManifest
+from farspan.domain.corpus import SPLITS, CorpusManifest
 from farspan.domain.forecast import Forecast
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan, unsound
@@ -96,14 +96,18 @@ def with_forecast(planned: Planned) -> Planned:
     if train.optimizer.muon is msgspec.UNSET or train.schedule.kind == "constant":
         return planned
     from farspan.corpus.counting import counted
-    from farspan.corpus.tokens import TokenFile
+    from farspan.corpus.tokens import TokenFile, VerifiedArray
 
     resolved, estimate = planned.resolved, planned.estimate
     tokens = estimate.steps_done * train.tokens_per_step * estimate.token_efficiency
     corpus, folder = resolved.corpus, resolved.corpus_folder
-    text, val = TokenFile.open(folder, "train", corpus), TokenFile.open(folder, "val", corpus)
+    # A small part of every block is counted: training verifies them.
+    text, val = (
+        values.unverified if isinstance(values, VerifiedArray) else values
+        for values in (TokenFile.open(folder, split, corpus).tokens for split in SPLITS)
+    )
     expected = forecast(
-        counted(text.tokens, val.tokens, corpus.vocab_size, tokens),
+        counted(text, val, corpus.vocab_size, tokens),
         parameters=parameters(resolved.model),
         unique_tokens=corpus.train.tokens,
         tokens=tokens,

@@ -12,10 +12,11 @@ from collections.abc import Collection
 import msgspec
 
 from farspan.app import clusters
-from farspan.app.jobs import status
+from farspan.app.checkpoints import copy_checkpoints, unmirrored_steps
 from farspan.app.plans import Planned, best_plan, write_planned
 from farspan.app.resolving import Resolved
 from farspan.app.updates import Note, Progress, silent
+from farspan.corpus.find import find_corpus
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load, load_yaml, save
@@ -44,6 +45,10 @@ def replan(
     from farspan.launch.lock import locked
 
     with locked(run.lock, "this run is being trained already", run.path):
+        try:
+            copy_checkpoints(run, _old_cluster(run))
+        except Refusal as refusal:
+            progress(Note(f"{refusal.problem.what}: {refusal.problem.fact}"))
         config = load_yaml(run.config, RunConfig)
         parallel = _parallel(config.parallel, cluster, technique)
         asked = msgspec.structs.replace(config, parallel=parallel)
@@ -85,7 +90,15 @@ def adopt(
     run.yaml, if any."""
     old, record = run.load_plan(), load(run.record, RunRecord)
     config = asked or load_yaml(run.config, RunConfig)
-    progress(Note(_change(run, old, planned, status(run).saved_step or 0)))
+    progress(Note(_change(run, old, planned)))
+    if (lost := unmirrored_steps(run)) > 0:
+        progress(
+            Note(
+                f"the newest checkpoint here is of step {max(0, run.newest_checkpoint())}: "
+                f"{counted(lost, 'step')} after it were saved on {old.devices[0].host} alone and "
+                "are made again"
+            )
+        )
     run.plans.mkdir(exist_ok=True)
     save(old, run.plans / f"{old.hash}.json")
     if asked is not None:
@@ -98,12 +111,13 @@ def adopt(
 def _left(run: RunFolder, cluster: Cluster) -> Resolved:
     """What a run still has to be planned for."""
     plan, record = run.load_plan(), load(run.record, RunRecord)
+    corpus = load(run.corpus, CorpusManifest)
     return Resolved(
         model=plan.model,
         train=plan.train,
         cluster=cluster,
-        corpus=load(run.corpus, CorpusManifest),
-        corpus_folder=record.corpus_folder,
+        corpus=corpus,
+        corpus_folder=find_corpus(record.corpus_folder, corpus.hash) or record.corpus_folder,
         warnings=(),
         origin={},
     )
@@ -128,6 +142,12 @@ def _exact(given: ParallelConfig, old: Plan) -> ParallelConfig:
     return msgspec.structs.replace(given, allow=tuple(filter(techniques.exact, techniques.names())))
 
 
+def _old_cluster(run: RunFolder) -> Cluster:
+    """The cluster that a run has been trained on so far."""
+    name = load_yaml(run.config, RunConfig).parallel.cluster or ""
+    return clusters.find(name) if clusters.is_external(name) else load_cluster_json(run.cluster)
+
+
 def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
     from farspan.launch.probe import Probe
 
@@ -140,9 +160,9 @@ def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
         return probe.describe(config.parallel.device, None)
 
 
-def _change(run: RunFolder, old: Plan, planned: Planned, step: int) -> str:
-    """What the new plan changes, in time, money and memory."""
-    now, left = planned.estimate, old.train.steps - step
+def _change(run: RunFolder, old: Plan, planned: Planned) -> str:
+    """What the new plan changes, in time, money and memory, from the newest checkpoint here on."""
+    now, left = planned.estimate, old.train.steps - max(0, run.newest_checkpoint())
     facts = [f"{short_time(now.step_s)} a step", f"{format_seconds(left * now.step_s)} in all"]
     if now.usd is not None:
         facts.append(format_usd(now.usd * left / old.train.steps))

@@ -64,9 +64,11 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def prepare(config: RunConfig, progress: Progress = silent) -> tuple[Path, CorpusManifest]:
-    """Tokenizer and token files of the run's text, made or found: their folder and what is in
-    it."""
+def prepare(
+    config: RunConfig, progress: Progress = silent, *, verified: bool = False
+) -> tuple[Path, CorpusManifest]:
+    """Tokenizer and token files of the run's text, made or found: their folder and what is in it.
+    With `verified` all of what is found is read, and made again where it is damaged."""
     from farspan.corpus.prepare import prepare as prepare_corpus
     from farspan.corpus.processes import usable_cores
     from farspan.planning.quantities import check
@@ -78,6 +80,7 @@ def prepare(config: RunConfig, progress: Progress = silent) -> tuple[Path, Corpu
         make_cache_folder("corpora"),
         workers=usable_cores(),
         say=notes(progress),
+        verified=verified,
     )
     for kinds in manifest.skipped_kinds:
         progress(Note(f"skipped {kinds}"))

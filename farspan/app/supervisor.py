@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 
 from farspan.app import clusters
+from farspan.app.checkpoints import copy_checkpoints, flaw_of, unmirrored_steps
 from farspan.app.faults import Faults, Seen, told
 from farspan.app.plans import Planned
 from farspan.app.replanning import adopt, planned_without
@@ -87,9 +88,15 @@ class Supervisor:
     def _start(self, lease: Lease, spares: Spares) -> Finished | None:
         plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
         self._failed_at = None
+        cluster = self._cluster()
+        if record.launcher == "local" and self._run.epochs.exists():
+            # An earlier start may have left newer checkpoints on rank 0's own disk, and the lease
+            # counts those that are here.
+            copy_checkpoints(self._run, cluster)
         epoch = lease.begin(used_s=self._used_s(), skip=self._faults.left_out, fault=self._fault)
-        held, spared = Held(lease, epoch, spares, again=self._on_fault != "stop"), False
-        workers = launch(record.launcher, plan, self._run, self._cluster(), held)
+        held = Held(lease, epoch, spares, again=self._on_fault != "stop", flaw_of=flaw_of)
+        spared = False
+        workers = launch(record.launcher, plan, self._run, cluster, held)
         try:
             with workers:
                 self._workers = workers
@@ -213,7 +220,9 @@ class Supervisor:
         rest_s = (plan.train.steps - self._step) * statistics.median(
             self._steps_s or [before.step_s]
         )
-        lost_s = rest_s * (ratio - 1)
+        # Without the host the run goes on from the newest checkpoint here.
+        again = unmirrored_steps(self._run) * slower
+        lost_s = rest_s * (ratio - 1) + again
         if (deadline_s := plan.train.deadline_s) is not None:
             lost_s = min(lost_s, max(0.0, deadline_s - self._used_s()) * (1 - 1 / ratio))
         return left, max(0.0, lost_s)

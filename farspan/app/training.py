@@ -9,6 +9,7 @@ from pathlib import Path
 from farspan.app import clusters
 from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.configs import refuse_edited
+from farspan.app.corpora import bring_corpus
 from farspan.app.jobs import registered
 from farspan.app.plans import Planned, best_plan, with_forecast, write_planned
 from farspan.app.reporting import Report, write_report
@@ -101,6 +102,7 @@ def resume(
         return write_report(run.path, page=False)
     if not trust:
         trusting.require(run)
+    bring_corpus(run, progress)
     if cluster is not None or technique is not None:
         replan(run, progress, cluster=cluster, technique=technique)
     return train(run, progress)

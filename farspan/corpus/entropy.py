@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Tokens = npt.NDArray[Any]
+from farspan.corpus.tokens import Tokens
+
+Array = npt.NDArray[Any]
 
 #: Tokens looked at: all of a corpus up to this size, else blocks spread evenly over it, so that
 #: memory is bounded.
@@ -37,7 +39,7 @@ def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float
 
 
 def entropies_of(
-    train: Tokens, contexts: Tokens, targets: Tokens, vocab_size: int
+    train: Tokens, contexts: Array, targets: Array, vocab_size: int
 ) -> tuple[float, float]:
     """As `entropies`, of these tokens (n,) alone, each after its context (n,)."""
     pairs = contexts.astype(np.int64) * vocab_size + targets
@@ -45,7 +47,7 @@ def entropies_of(
 
 
 def _crossed(
-    train: Iterable[Tokens], held_out: Tokens, targets: Tokens, vocab_size: int
+    train: Iterable[Array], held_out: Array, targets: Array, vocab_size: int
 ) -> tuple[float, float]:
     """Of single tokens and of pairs, under the counts of blocks of tokens."""
     wanted, times = np.unique(held_out, return_counts=True)
@@ -72,7 +74,7 @@ def _crossed(
     return unigram, min(bigrams)
 
 
-def _blocks(tokens: Tokens, limit: int, size: int) -> Iterator[Tokens]:
+def _blocks(tokens: Tokens, limit: int, size: int) -> Iterator[Array]:
     """The tokens in blocks of `size`; of more than `limit` tokens, evenly spread blocks of that
     sum."""
     stride = max(1, -(-len(tokens) // limit))
@@ -80,5 +82,5 @@ def _blocks(tokens: Tokens, limit: int, size: int) -> Iterator[Tokens]:
         yield np.asarray(tokens[start : start + size]).astype(np.int64)
 
 
-def _pairs(block: Tokens, vocab_size: int) -> Tokens:
+def _pairs(block: Array, vocab_size: int) -> Array:
     return block[:-1] * vocab_size + block[1:]

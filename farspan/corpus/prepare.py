@@ -25,10 +25,16 @@ from farspan.corpus.entropy import entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.split import decide
-from farspan.corpus.tokens import TokenFile
+from farspan.corpus.tokens import checksums_of, is_whole, verify
 from farspan.domain.codec import content_hash, is_content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
-from farspan.domain.corpus import CorpusManifest, Skipped, by_kind
+from farspan.domain.corpus import (
+    TOKEN_FILES,
+    CorpusManifest,
+    Skipped,
+    Split,
+    by_kind,
+)
 from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.problems import Refusal, command
@@ -45,6 +51,9 @@ _DISK_FACTOR = 3
 #: so long is given up.
 _ABANDONED_S = 7 * 86_400
 
+#: All that the folder of a prepared corpus holds.
+CORPUS_FILES = ("corpus.json", "tokenizer.json", "documents.jsonl.zst", *TOKEN_FILES)
+
 Say = Callable[[str], None]
 
 
@@ -56,17 +65,24 @@ def auto_vocab(text_bytes: int) -> int:
 
 
 def prepare(
-    data: DataConfig, tokenizer: TokenizerConfig, root: Path, *, workers: int, say: Say
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    root: Path,
+    *,
+    workers: int,
+    say: Say,
+    verified: bool = False,
 ) -> tuple[Path, CorpusManifest]:
     """Make, or find, the corpus of `data` under `root`; the folder's name is the manifest's hash.
 
-    `workers` processes share the work and change nothing in the result. Refuses what cannot be
-    read, a corpus that is empty or whose validation split would be, a tokenizer that does not fit,
-    and a disk with too little room.
+    `workers` processes share the work and change nothing in the result. A corpus that lacks files
+    is made again; with `verified` also one with a block of other bytes than were prepared. Refuses
+    what cannot be read, a corpus that is empty or whose validation split would be, a tokenizer that
+    does not fit, and a disk with too little room.
     """
     source = open_source(data.source)
     key = _key(source, data, tokenizer)
-    if prepared := _known(root, key):
+    if prepared := _known(root, key, say, verified=verified):
         if data.bad == "refuse":
             _refuse_bad(prepared[1].skipped, data)
         return prepared
@@ -78,7 +94,8 @@ def prepare(
     _sweep(root, time.time())
     _require_space(root, source.size_bytes)
     with _locked(work, say):
-        prepared = _known(root, key)  # another process may have made it meanwhile
+        # Another process may have made it meanwhile.
+        prepared = _known(root, key, silent, verified=verified)
         if prepared is None:
             prepared = _build(source, data, tokenizer, work, workers, say)
             write_atomically(root / f".key-{key}", prepared[1].hash.encode())
@@ -86,32 +103,36 @@ def prepare(
     return prepared
 
 
+def silent(line: str) -> None:
+    """Say nothing."""
+
+
 def read_text(
     data: DataConfig,
     tokenizer: TokenizerConfig,
-    prepared: Path,
+    digest: str,
     root: Path,
     *,
     workers: int,
     say: Say,
 ) -> Text:
-    """Every text that the source of the corpus at `prepared` holds today, copies too, split as a
+    """Every text that the source of the corpus with this hash holds today, copies too, split as a
     corpus is.
 
     Where the source is as it was, this is the corpus's own text. Refuses what cannot be read.
     """
     source = open_source(data.source)
     fingerprint = source.fingerprint()
-    known = _known(root, _key(source, data, tokenizer))
-    if known is not None and known[0] == prepared:
-        manifest = known[1]
+    known = _known(root, _key(source, data, tokenizer), silent)
+    if known is not None and known[1].hash == digest:
+        prepared, manifest = known
         if has_copies(prepared) or not (manifest.exact_duplicates or manifest.near_duplicates):
             for kinds in manifest.skipped_kinds:
                 say(f"skipped {kinds}")
             return read_distinct(prepared, manifest, fingerprint)
         say("an earlier version left copies out of the corpus; they are read again")
     else:
-        say("the text has changed since the corpus was made")
+        say("the text has changed since the corpus was made, or the corpus is gone")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
         stems = [
@@ -169,7 +190,10 @@ def _build(
     say(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
     pack.each_shard(pack.encode_shard, [(stem, tokenizer_file) for stem in stems], workers)
     pack.each_shard(pack.write_copies, [(stem,) for stem in stems], workers)
-    splits = pack.join_shards(stems, final)
+    splits = {
+        split: _with_checksums(found, final / split)
+        for split, found in pack.join_shards(stems, final).items()
+    }
     with open_own(final / CLUSTERS, "wb") as file:
         np.save(file, decision.corpus_clusters())
     words.save(final / "tokenizer.json")
@@ -195,6 +219,9 @@ def _build(
     )
     save(manifest, final / "corpus.json")
     folder = work.parent / manifest.hash
+    if folder.exists() and not _is_sound(folder, manifest):
+        # Moved aside first: the folder is whole or not there. Who has it mapped keeps its files.
+        os.replace(folder, work / "damaged")
     if not folder.exists():
         os.replace(final, folder)
     elif not has_copies(folder):
@@ -202,6 +229,30 @@ def _build(
         for name in (COPIES, CLUSTERS):
             os.replace(final / name, folder / name)
     return folder, manifest
+
+
+def _with_checksums(split: Split, stem: Path) -> Split:
+    """A split with the checksums of its files `stem`.bin and `stem`.idx."""
+    return msgspec.structs.replace(
+        split,
+        token_checksums=checksums_of(stem.with_suffix(".bin")),
+        offset_checksums=checksums_of(stem.with_suffix(".idx")),
+    )
+
+
+def _is_sound(folder: Path, manifest: CorpusManifest) -> bool:
+    """Whether a folder holds every byte of a corpus that was just made."""
+    if not _has_all_files(folder):
+        return False
+    try:
+        verify(folder, manifest)
+        return load(folder / "corpus.json", CorpusManifest).hash == manifest.hash
+    except Refusal:
+        return False
+
+
+def _has_all_files(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in CORPUS_FILES)
 
 
 def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Path) -> None:
@@ -279,16 +330,32 @@ def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
     tokenizers.train(texts, vocab_size).save(tokenizer_file)
 
 
-def _known(root: Path, key: str) -> tuple[Path, CorpusManifest] | None:
-    """The corpus that `key` led to before, if it is still there and whole."""
+def _known(
+    root: Path, key: str, say: Say, *, verified: bool = False
+) -> tuple[Path, CorpusManifest] | None:
+    """The corpus that `key` led to before, if it is still there and whole; with `verified` only
+    where every block has the bytes that were prepared."""
     pointer = root / f".key-{key}"
     if not pointer.exists() or not is_content_hash(name := pointer.read_text()):
         return None
     if not (folder := root / name).exists():
         return None
-    manifest = load(folder / "corpus.json", CorpusManifest)
-    TokenFile.open(folder, "train", manifest)
-    TokenFile.open(folder, "val", manifest)
+    if not _has_all_files(folder):
+        say(f"the corpus in {folder} lacks files: preparing it again")
+        return None
+    try:
+        manifest = load(folder / "corpus.json", CorpusManifest)
+        if verified:
+            verify(folder, manifest)
+        elif not is_whole(folder, manifest):
+            say(f"a token file in {folder} has another size: preparing the corpus again")
+            return None
+    except Refusal as refusal:
+        problem = refusal.problem
+        if problem.code == "unknown-key":  # A later version made it.
+            raise
+        say(f"{problem.where}: {problem.fact}: preparing the corpus again")
+        return None
     return folder, manifest
 
 

@@ -1,68 +1,212 @@
-"""Reading token files: memory-mapped, so that a corpus of any size costs no memory to open."""
+"""Reading token files: memory-mapped, so that a corpus of any size costs no memory to open, and
+verified block by block as they are read."""
 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.corpus import CorpusManifest
-from farspan.domain.escapes import shell_word
+from farspan.domain.corpus import (
+    BLOCK_BYTES,
+    CHECKSUM_BYTES,
+    SENT,
+    SPLITS,
+    CorpusManifest,
+    SplitName,
+)
 from farspan.domain.problems import Refusal
 
 #: What tells one split's bytes from another's: so many blocks of so many bytes, a quarter of a
 #: second to read.
 BLOCKS, BLOCK = 256, 2**20
+#: The command that makes a corpus whole where no run is known that it belongs to.
+PREPARE = "farspan prepare run.yaml"
+
+
+class VerifiedArray:
+    """An array in a memory-mapped file. Each block of the file is hashed once, when a slice first
+    reads from it: a slice raises Refusal (corpus-damaged) for a block of other bytes."""
+
+    def __init__(
+        self, values: npt.NDArray[Any], checksums: bytes, path: Path, remedy: str = PREPARE
+    ) -> None:
+        #: The values without any check, for a caller that reads little of many blocks.
+        self.unverified = np.asarray(values)
+        self.checksums = checksums
+        self._bytes, self._path, self._remedy = values.view(np.uint8), path, remedy
+        #: One byte for each block: 1 where it was verified.
+        self._verified = bytearray(-(-len(self._bytes) // BLOCK_BYTES))
+
+    def __len__(self) -> int:
+        return len(self.unverified)
+
+    def __getitem__(self, part: slice | int) -> Any:
+        if isinstance(part, int):
+            start = part % max(1, len(self))
+            stop = start + 1
+        else:
+            start, stop, _ = part.indices(len(self))
+        size = self.unverified.itemsize
+        first, last = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
+        if self._verified.find(0, first, last) >= 0:
+            self._verify(first, last)
+        return self.unverified[part]
+
+    def verify(self) -> None:
+        """Verify every block. Raises Refusal (corpus-damaged)."""
+        self._verify(0, len(self._verified))
+
+    def _verify(self, first: int, last: int) -> None:
+        """Verify the blocks `first` to `last - 1` that were not read before."""
+        for block in range(first, last):
+            if self._verified[block]:
+                continue
+            start = block * BLOCK_BYTES
+            content = self._bytes[start : start + BLOCK_BYTES]
+            at = block * CHECKSUM_BYTES
+            if checksum(content.data) != self.checksums[at : at + CHECKSUM_BYTES]:
+                _disown(self._path.parent)
+                raise _damaged(
+                    self._path,
+                    f"the block at byte {start} (of {len(content)} bytes) has another checksum "
+                    "than when it was prepared",
+                    self._remedy,
+                )
+            self._verified[block] = 1
+
+
+#: What tokens are read from; that of an earlier version's corpus, without checksums, is the file.
+Tokens = npt.NDArray[Any] | VerifiedArray
 
 
 class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
     """One split: `tokens` (all documents, each ended by the end-of-text token) and `offsets`
     (documents + 1)."""
 
-    tokens: npt.NDArray[Any]
-    offsets: npt.NDArray[np.int64]
+    tokens: Tokens
+    offsets: Tokens
 
     @classmethod
     def open(
-        cls, folder: Path, split: Literal["train", "val"], manifest: CorpusManifest
+        cls,
+        folder: Path,
+        split: SplitName,
+        manifest: CorpusManifest,
+        remedy: str = PREPARE,
     ) -> TokenFile:
-        """Map `split` of the corpus in `folder`; refuses files whose sizes are not what the
-        manifest says."""
+        """Map `split` of the corpus in `folder`. Raises Refusal (corpus-damaged) for files whose
+        sizes are not what the manifest says; `remedy` is the command that mends that."""
         expected = manifest.train if split == "train" else manifest.val
-        tokens = _mapped(
-            folder / f"{split}.bin", np.dtype(manifest.dtype).newbyteorder("<"), expected.tokens
-        )
+        dtype = np.dtype(manifest.dtype).newbyteorder("<")
         return cls(
-            tokens=tokens,
-            offsets=_mapped(folder / f"{split}.idx", np.dtype("<i8"), expected.documents + 1),
+            tokens=_mapped(
+                folder / f"{split}.bin", dtype, expected.tokens, expected.token_checksums, remedy
+            ),
+            offsets=_mapped(
+                folder / f"{split}.idx",
+                np.dtype("<i8"),
+                expected.documents + 1,
+                expected.offset_checksums,
+                remedy,
+            ),
         )
 
     def document(self, index: int) -> npt.NDArray[Any]:
         """Tokens of one document, its end-of-text token included."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+        start, end = self.offsets[index : index + 2]
+        tokens: npt.NDArray[Any] = self.tokens[start:end]
+        return tokens
+
+    def verify(self) -> None:
+        """Verify every block that has a checksum. Raises Refusal (corpus-damaged)."""
+        for values in (self.tokens, self.offsets):
+            if isinstance(values, VerifiedArray):
+                values.verify()
 
 
-def fingerprint(tokens: npt.NDArray[Any]) -> int:
-    """48 bits of a split's bytes: of all where there are few, else of evenly spaced blocks."""
+def checksum(block: bytes | memoryview) -> bytes:
+    """What the manifest holds of a block of a token file."""
+    return hashlib.sha256(block).digest()[:CHECKSUM_BYTES]
+
+
+def checksums_of(path: Path) -> bytes:
+    """The checksums of all blocks of a token file, one after the other."""
+    with path.open("rb") as file:
+        return b"".join(map(checksum, iter(lambda: file.read(BLOCK_BYTES), b"")))
+
+
+def is_whole(folder: Path, manifest: CorpusManifest) -> bool:
+    """Whether both splits are in `folder` and of the sizes that the manifest says."""
+    try:
+        for split in SPLITS:
+            TokenFile.open(folder, split, manifest)
+    except Refusal:
+        return False
+    return True
+
+
+def verify(folder: Path, manifest: CorpusManifest, remedy: str = PREPARE) -> None:
+    """Verify every block of both splits. Raises Refusal (corpus-damaged)."""
+    for split in SPLITS:
+        TokenFile.open(folder, split, manifest, remedy).verify()
+
+
+def _disown(folder: Path) -> None:
+    """Make a copy that another host sent count as none, so that it is sent again."""
+    if folder.name.startswith(SENT):
+        with suppress(OSError):
+            (folder / "corpus.json").unlink()
+
+
+def fingerprint(tokens: Tokens) -> int:
+    """48 bits of a split's bytes: of their checksums, where there are none of all bytes of a small
+    split, else of evenly spaced blocks."""
+    digest = hashlib.blake2b(digest_size=6)
+    if isinstance(tokens, VerifiedArray):
+        digest.update(tokens.checksums)
+        return int.from_bytes(digest.digest(), "big")
     data = tokens.view(np.uint8)
-    digest, apart = hashlib.blake2b(digest_size=6), max(BLOCK, len(data) // BLOCKS)
+    apart = max(BLOCK, len(data) // BLOCKS)
     for start in range(0, len(data), apart):
         digest.update(data[start : start + BLOCK].data)
     return int.from_bytes(digest.digest(), "big")
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    size = path.stat().st_size if path.exists() else 0
-    if size != count * dtype.itemsize:
-        raise Refusal(
-            "source-unreadable",
-            what="a token file is not as large as the corpus manifest says",
-            where=path,
-            fact=f"it has {size} bytes and should have {count * dtype.itemsize}",
-            remedy=f"remove the damaged corpus and prepare again: rm -r {shell_word(path.parent)}",
+def _mapped(
+    path: Path,
+    dtype: np.dtype[Any],
+    count: int,
+    checksums: bytes | msgspec.UnsetType,
+    remedy: str,
+) -> Tokens:
+    size, expected = path.stat().st_size if path.exists() else None, count * dtype.itemsize
+    if size != expected:
+        has = "it is not there" if size is None else f"it has {size} bytes"
+        raise _damaged(path, f"{has} and should have {expected}", remedy)
+    values = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+    if checksums is msgspec.UNSET:
+        return values
+    blocks = -(-expected // BLOCK_BYTES)
+    if len(checksums) != blocks * CHECKSUM_BYTES:
+        raise _damaged(
+            path,
+            f"its manifest has {len(checksums)} bytes of checksums for {blocks} blocks",
+            remedy,
         )
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+    return VerifiedArray(values, checksums, path, remedy)
+
+
+def _damaged(path: Path, fact: str, remedy: str) -> Refusal:
+    return Refusal(
+        "corpus-damaged",
+        what="a token file of the corpus is damaged",
+        where=path,
+        fact=fact,
+        remedy=remedy,
+    )

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from farspan.corpus.tokens import Tokens
+
 #: So many tokens on end count as learned by heart: fewer also come about by chance and by grammar.
 #: A choice; Carlini et al. (arXiv 2202.07646) take 50 of a corpus whose common phrases are longer.
 LEAST = 16
@@ -15,10 +17,10 @@ PART = 1 << 20
 #: An odd factor of a polynomial's terms, as in Rabin and Karp's search.
 FACTOR = 0x9E3779B97F4A7C15
 
-Tokens = npt.NDArray[np.integer[Any]]
+Written = npt.NDArray[np.integer[Any]]
 
 
-def verbatim_share(written: Tokens, corpus: Tokens, least: int = LEAST) -> float:
+def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> float:
     """The share of `written` tokens that are part of `least` or more on end which stand so in
     `corpus`; 0 of fewer."""
     if len(written) < least or len(corpus) < least:
@@ -39,7 +41,7 @@ def verbatim_share(written: Tokens, corpus: Tokens, least: int = LEAST) -> float
     return float(found.mean())
 
 
-def _hashes(tokens: Tokens, least: int) -> npt.NDArray[np.uint64]:
+def _hashes(tokens: Written, least: int) -> npt.NDArray[np.uint64]:
     """Of every `least` tokens on end one number, by which they are found."""
     count = len(tokens) - least + 1
     wide, total = tokens.astype(np.uint64) + np.uint64(1), np.zeros(count, np.uint64)

@@ -14,6 +14,12 @@ from farspan.domain.units import counted
 
 #: The files of both splits, as `Split` describes them.
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
+#: The folder of a copy that another host sent has the corpus's hash after this.
+SENT = "sent-"
+#: A block of a token file has this many bytes and a checksum of CHECKSUM_BYTES. A window of 1,024
+#: tokens has 2 KiB: larger blocks would make its first read cost more than a step's 1 %.
+BLOCK_BYTES = 1 << 14
+CHECKSUM_BYTES = 6
 
 
 def encodable(text: str) -> str:
@@ -129,6 +135,10 @@ class SkipLog:
         return (*self._named, *self._counted)
 
 
+SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, SplitName] = ("train", "val")
+
+
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One token file: `NAME.bin`, tokens one after the other, a document's last followed by the
     end-of-text token.
@@ -141,6 +151,10 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     documents: int
     #: UTF-8 bytes of the text, without end-of-text tokens: what bits per byte divide by.
     text_bytes: int
+    #: The checksums of the blocks of NAME.bin and of NAME.idx, one after the other: the first
+    #: CHECKSUM_BYTES of each block's SHA-256. Left out by earlier versions.
+    token_checksums: bytes | msgspec.UnsetType = msgspec.UNSET
+    offset_checksums: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
 class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,6 +184,15 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skipped: tuple[Skipped | str, ...] = ()
     #: Files that were read in another encoding than UTF-8, in the same form; left out without any.
     recoded: tuple[Skipped, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    def without_checksums(self) -> CorpusManifest:
+        """The manifest as people and programs read it."""
+        bare = {"token_checksums": msgspec.UNSET, "offset_checksums": msgspec.UNSET}
+        return msgspec.structs.replace(
+            self,
+            train=msgspec.structs.replace(self.train, **bare),
+            val=msgspec.structs.replace(self.val, **bare),
+        )
 
     @property
     def duplicates_line(self) -> str:
@@ -207,6 +230,16 @@ def copies_line(documents: int, near: int, exact: int) -> str:
         places = "place" if exact == 1 else "places"
         lines.append(f"{exact:,} more {places} with exactly the text of another")
     return f"{documents:,} documents: {'; '.join(lines)}" if lines else ""
+
+
+def token_file_sizes(manifest: CorpusManifest) -> list[int]:
+    """Bytes of each of TOKEN_FILES."""
+    token_bytes = 2 if manifest.dtype == "uint16" else 4
+    return [
+        size
+        for split in (manifest.train, manifest.val)
+        for size in (token_bytes * split.tokens, 8 * (split.documents + 1))
+    ]
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,6 +56,7 @@ EXIT_CODES = {
     "store-foreign": 47,
     "store-mismatch": 48,
     "port-taken": 49,
+    "corpus-damaged": 50,
     "interrupted": 130,
 }
 

@@ -170,10 +170,25 @@ class RunFolder:
             )
         return run
 
+    def newest_checkpoint(self) -> int:
+        """The step of the newest checkpoint in this folder, -1 without one. A checkpoint is renamed
+        into place when it is whole."""
+        steps = [
+            int(path.name.removeprefix("step-"))
+            for path in self.checkpoints.glob("step-*")
+            if path.name.removeprefix("step-").isdecimal()
+            and any((path / name).is_file() for name in ("manifest.json", "state.json"))
+        ]
+        return max(steps, default=-1)
+
     def resume(self) -> str:
         """The command that goes on with the run, on the machine where farspan was asked to
         train."""
         return command("resume", os.environ.get(HOME, self.path))
+
+    def prepare(self) -> str:
+        """The command that makes the run's corpus whole, on the same machine."""
+        return command("prepare", Path(os.environ.get(HOME, self.path)) / self.config.name)
 
     def load_plan(self) -> Plan:
         return load(self.plan, Plan)

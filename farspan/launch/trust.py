@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.codec import load, read_bytes, write_atomically
+from farspan.domain.codec import load, read_bytes, save, write_atomically
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
@@ -37,6 +37,14 @@ def seal(run: RunFolder) -> None:
         # The user's key cannot be made without a home folder that can be written to.
         if _commands(run) or any(_links(run)):
             raise
+
+
+def save_record(run: RunFolder, record: RunRecord) -> None:
+    """Write a run's run.json. A seal that was right stays right; a run without one gets none."""
+    sealed = _is_sealed(run)
+    save(record, run.record)
+    if sealed:
+        seal(run)
 
 
 def require(run: RunFolder) -> None:

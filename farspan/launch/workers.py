@@ -25,9 +25,20 @@ from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
-from farspan.domain.results import Event, Finished, Started, Step, decoded, load_estimate
+from farspan.domain.results import (
+    Event,
+    Finished,
+    Saved,
+    Started,
+    Step,
+    Validated,
+    Warned,
+    decoded,
+    load_estimate,
+)
 from farspan.domain.run import HOME, RunFolder
 from farspan.domain.units import format_bytes
+from farspan.launch.checkpoint_mirror import FlawOf
 from farspan.launch.hosts import ask, by_client, quoted
 from farspan.launch.lease import Lease
 from farspan.launch.processes import Process, run_folder
@@ -60,6 +71,8 @@ class Held(NamedTuple):
     #: Whether they start again after a fault: then nobody waits for last words where it is plain
     #: what happened.
     again: bool = False
+    #: Reads checkpoints that come from rank 0's own disk: why one is not whole.
+    flaw_of: FlawOf | None = None
 
 
 class Workers(ABC):
@@ -98,7 +111,8 @@ class Workers(ABC):
             )
         first, self._away = self.hosts[0], None
         if first.folder is not None and self.sends:
-            self._away = RemoteRun(first, plan, run, run_folder(first, plan, run))
+            flaw_of = None if held is None else held.flaw_of
+            self._away = RemoteRun(first, plan, run, run_folder(first, plan, run), flaw_of)
         elif first.folder is not None:
             raise Refusal(
                 "launcher-unusable",
@@ -119,6 +133,8 @@ class Workers(ABC):
         self._events_from = run.events.stat().st_size if run.events.exists() else 0
         self._interrupted_at: float | None = None
         self._finished: Finished | None = None
+        #: Whether the best weights have changed since they were copied here.
+        self._new_best = False
         self._logs: list[IO[bytes]] = []
         self._log_from: dict[Path, int] = {}
         self.processes: list[Process] = []
@@ -214,8 +230,11 @@ class Workers(ABC):
             if self._away is not None:
                 self._away.pull(now=None not in codes)
             position, lines = _new_lines(self.run.events, position)
+            # Before the last event of the run, which a warning is not.
+            yield from self._warnings()
             for event in decoded(lines, self.run.events):
                 self._finished = event if isinstance(event, Finished) else None
+                self._mirror(event)
                 yield event
             if None not in codes:
                 break
@@ -233,9 +252,39 @@ class Workers(ABC):
                 self._end()
             time.sleep(POLL_S)
         self._gather()
-        if self._away is not None and self.fetches:
-            self._away.fetch()
+        unfetched = self._fetch(waits=not any(codes))
         self._refuse_if_failed()
+        if unfetched is not None:
+            raise unfetched
+
+    def _mirror(self, event: Event) -> None:
+        """Have what rank 0 saves on a disk of its own copied here."""
+        if isinstance(event, Validated) and event.best:
+            self._new_best = True
+        if isinstance(event, Saved) and self._away is not None and self.fetches:
+            self._away.mirror.request(event.step, best=self._new_best)
+            self._new_best = False
+
+    def _fetch(self, *, waits: bool) -> Refusal | None:
+        """Copy what was saved and not copied; why that cannot be done. With `waits` the copy that
+        is being made comes to its end, else it is made again: its host may be gone."""
+        if self._away is None or not self.fetches:
+            return None
+        if waits:
+            self._away.mirror.finish()
+        else:
+            self._away.mirror.close()
+        try:
+            self._away.fetch()
+        except Refusal as refusal:
+            return refusal
+        return None
+
+    def _warnings(self) -> Iterator[Event]:
+        """What went wrong here and is in no worker's events."""
+        if self._away is not None:
+            for message in self._away.mirror.warnings():
+                yield Warned(at=time.time(), message=message)
 
     def _end_lost(self) -> None:
         """End at once whom the others have lost: it stands still, or a link to it is cut, and it
@@ -404,6 +453,8 @@ class Workers(ABC):
                 subprocess.TimeoutExpired
             ):  # As where a link is cut: the request does not arrive.
                 process.signal(signal.SIGKILL)
+        if self._away is not None:
+            self._away.mirror.close()
         for file in self._logs:
             file.close()
         if self._ends_lease:

@@ -25,7 +25,8 @@ class SoFar:
         self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self.started: Started | None = None
         self.validated: Validated | None = None
-        self.saved: Saved | None = None
+        #: Checkpoints that this start may have gone on from or has written, by step.
+        self._saves = list[Saved]()
         self.finished: Finished | None = None
         #: The last step that was made, and the steps of the whole run as its time budget has it
         #: now.
@@ -43,6 +44,8 @@ class SoFar:
                 self.started, self.step = event, event.step
                 self._made, self._pauses_s = 0, 0.0
                 self.recent.clear()
+                # A later one is gone: its disk was lost, or it was damaged.
+                self._saves = [saved for saved in self._saves if saved.step <= event.step]
             case Step():
                 # Counted first: who looks divides by it as soon as there is a step.
                 self._made += 1
@@ -51,7 +54,12 @@ class SoFar:
             case Validated():
                 self.validated, self._pauses_s = event, self._pauses_s + event.seconds
             case Saved():
-                self.saved = event
+                self._saves.append(event)
+
+    @property
+    def saved(self) -> Saved | None:
+        """The newest checkpoint; a start from an earlier step has none that is later."""
+        return self._saves[-1] if self._saves else None
 
     @property
     def tokens_per_s(self) -> float:

@@ -10,12 +10,14 @@ from typing import Literal
 import torch
 
 from farspan.corpus import tokenizer as tokenizers
+from farspan.corpus.find import CORPORA, find_corpus
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import load as load_struct
+from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.device import installed, usable_gpus
@@ -83,15 +85,18 @@ def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -
 
 def _tokenizer(run: RunFolder) -> Tokenizer:
     if not run.tokenizer.exists():
-        corpus = Path(load_struct(run.record, RunRecord).corpus)
+        recorded = load_struct(run.record, RunRecord).corpus_folder
+        digest = load_struct(run.corpus, CorpusManifest).hash
+        corpus = find_corpus(recorded, digest)
+        # Where it is gone, `farspan prepare` makes it in the cache of today.
+        folder = corpus or cache_folder() / CORPORA / digest
+        copied = shell_line("cp", folder / run.tokenizer.name, run.path)
         raise Refusal(
             "path-missing",
             what="the run has lost its tokenizer",
             where=run.tokenizer,
             fact="without it no text becomes tokens",
-            remedy=(
-                f"{shell_line('cp', corpus / run.tokenizer.name, run.path)}   (from its corpus)"
-            ),
+            remedy=f"{copied}   (from its corpus)" if corpus else f"{run.prepare()} && {copied}",
         )
     return tokenizers.load(run.tokenizer)
 

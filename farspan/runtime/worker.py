@@ -26,17 +26,26 @@ import numpy as np
 import torch
 
 from farspan._version import __version__
+from farspan.corpus import find
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokens import TokenFile, fingerprint
 from farspan.corpus.verbatim import verbatim_share
 from farspan.domain import catalog
 from farspan.domain import epoch as epochs
 from farspan.domain.codec import load, save
-from farspan.domain.corpus import CorpusManifest
+from farspan.domain.corpus import SPLITS, CorpusManifest
 from farspan.domain.epoch import Epoch
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Event, Finished, Recovered, Sampled, Started, load_estimate
+from farspan.domain.results import (
+    Event,
+    Finished,
+    Recovered,
+    Sampled,
+    Started,
+    Warned,
+    load_estimate,
+)
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
@@ -76,8 +85,9 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
             remedy="farspan train run.yaml",
         )
     record = load(run.record, RunRecord)
-    folder = record.corpus_folder
-    read, held_out = (TokenFile.open(folder, split, manifest) for split in ("train", "val"))
+    folder = find.require_corpus(run, manifest.hash)
+    mend = find.remedy(run, folder)
+    read, held_out = (TokenFile.open(folder, split, manifest, mend) for split in SPLITS)
     train, val = windows(read, plan.train), Windows(held_out.tokens, plan.train.seq_len)
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
@@ -89,6 +99,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         manifest=manifest,
         train=train,
         val=val,
+        prompts=prompts(held_out) if group.rank == 0 else (),
         emit=emit,
         clock=time.time,
     )
@@ -108,7 +119,14 @@ def windows(file: TokenFile, train: TrainSpec) -> Windows:
     """What a training reads of its split."""
     if not train.regular.reshuffle:
         return Windows(file.tokens, train.seq_len)
-    return ReshuffledWindows(file.tokens, train.seq_len, file.offsets, train.seed)
+    return ReshuffledWindows(file.tokens, train.seq_len, file.offsets[:], train.seed)
+
+
+def prompts(held_out: TokenFile) -> tuple[list[int], ...]:
+    """The first tokens of two documents of the validation split, for the sample at the end: the
+    corpus may be gone by then."""
+    documents = (0, (len(held_out.offsets) - 1) // 2)
+    return tuple(held_out.document(number)[:PROMPT_TOKENS].tolist() for number in documents)
 
 
 def check_tokens(group: Group, *files: Windows) -> None:
@@ -299,10 +317,8 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
             "cpu"
         )  # A model that only many devices hold: a few words more must not end its run as failed.
     tokenizer = tokenizers.load(worker.run.tokenizer)
-    folder = load(worker.run.record, RunRecord).corpus_folder
-    val = TokenFile.open(folder, "val", worker.manifest)
-    for document in (0, worker.manifest.val.documents // 2):
-        prompt = tokenizer.decode(val.document(document)[:PROMPT_TOKENS].tolist())
+    for beginning in worker.prompts:
+        prompt = tokenizer.decode(beginning)
         text = generate(
             model,
             tokenizer,
@@ -314,12 +330,29 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
             enough=lambda: trainer.pacing.late,
         )
         if text:
-            known = None
-            if not trainer.pacing.late:
-                known = verbatim_share(np.array(tokenizer.encode(text)), worker.train.tokens)
+            known = None if trainer.pacing.late else known_share(worker, tokenizer.encode(text))
             worker.emit(
                 Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text, verbatim=known)
             )
+
+
+def known_share(worker: Worker, written: list[int]) -> float | None:
+    """The share of written tokens that stand in the training text; None where that is damaged.
+
+    All of the text is read, also blocks that no step has read. The training is complete: damage
+    there is warned of.
+    """
+    try:
+        return verbatim_share(np.array(written), worker.train.tokens)
+    except Refusal as damage:
+        problem = damage.problem
+        worker.emit(
+            Warned(
+                at=time.time(),
+                message=f"{problem.what}: {problem.where}: {problem.fact}; {problem.remedy}",
+            )
+        )
+        return None
 
 
 def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: int) -> Problem:

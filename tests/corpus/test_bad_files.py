@@ -161,10 +161,10 @@ def test_whoever_reads_the_text_again_is_told_what_is_left_out(tmp_path: Path) -
     (folder / "rows.jsonl").write_text('{"text": \n')
     data = DataConfig(source=str(folder), val="50%")
     words, root = TokenizerConfig(vocab=300), tmp_path / "cache"
-    prepared, _ = corpus.prepare(data, words, root, workers=1, say=lambda line: None)
+    _, made = corpus.prepare(data, words, root, workers=1, say=lambda line: None)
     for count in (20, 21):
         said: list[str] = []
-        text = corpus.read_text(data, words, prepared, root, workers=1, say=said.append)
+        text = corpus.read_text(data, words, made.hash, root, workers=1, say=said.append)
         assert len(text.documents) == count
         assert "skipped 1 .jsonl (rows): not a JSON object (rows.jsonl:1: Expecting value)" in said
         (folder / "new.txt").write_text("one more")

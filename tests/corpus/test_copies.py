@@ -32,7 +32,7 @@ def prepared(data: DataConfig, root: Path) -> tuple[Path, CorpusManifest]:
 
 def read(data: DataConfig, folder: Path, root: Path) -> tuple[Text, list[str]]:
     said: list[str] = []
-    return corpus.read_text(data, WORDS, folder, root, workers=1, say=said.append), said
+    return corpus.read_text(data, WORDS, folder.name, root, workers=1, say=said.append), said
 
 
 def check(text: Text, texts: list[str], kept: list[Document], train: int) -> None:
@@ -79,7 +79,7 @@ def test_every_text_of_a_source_is_read_once_with_its_places(
                 assert text.copies.clusters[number] == text.copies.clusters[its]
     # Of another corpus the same text is read from its source.
     again, said = read(data, tmp_path / "elsewhere", tmp_path / "root")
-    assert again == text and "the text has changed since the corpus was made" in said
+    assert again == text and said[0].startswith("the text has changed since the corpus was made")
 
 
 def test_copies_that_an_earlier_version_left_out_are_read_from_the_source(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.corpus import pack
+from farspan.corpus import pack, tokens
 from farspan.corpus import prepare as module
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.documents import read_documents
@@ -53,10 +54,16 @@ def write(folder: Path, texts: list[str]) -> Path:
 
 
 def made(
-    source: Path, root: Path, *, workers: int = 1, tokenizer: TokenizerConfig = SMALL, **data: Any
+    source: Path,
+    root: Path,
+    *,
+    workers: int = 1,
+    tokenizer: TokenizerConfig = SMALL,
+    verified: bool = False,
+    **data: Any,
 ) -> tuple[Path, CorpusManifest]:
     config = DataConfig(source=str(source), **{"val": "20%", **data})
-    return prepare(config, tokenizer, root, workers=workers, say=silent)
+    return prepare(config, tokenizer, root, workers=workers, say=silent, verified=verified)
 
 
 def kept(folder: Path, split: str = "all") -> list[Document]:
@@ -450,18 +457,52 @@ def test_prepare_refuses_empty_text_nothing_held_out_and_a_full_disk(
     assert (found.code, "100 B free" in found.fact) == ("disk-full", True)
 
 
-def test_a_damaged_corpus_is_noticed(texts: list[str], tmp_path: Path) -> None:
-    source = write(tmp_path / "text", texts)
-    folder, manifest = made(source, tmp_path / "root")
+def cut_short(folder: Path) -> None:
     with (folder / "train.bin").open("r+b") as file:
         file.truncate(10)
+
+
+def overwrite(folder: Path) -> None:
+    with (folder / "val.bin").open("r+b") as file:
+        file.write(bytes(50))
+
+
+def lose_documents(folder: Path) -> None:
+    (folder / "documents.jsonl.zst").unlink()
+
+
+def garble_manifest(folder: Path) -> None:
+    (folder / "corpus.json").write_bytes(b"{")
+
+
+DAMAGES = (cut_short, overwrite, lose_documents, garble_manifest)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_corpus_is_prepared_again_with_the_same_bytes(
+    texts: list[str], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    source = write(tmp_path / "text", texts)
+    folder, manifest = made(source, tmp_path / "root")
+    before = digests(folder)
+    damage(folder)
+    assert digests(folder) != before
+    assert made(source, tmp_path / "root", verified=True) == (folder, manifest)
+    assert digests(folder) == before
+    tokens.verify(folder, manifest)
+
+
+def test_a_corpus_whose_files_are_whole_is_found_without_being_read(
+    texts: list[str], tmp_path: Path
+) -> None:
+    source = write(tmp_path / "text", texts)
+    folder, manifest = made(source, tmp_path / "root")
+    cut_short(folder)
     with pytest.raises(Refusal) as caught:
         TokenFile.open(folder, "train", manifest)
-    assert caught.value.problem.code == "source-unreadable"
-    with pytest.raises(Refusal):
-        made(source, tmp_path / "root")
-    assert (
-        subprocess.run(caught.value.problem.remedy.partition(": ")[2], shell=True).returncode == 0
-    )
-    assert made(source, tmp_path / "root")[0] == folder
-    TokenFile.open(folder, "train", manifest)
+    assert caught.value.problem.code == "corpus-damaged"
+    made(source, tmp_path / "root")
+    overwrite(folder)
+    damaged = digests(folder)
+    assert made(source, tmp_path / "root") == (folder, manifest)
+    assert digests(folder) == damaged

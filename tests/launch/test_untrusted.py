@@ -23,7 +23,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import read_events
 from farspan.domain.run import RunRecord
 from farspan.domain.train import TrainSpec
-from farspan.launch import remote_run, trust
+from farspan.launch import checkpoint_mirror, trust
 from farspan.launch.examine import reach
 from farspan.launch.hosts import Agent, ask, command
 from farspan.launch.processes import run_folder
@@ -139,8 +139,8 @@ def test_nothing_but_files_of_checkpoints_is_taken(sent, tmp_path, members):
 def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
     run, away, there = sent
     checkpoint_files(there.checkpoints / "step-00000004")
-    monkeypatch.setattr(remote_run, "HEADER_BYTES", 1000)
-    most = remote_run._most_bytes(away._plan)
+    monkeypatch.setattr(checkpoint_mirror, "HEADER_BYTES", 1000)
+    most = checkpoint_mirror.most_bytes(away._plan)
     hostile_tar(
         tmp_path, ("checkpoints/step-1/model.safetensors", tarfile.REGTYPE, bytes(most + 1))
     )

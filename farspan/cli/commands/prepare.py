@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import msgspec
 
@@ -18,11 +19,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    from farspan.app.corpora import refuse_other_text
     from farspan.app.resolving import prepare
     from farspan.cli.show import Show
 
     with Show(console) as show:
-        folder, manifest = prepare(load_config(given), show)
+        folder, manifest = prepare(load_config(given), show, verified=True)
+    refuse_other_text(Path(given.config), manifest)
     for name, split in (("train", manifest.train), ("val", manifest.val)):
         size = format_bytes(split.text_bytes)
         console.say(
@@ -30,4 +33,5 @@ def run(given: argparse.Namespace, console: Console) -> None:
             f"{size}"
         )
     console.say(f"in {folder}")
-    console.answer({"folder": str(folder), "manifest": msgspec.to_builtins(manifest)})
+    readable = manifest.without_checksums()
+    console.answer({"folder": str(folder), "manifest": msgspec.to_builtins(readable)})

@@ -2,8 +2,9 @@
 
 Rank 0's run folder is the run. A worker whose own run folder holds another plan, or none, fetches
 the files that a worker reads; one that lacks the corpus (known by its hash) fetches the token files
-into its cache. One worker a host fetches, the others wait for it. The stream is a tar over TCP,
-signed with the secret of the run both ways (`sealed`).
+into its cache, where every worker of that host finds them by that hash: no worker writes the record
+of a run, which may be rank 0's. One worker a host fetches, the others wait for it. The stream is a
+tar over TCP, signed with the secret of the run both ways (`sealed`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from farspan.corpus.tokens import TokenFile
-from farspan.domain.codec import ContentHash, load, save
+from farspan.corpus import find, tokens
+from farspan.domain.codec import ContentHash, load
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.plan import Plan
@@ -55,7 +56,8 @@ class ShipmentOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 def share(notices: Notices, rank: int, world: int, run: RunFolder) -> None:
     """Returns when every worker has plan and tokens on its own disk, however long sending them over
-    a slow link takes. Raises Refusal (worker-lost) for a silent one."""
+    a slow link takes. Raises Refusal (worker-lost) for a silent one, and on rank 0 (path-missing,
+    corpus-damaged) where it has no corpus to send."""
     if rank == 0:
         _give(notices, world, run)
     else:
@@ -64,7 +66,8 @@ def share(notices: Notices, rank: int, world: int, run: RunFolder) -> None:
 
 
 def _give(notices: Notices, world: int, run: RunFolder) -> None:
-    plan, corpus = load(run.plan, Plan), load(run.record, RunRecord).corpus_folder
+    plan = load(run.plan, Plan)
+    corpus = find.require_corpus(run, plan.inputs.corpus)
     with _Server(run, corpus, notices.secret) as server:
         address = os.environ["MASTER_ADDR"]
         offer = ShipmentOffer(
@@ -73,6 +76,8 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
         notices.say(OFFER, msgspec.json.encode(offer))
         waiting, seen, deadline = set(range(1, world)), 0, time.monotonic() + QUIET_S
         while waiting:
+            if server.damage is not None:
+                raise server.damage
             done = {rank for rank in waiting if notices.heard(_has(rank)) is not None}
             waiting -= done
             if done or server.sent != seen:
@@ -97,13 +102,12 @@ def _take(notices: Notices, rank: int, run: RunFolder) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_plan(run.plan, offer.plan):
             _fetch(offer, "run", run.path, notices.secret)
-        record = load(run.record, RunRecord)
-        if not _is_corpus(record.corpus_folder, offer.corpus):
-            folder = make_cache_folder("corpora") / f"sent-{offer.corpus}"
-            if not _is_corpus(folder, offer.corpus):
-                refuse_link(folder)
-                _fetch(offer, "corpus", folder, notices.secret)
-            save(msgspec.structs.replace(record, corpus=str(folder)), run.record)
+        recorded = load(run.record, RunRecord).corpus_folder
+        if find.find_corpus(recorded, offer.corpus) is None:
+            folder = make_cache_folder(find.CORPORA) / find.sent_name(offer.corpus)
+            refuse_link(folder)
+            _fetch(offer, "corpus", folder, notices.secret)
+            _require_sent(folder, offer)
     notices.say(_has(rank), b"1")
 
 
@@ -117,19 +121,16 @@ def _is_plan(path: Path, digest: str) -> bool:
     return False
 
 
-def _is_corpus(folder: Path, digest: str) -> bool:
-    with suppress(Refusal):
-        manifest = (
-            load(folder / "corpus.json", CorpusManifest)
-            if (folder / "corpus.json").exists()
-            else None
+def _require_sent(folder: Path, offer: ShipmentOffer) -> None:
+    """Raises Refusal (worker-lost) where rank 0 has not sent every file of the corpus."""
+    if not find.is_corpus(folder, offer.corpus):
+        raise Refusal(
+            "worker-lost",
+            what="the corpus from rank 0 did not come whole",
+            where=f"{offer.address}:{offer.port}",
+            fact=f"what came is not corpus {offer.corpus}",
+            remedy="see what rank 0 says itself: logs/rank-0.log of the run",
         )
-        if manifest is None or manifest.hash != digest:
-            return False
-        TokenFile.open(folder, "train", manifest)
-        TokenFile.open(folder, "val", manifest)
-        return True
-    return False
 
 
 def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None:
@@ -176,7 +177,9 @@ class _Server:
 
     def __init__(self, run: RunFolder, corpus: Path, secret: bytes) -> None:
         self._secret, self._writers, self._closed = secret, list[sealed.Writer](), False
-        self._folders = {"run": run.path, "corpus": corpus}
+        self._run, self._folders = run, {"run": run.path, "corpus": corpus}
+        #: Why the corpus is not sent: a block of it is damaged.
+        self.damage: Refusal | None = None
         self._socket = socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), 0))
         self.port = int(self._socket.getsockname()[1])
 
@@ -206,7 +209,7 @@ class _Server:
         with suppress(OSError, sealed.Forged), connection:
             connection.settimeout(QUIET_S)
             part, key = sealed.asked_for(connection, self._secret)
-            if part not in NAMES:
+            if part not in NAMES or (part == "corpus" and not self._is_sound()):
                 return
             self._writers.append(writer := sealed.Writer(connection, key))
             with tarfile.open(fileobj=writer, mode="w|", bufsize=sealed.PIECE) as archive:
@@ -214,6 +217,16 @@ class _Server:
                     if (path := self._folders[part] / name).exists():
                         archive.add(path.resolve(), arcname=name)
             writer.close()
+
+    def _is_sound(self) -> bool:
+        """Whether every block of the corpus is what was prepared."""
+        folder = self._folders["corpus"]
+        try:
+            manifest = load(folder / "corpus.json", CorpusManifest)
+            tokens.verify(folder, manifest, find.remedy(self._run, folder))
+        except Refusal as refusal:
+            self.damage = refusal
+        return self.damage is None
 
     def __exit__(self, *error: object) -> None:
         self._closed = True

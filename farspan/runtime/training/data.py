@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from farspan.corpus.tokens import Tokens
+
 Indices = npt.NDArray[np.uint64]
 
 
@@ -54,7 +56,7 @@ def permute(index: Indices, size: int, seed: int, epoch: int) -> Indices:
 class Windows:
     """The windows of one token file: `tokens` (N,) any integer dtype, `seq_len` inputs each."""
 
-    tokens: npt.NDArray[np.integer]
+    tokens: Tokens
     seq_len: int
 
     @property

@@ -30,6 +30,8 @@ class Worker:
     val: Windows
     emit: Callable[[Event], None]
     clock: Callable[[], float]
+    #: Tokens that samples of a finished run begin with.
+    prompts: tuple[list[int], ...] = ()
     #: Asked between steps: whether to save and end.
     stop: Callable[[], bool] = lambda: False
     #: The start of the run that this worker belongs to.

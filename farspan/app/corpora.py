@@ -1,0 +1,92 @@
+"""The prepared corpus of a run that goes on: found where it lies today, or prepared again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from farspan.app.resolving import prepare
+from farspan.app.updates import Note, Progress
+from farspan.corpus.find import find_corpus, missing_corpus
+from farspan.domain.cluster_json import load_cluster_json
+from farspan.domain.codec import load, load_yaml
+from farspan.domain.config import RunConfig
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.escapes import shell_word
+from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.run import RunFolder, RunRecord
+
+
+def bring_corpus(run: RunFolder, progress: Progress) -> None:
+    """Find the corpus of a run by its hash, or prepare it again from its source, and note in
+    run.json where it lies today.
+
+    Raises Refusal (path-missing) where the source is gone or holds other text. A run whose rank 0
+    works on a host with a disk of its own goes on without: that host may have a copy.
+    """
+    from farspan.launch.lock import locked
+    from farspan.launch.trust import save_record
+
+    record, digest = load(run.record, RunRecord), load(run.corpus, CorpusManifest).hash
+    folder = find_corpus(record.corpus_folder, digest)
+    if folder is None:
+        progress(Note(f"the corpus is not in {record.corpus}: preparing it again"))
+        problem: Problem | None = None
+        try:
+            folder, manifest = prepare(load_yaml(run.config, RunConfig), progress)
+            if manifest.hash != digest:
+                problem = _changed(run, record, manifest, digest)
+        except Refusal as refusal:
+            problem = _not_prepared(run, record, refusal.problem)
+        if problem is not None:
+            if not _rank_0_has_its_own_disk(run):
+                raise Refusal.of(problem)
+            progress(Note(f"{problem.what}: {problem.fact}; rank 0's host may have a copy"))
+            return
+    if folder is not None and folder.resolve() != record.corpus_folder.resolve():
+        with locked(run.lock, "this run is being trained already", run.path):
+            save_record(run, msgspec.structs.replace(record, corpus=str(folder.resolve())))
+
+
+def refuse_other_text(config: Path, made: CorpusManifest) -> None:
+    """Refuse text that is not the run's, where `config` is the run.yaml of a run: preparing it does
+    not mend the run. Raises Refusal (path-missing)."""
+    run = RunFolder(config.parent)
+    if not run.plan.exists() or config.name != run.config.name:
+        return
+    digest = load(run.corpus, CorpusManifest).hash
+    if made.hash != digest:
+        raise Refusal.of(_changed(run, load(run.record, RunRecord), made, digest))
+
+
+def _not_prepared(run: RunFolder, record: RunRecord, why: Problem) -> Problem:
+    missing = missing_corpus(run, load(run.corpus, CorpusManifest).hash, record.corpus_folder)
+    return msgspec.structs.replace(
+        missing.problem,
+        what="the corpus of this run is not there and cannot be prepared again",
+        fact=f"{why.what}: {why.fact} ({why.where})",
+    )
+
+
+def _changed(run: RunFolder, record: RunRecord, made: CorpusManifest, digest: str) -> Problem:
+    return Problem(
+        code="path-missing",
+        what="the corpus of this run cannot be prepared again: its text has changed",
+        where=record.corpus,
+        fact=(
+            f"{shell_word(made.source)} is prepared as corpus {made.hash} today; the run needs "
+            f"{digest}"
+        ),
+        remedy=(
+            "put the text back as it was, or train on today's: "
+            f"{command('train', run.config, '--run', f'{run.path}-2')}"
+        ),
+    )
+
+
+def _rank_0_has_its_own_disk(run: RunFolder) -> bool:
+    """Whether rank 0 works on a host that does not see the run's folder."""
+    first = run.load_plan().devices[0].host
+    hosts = load_cluster_json(run.cluster).hosts
+    return any(host.name == first and host.folder is not None for host in hosts)

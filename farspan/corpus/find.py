@@ -1,0 +1,77 @@
+"""Where a prepared corpus lies today: in this machine's cache, by its hash, or where it was when a
+run began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from farspan.corpus.tokens import is_whole
+from farspan.domain.codec import load
+from farspan.domain.corpus import SENT, CorpusManifest
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder, RunRecord, cache_folder
+
+#: The folder of prepared corpora in a cache.
+CORPORA = "corpora"
+
+
+def find_corpus(recorded: Path, digest: str) -> Path | None:
+    """The folder of the corpus with this hash; None where no whole one is there.
+
+    The cache of today comes first: what `farspan prepare` has mended lies there.
+    """
+    for folder in (*_cached(digest), recorded):
+        if is_corpus(folder, digest):
+            return folder
+    return None
+
+
+def require_corpus(run: RunFolder, digest: str) -> Path:
+    """The folder of a run's corpus. Raises Refusal (path-missing, or corpus-damaged where a file of
+    it has another size)."""
+    recorded = load(run.record, RunRecord).corpus_folder
+    folder = find_corpus(recorded, digest)
+    if folder is None:
+        raise missing_corpus(run, digest, recorded)
+    return folder
+
+
+def missing_corpus(run: RunFolder, digest: str, recorded: Path) -> Refusal:
+    """The refusal of a run whose corpus is nowhere."""
+    lacking = "is damaged" if recorded.exists() else "is not there"
+    places = [str(folder) for folder in _cached(digest)]
+    return Refusal(
+        "path-missing",
+        what="the corpus of this run is not there",
+        where=recorded,
+        fact=f"this folder {lacking}; nor is corpus {digest} in {', '.join(places) or 'a cache'}",
+        remedy=run.prepare(),
+    )
+
+
+def is_corpus(folder: Path, digest: str) -> bool:
+    """Whether a folder holds the corpus with this hash, and token files of the right sizes."""
+    with suppress(Refusal, OSError):
+        manifest = load(folder / "corpus.json", CorpusManifest)
+        return manifest.hash == digest and is_whole(folder, manifest)
+    return False
+
+
+def remedy(run: RunFolder, folder: Path) -> str:
+    """The command that mends a damaged corpus of a run: a copy is sent again by the next start."""
+    return run.resume() if folder.name.startswith(SENT) else run.prepare()
+
+
+def sent_name(digest: str) -> str:
+    """The folder of a copy in a cache."""
+    return f"{SENT}{digest}"
+
+
+def _cached(digest: str) -> Iterator[Path]:
+    """Where the corpus lies in the cache of this machine, prepared or sent, if anywhere."""
+    with suppress(RuntimeError):  # A user without a home folder has no cache in it.
+        corpora = cache_folder() / CORPORA
+        yield corpora / digest
+        yield corpora / sent_name(digest)
