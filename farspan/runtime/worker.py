@@ -34,6 +34,7 @@ from farspan.domain import epoch as epochs
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.epoch import Epoch
+from farspan.domain.memory_kills import own_group
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Event, Finished, Recovered, Sampled, Started, load_estimate
@@ -452,10 +453,16 @@ def leave_word(problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None 
     if epoch is not None and epochs.read_ledger(run.epochs).epoch > epoch.number:
         return
     with suppress(OSError):
-        run.logs.mkdir(
-            parents=True, exist_ok=True
-        )  # A host with a disk of its own may not have it yet.
         save(problem, run.logs / f"rank-{rank}.problem.json")
+
+
+def leave_group(run: RunFolder, rank: int) -> None:
+    """Tell the launcher the control group that counts this worker if the kernel kills it."""
+    with suppress(OSError):  # The disk may be full.
+        # A host with a disk of its own may not have the folder yet.
+        run.logs.mkdir(parents=True, exist_ok=True)
+        if (group := own_group()) is not None:
+            save(group, run.logs / f"rank-{rank}.group.json")
 
 
 def main() -> int:
@@ -465,6 +472,7 @@ def main() -> int:
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
     rank, world, abandoned = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
     epoch = epochs.given(os.environ) or Epoch(number=epochs.read_ledger(run.epochs).epoch)
+    leave_group(run, rank)
     try:
         notices = meet(rank, world, run_secret() if world > 1 else b"")
         if notices is not None:
