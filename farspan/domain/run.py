@@ -79,6 +79,10 @@ def commit() -> str | None:
     return None
 
 
+#: A line of a spare's standard input, and its answer: a spare that stands still gives none.
+SPARE_ASKED, SPARE_READY = b"ready?\n", b"ready\n"
+
+
 class SpareTask(msgspec.Struct, frozen=True, kw_only=True):
     """What makes a spare process a worker: its command line's two paths, its environment, and its
     log."""
