@@ -21,7 +21,7 @@ from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Event, decoded, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
-from farspan.launch.lock import is_locked
+from farspan.launch.lock import holders, is_locked
 from farspan.launch.process_began import process_began
 from farspan.report.history import COMPLETE
 from farspan.report.so_far import SoFar
@@ -147,6 +147,26 @@ def job_of(run: RunFolder) -> Job | None:
 def goes_on(run: RunFolder) -> bool:
     """Whether the run's job lives, or workers that a killed one has left: these save and end."""
     return job_of(run) is not None or is_locked(run.lock)
+
+
+def wait_for_orphans(
+    run: RunFolder, say: Callable[[str], None], *, timeout_s: float = STOP_S
+) -> None:
+    """Wait until workers that a killed job has left have saved and ended, or the time is over."""
+    began, named = time.monotonic(), False
+    while _has_orphans(run) and time.monotonic() - began < timeout_s:
+        if not named:
+            pids = ", ".join(map(str, holders(run.lock))) or "unknown"
+            say(f"the job was killed; waiting until its workers have saved (process {pids})")
+            named = True
+        time.sleep(POLL_S)
+
+
+def _has_orphans(run: RunFolder) -> bool:
+    with suppress(Refusal):  # A damaged record names no job.
+        job = _recorded(run)
+        return job is not None and not job.lives and is_locked(run.lock)
+    return False
 
 
 def _recorded(run: RunFolder) -> Job | None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from farspan.app import clusters
 from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.configs import refuse_edited
-from farspan.app.jobs import registered
+from farspan.app.jobs import registered, wait_for_orphans
 from farspan.app.plans import Planned, best_plan, with_forecast, write_planned
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve
-from farspan.app.updates import Ended, Note, Progress, silent
+from farspan.app.updates import Ended, Note, Progress, notes, silent
 from farspan.domain.codec import load, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
@@ -88,7 +88,8 @@ def resume(
 ) -> Report:
     """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's
     commands are run, and its links followed, also where it was not made here; without, such a run
-    is refused. For another cluster or technique it plans what is left again."""
+    is refused. For another cluster or technique it plans what is left again. Workers that a killed
+    job has left are waited for."""
     from farspan.app.replanning import replan
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
@@ -101,6 +102,7 @@ def resume(
         return write_report(run.path, page=False)
     if not trust:
         trusting.require(run)
+    wait_for_orphans(run, notes(progress))
     if cluster is not None or technique is not None:
         replan(run, progress, cluster=cluster, technique=technique)
     return train(run, progress)
