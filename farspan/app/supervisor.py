@@ -88,6 +88,8 @@ class Supervisor:
         plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
         self._failed_at = None
         epoch = lease.begin(used_s=self._used_s(), skip=self._faults.left_out, fault=self._fault)
+        if lease.mended is not None:
+            self._progress(Note(lease.mended))
         held, spared = Held(lease, epoch, spares, again=self._on_fault != "stop"), False
         workers = launch(record.launcher, plan, self._run, self._cluster(), held)
         try:

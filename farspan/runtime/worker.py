@@ -450,7 +450,7 @@ def check_version(notices: Notices, rank: int) -> None:
 def leave_word(problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None = None) -> None:
     """Say to the launcher what ends this worker; where the disk is full the exit code alone has to.
     One that was replaced has nothing to say."""
-    if epoch is not None and epochs.read_ledger(run.epochs).epoch > epoch.number:
+    if epoch is not None and epochs.readable_ledger(run.epochs).epoch > epoch.number:
         return
     with suppress(OSError):
         save(problem, run.logs / f"rank-{rank}.problem.json")
@@ -471,7 +471,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
     rank, world, abandoned = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
-    epoch = epochs.given(os.environ) or Epoch(number=epochs.read_ledger(run.epochs).epoch)
+    epoch = epochs.given(os.environ) or Epoch(number=epochs.readable_ledger(run.epochs).epoch)
     leave_group(run, rank)
     try:
         notices = meet(rank, world, run_secret() if world > 1 else b"")

@@ -131,6 +131,29 @@ def test_an_error_in_code_is_not_tried_again(tmp_path):
     ) and "index out of range" in problem.fact
 
 
+@pytest.mark.slow
+def test_run_whose_ledger_of_starts_is_damaged_goes_on_by_itself_and_when_it_is_resumed(
+    tmp_path, calm
+):
+    def damage_then_stop(watched: Watched, step: int) -> None:
+        if step == 60:
+            watched.run.epochs.write_bytes(b"")
+        elif watched.faulted and step == 120:
+            watched.supervisor.stop()
+
+    first = Watched(made(tmp_path / "run", TWO), damage_then_stop)
+    ending = first.train()
+    assert isinstance(ending, Finished) and ending.reason == "interrupted", ending
+    assert [fault.problem.where for fault in first.faulted] == [str(first.run.epochs)]
+    assert read_ledger(first.run.epochs).epoch == 2
+    first.run.epochs.write_bytes(b"{")
+    again = Watched(first.run)
+    ending = again.train()
+    assert isinstance(ending, Finished) and ending.reason == "done", ending
+    assert first.losses | again.losses == calm
+    assert read_ledger(first.run.epochs).epoch == 3
+
+
 def test_stop_request_during_fault_recovery_interrupts_the_run(tmp_path):
     watched = Watched(
         made(tmp_path / "run", TWO),
