@@ -251,7 +251,7 @@ def train(
         folder = training.make(
             path, config, planned_before(given, config, source, progress), progress
         )
-    training.train(folder, progress)
+    training.train_new(folder, progress)
     return Run(path)
 
 

@@ -4,6 +4,7 @@ asked to end."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -136,6 +137,20 @@ def _bring_log(run: RunFolder) -> None:
     with suppress(OSError):  # There is none.
         if os.path.samestat(os.fstat(2), beside.stat()):
             beside.rename(log_file(run))
+
+
+def remove_unbegun(run: RunFolder) -> None:
+    """Remove the folder of a run that was made and has not begun, but for what others have put
+    there. What a detached job has said goes back to where it was until the folder was made."""
+    with suppress(OSError):  # There is none, or the disk is full.
+        (run.logs / "job.log").rename(planning_log(run))
+    for file in run.files:
+        with suppress(OSError):
+            file.unlink()
+    for folder in (run.logs, run.tensorboard, run.checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        run.path.rmdir()
 
 
 def job_of(run: RunFolder) -> Job | None:

@@ -85,6 +85,7 @@ class Supervisor:
     #   --------------------------------------------------------------------------------------------
 
     def _start(self, lease: Lease, spares: Spares) -> Finished | None:
+        self._run.require_there()
         plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
         self._failed_at = None
         epoch = lease.begin(used_s=self._used_s(), skip=self._faults.left_out, fault=self._fault)
@@ -193,6 +194,7 @@ class Supervisor:
 
     def _away(self) -> set[str]:
         """Hosts of the plan that cannot be worked with now."""
+        self._run.require_there()
         if ":" in load(self._run.record, RunRecord).launcher:
             # Nodes of a Ray cluster that runs already may be entered by nobody: Ray says which are
             # there.

@@ -142,6 +142,28 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
         self.index = path / "index"
+        #: Held by the worker of a host that fetches plan and tokens for all of them.
+        self.fetch_lock = path / ".fetch.lock"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those of a run that lie in the folder itself; plan.json, which makes it a run, first."""
+        return (
+            self.plan,
+            self.cluster,
+            self.record,
+            self.estimate,
+            self.config,
+            self.corpus,
+            self.tokenizer,
+            self.events,
+            self.lock,
+            self.epochs,
+            self.job,
+            self.seal,
+            self.report,
+            self.fetch_lock,
+        )
 
     def make(self) -> None:
         """The folder itself and its logs, for this user alone: it holds text, and what its cluster
@@ -173,6 +195,19 @@ class RunFolder:
                 remedy=f"use {shell_word(meant)}" if meant else "start one: farspan train run.yaml",
             )
         return run
+
+    def require_there(self) -> None:
+        """Raises Refusal (path-missing) where the folder was deleted, emptied or moved since the
+        run began."""
+        if not self.plan.exists():
+            gone = "has no plan.json" if self.path.is_dir() else "is not there"
+            raise Refusal(
+                "path-missing",
+                what="the run's folder was deleted or moved while the run was trained",
+                where=self.path,
+                fact=f"{self.path} {gone}; nothing more can be saved",
+                remedy=f"put it back, then: {self.resume()}",
+            )
 
     def resume(self) -> str:
         """The command that goes on with the run, on the machine where farspan was asked to

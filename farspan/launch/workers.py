@@ -111,7 +111,8 @@ class Workers(ABC):
                 fact="rank 0 writes the run directory",
                 remedy="--launcher local, which sends it there",
             )
-        run.logs.mkdir(parents=True, exist_ok=True)
+        run.require_there()
+        run.logs.mkdir(exist_ok=True)
         #: Whether the lease ends with these workers: one that is held goes on.
         self._ends_lease, lease = held is None, Lease(run) if held is None else held.lease
         self._held = held or Held(lease, lease.begin(), Spares())
@@ -216,6 +217,7 @@ class Workers(ABC):
     def __iter__(self) -> Iterator[Event]:
         position = self._events_from
         while True:
+            self._require_folder()
             codes = [process.poll() for process in self.processes if process.ranks]
             if self._away is not None:
                 self._away.pull(now=None not in codes)
@@ -242,6 +244,16 @@ class Workers(ABC):
         if self._away is not None and self.fetches:
             self._away.fetch()
         self._refuse_if_failed()
+
+    def _require_folder(self) -> None:
+        """End all at once where the run's folder is gone: they have nowhere to save to."""
+        try:
+            self.run.require_there()
+            self._held.lease.require_held()
+        except Refusal:
+            self._interrupted_at = time.monotonic()
+            self._end()
+            raise
 
     def _end_lost(self) -> None:
         """End at once whom the others have lost: it stands still, or a link to it is cut, and it

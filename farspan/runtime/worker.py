@@ -165,9 +165,7 @@ def train(
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
     with ExitStack() as stack:
-        log = stack.enter_context(
-            EventLog(events, lambda: epochs.require(run.epochs, epoch.number))
-        )
+        log = stack.enter_context(EventLog(events, lambda: require_own(run, epoch)))
 
         def finish(reason: str, problem: Problem | None = None) -> None:
             if trainer is not None:  # What has not started has no end.
@@ -209,6 +207,13 @@ def train(
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
         finish(reason)
+
+
+def require_own(run: RunFolder, epoch: Epoch) -> None:
+    """Raises Refusal where this worker has no run to write to: its folder is gone (path-missing),
+    or another has taken its place (superseded)."""
+    run.require_there()
+    epochs.require(run.epochs, epoch.number)
 
 
 def start(

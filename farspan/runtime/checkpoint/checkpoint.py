@@ -107,7 +107,8 @@ def begin(path: Path, size: int, epoch: int = 0) -> None:
     """Make the folder that a checkpoint of so many bytes is written in. Raises OSError, or Refusal
     (disk-full, or superseded where another start of the run has begun since this epoch)."""
     require(_ledger(path), epoch)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # No parents: a run's folder that was deleted is not made again.
+    path.parent.mkdir(exist_ok=True)
     mend(path.parent)
     check_disk(path.parent, size)
     unfinished(path).mkdir()
