@@ -8,6 +8,7 @@ import os
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -15,6 +16,7 @@ from farspan.domain.codec import load
 from farspan.domain.config import RunConfig
 from farspan.domain.escapes import shell_word
 from farspan.domain.forecast import Forecast
+from farspan.domain.own_files import is_replaced
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
 
@@ -114,6 +116,19 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def corpus_folder(self) -> Path:
         """Of a run that was sent to a host it may begin with ~, the home folder there."""
         return Path(self.corpus).expanduser()
+
+
+def refuse_replaced(file: IO[bytes], path: Path) -> None:
+    """Raises Refusal (path-missing) where another file has taken the place of an open one of a run:
+    its folder was replaced."""
+    if is_replaced(file, path):
+        raise Refusal(
+            "path-missing",
+            what="the run's folder was replaced while the run was trained",
+            where=path,
+            fact="the file there is not the one that this process has opened",
+            remedy=command("status", os.environ.get(HOME, path.parent)),
+        )
 
 
 class RunFolder:

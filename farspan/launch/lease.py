@@ -3,7 +3,6 @@ starts."""
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from types import TracebackType
 
@@ -12,9 +11,9 @@ import msgspec
 from farspan.domain import epoch
 from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.epoch import Epoch, Fault, Ledger, Number
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
 from farspan.domain.results import Recovered, Started, read_events
-from farspan.domain.run import RunFolder
+from farspan.domain.run import RunFolder, refuse_replaced
 from farspan.launch.lock import locked
 
 #: Bytes of a checkpoint's manifest at most: more is damage.
@@ -50,16 +49,7 @@ class Lease:
     def require_held(self) -> None:
         """Raises Refusal (path-missing) where another file has taken the place of the lock: the
         folder was replaced."""
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._lock.fileno()), self._run.lock.stat()):
-                return
-            raise Refusal(
-                "path-missing",
-                what="the run's folder was replaced while the run was trained",
-                where=self._run.path,
-                fact=f"{self._run.lock.name} there is not the one that this job holds",
-                remedy=command("status", self._run.path),
-            )
+        refuse_replaced(self._lock, self._run.lock)
 
     def begin(
         self, *, used_s: float = 0.0, skip: tuple[int, ...] = (), fault: Fault | None = None
