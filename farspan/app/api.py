@@ -274,7 +274,7 @@ def train(
             source = Path(data) if isinstance(data, str | os.PathLike) else Path("run.yaml")
             planned = planned_before(given, config, source, shown)
             folder = training.make(path, config, planned, shown)
-        training.train(folder, shown)
+        training.train_new(folder, shown)
     return Run(path)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from farspan.domain.problems import Problem
+from farspan.domain.problems import LESS_MEMORY, Problem
 from farspan.domain.units import counted, format_seconds
 
 #: What may be gone at the next start: a lost worker, host or link, or a device that its driver has
@@ -19,6 +19,9 @@ CURABLE = ("worker-lost", "host-unreachable", "device-missing", "launcher-unusab
 AT_FIRST = ("host-unreachable", "device-missing", "launcher-unusable")
 #: The same fault so often at the same step ends the run.
 SAME = 3
+#: Of kills that may be for memory so many at the same place are. A choice: one may be
+#: another program's doing.
+SAME_MEMORY = 2
 #: In an hour there are so many restarts at most, and they may cost so many seconds: a choice.
 #: Beyond that machines are paid for nothing.
 HOUR_S, RESTARTS, COST_S = 3600.0, 20, 1800.0
@@ -36,6 +39,12 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         """Equal for faults that are the same."""
         problem = self.problem
         return self.step, problem.code, problem.rank, problem.host, problem.signal
+
+    @property
+    def memory_place(self) -> tuple[object, ...] | None:
+        """Where a worker was killed that may have run out of memory, which those of a host share;
+        None of other faults."""
+        return (self.step, self.problem.host) if self.problem.suspected == "memory" else None
 
 
 class Faults:
@@ -65,6 +74,12 @@ class Faults:
             or (problem.code in AT_FIRST and not trained)
         ):
             return problem
+        kills = [other for other in self.seen if other.memory_place == fault.memory_place]
+        if fault.memory_place is not None and len(kills) >= SAME_MEMORY:
+            short = msgspec.structs.replace(
+                problem, code="out-of-memory", remedy=LESS_MEMORY, suspected=None
+            )
+            return _because(short, f"this came {SAME_MEMORY} times at step {fault.step}")
         if sum(other.kind == fault.kind for other in self.seen) >= SAME:
             return _because(problem, f"the same fault came {SAME} times at step {fault.step}")
         recent = [other for other in self.seen if fault.at - other.at < HOUR_S]

@@ -4,6 +4,7 @@ asked to end."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -21,7 +22,7 @@ from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Event, decoded, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
-from farspan.launch.lock import is_locked
+from farspan.launch.lock import holders, is_locked
 from farspan.launch.process_began import process_began
 from farspan.report.history import COMPLETE
 from farspan.report.so_far import SoFar
@@ -138,6 +139,20 @@ def _bring_log(run: RunFolder) -> None:
             beside.rename(log_file(run))
 
 
+def remove_unbegun(run: RunFolder) -> None:
+    """Remove the folder of a run that was made and has not begun, but for what others have put
+    there. What a detached job has said goes back to where it was until the folder was made."""
+    with suppress(OSError):  # There is none, or the disk is full.
+        (run.logs / "job.log").rename(planning_log(run))
+    for file in run.files:
+        with suppress(OSError):
+            file.unlink()
+    for folder in (run.logs, run.tensorboard, run.checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        run.path.rmdir()
+
+
 def job_of(run: RunFolder) -> Job | None:
     """The living job of a run."""
     job = _recorded(run)
@@ -147,6 +162,26 @@ def job_of(run: RunFolder) -> Job | None:
 def goes_on(run: RunFolder) -> bool:
     """Whether the run's job lives, or workers that a killed one has left: these save and end."""
     return job_of(run) is not None or is_locked(run.lock)
+
+
+def wait_for_orphans(
+    run: RunFolder, say: Callable[[str], None], *, timeout_s: float = STOP_S
+) -> None:
+    """Wait until workers that a killed job has left have saved and ended, or the time is over."""
+    began, named = time.monotonic(), False
+    while _has_orphans(run) and time.monotonic() - began < timeout_s:
+        if not named:
+            pids = ", ".join(map(str, holders(run.lock))) or "unknown"
+            say(f"the job was killed; waiting until its workers have saved (process {pids})")
+            named = True
+        time.sleep(POLL_S)
+
+
+def _has_orphans(run: RunFolder) -> bool:
+    with suppress(Refusal):  # A damaged record names no job.
+        job = _recorded(run)
+        return job is not None and not job.lives and is_locked(run.lock)
+    return False
 
 
 def _recorded(run: RunFolder) -> Job | None:

@@ -86,6 +86,7 @@ class Supervisor:
     #   --------------------------------------------------------------------------------------------
 
     def _start(self, lease: Lease, spares: Spares) -> Finished | None:
+        self._run.require_there()
         plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
         self._failed_at = None
         cluster = self._cluster()
@@ -94,6 +95,8 @@ class Supervisor:
             # counts those that are here.
             copy_checkpoints(self._run, cluster)
         epoch = lease.begin(used_s=self._used_s(), skip=self._faults.left_out, fault=self._fault)
+        if lease.mended is not None:
+            self._progress(Note(lease.mended))
         held = Held(lease, epoch, spares, again=self._on_fault != "stop", flaw_of=flaw_of)
         spared = False
         workers = launch(record.launcher, plan, self._run, cluster, held)
@@ -198,6 +201,7 @@ class Supervisor:
 
     def _away(self) -> set[str]:
         """Hosts of the plan that cannot be worked with now."""
+        self._run.require_there()
         if ":" in load(self._run.record, RunRecord).launcher:
             # Nodes of a Ray cluster that runs already may be entered by nobody: Ray says which are
             # there.

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from farspan.app import clusters
 from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.configs import refuse_edited
 from farspan.app.corpora import bring_corpus
-from farspan.app.jobs import registered
+from farspan.app.jobs import registered, remove_unbegun, wait_for_orphans
 from farspan.app.plans import Planned, best_plan, with_forecast, write_planned
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve
-from farspan.app.updates import Ended, Note, Progress, silent
+from farspan.app.updates import Ended, Note, Progress, notes, silent
 from farspan.domain.codec import load, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
+from farspan.domain.results import Event, Started, read_events
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    from farspan.report.tensorboard import TensorBoard
 
 
 def start(
@@ -43,7 +53,6 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
     # Again: it may have been made while this run was planned.
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
-    run.make()
     record = RunRecord(
         corpus=str(resolved.corpus_folder.resolve()),
         command=tuple(sys.argv),
@@ -54,9 +63,15 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
         asked=config,
         forecast=planned.forecast,
     )
-    write_atomically(run.corpus, to_json(resolved.corpus))
-    write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())
-    write_planned(run, planned, config, record)
+    try:
+        run.make()
+        write_atomically(run.corpus, to_json(resolved.corpus))
+        write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())
+        write_planned(run, planned, config, record)
+    except BaseException:
+        # Half a run would be in the way of the same command.
+        remove_unbegun(run)
+        raise
     return run
 
 
@@ -89,7 +104,8 @@ def resume(
 ) -> Report:
     """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's
     commands are run, and its links followed, also where it was not made here; without, such a run
-    is refused. For another cluster or technique it plans what is left again."""
+    is refused. For another cluster or technique it plans what is left again. Workers that a killed
+    job has left are waited for."""
     from farspan.app.replanning import replan
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
@@ -102,6 +118,7 @@ def resume(
         return write_report(run.path, page=False)
     if not trust:
         trusting.require(run)
+    wait_for_orphans(run, notes(progress))
     bring_corpus(run, progress)
     if cluster is not None or technique is not None:
         replan(run, progress, cluster=cluster, technique=technique)
@@ -119,7 +136,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
 
     require_torch()
     plan, record = run.load_plan(), load(run.record, RunRecord)
-    board, ended, reported = TensorBoard(run.tensorboard), None, None
+    board, ended = _shown_on(TensorBoard(run.tensorboard), progress), None
     if record.launcher != "local" or len({device.host for device in plan.devices}) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         progress(
@@ -130,11 +147,16 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
         )
     try:
         with registered(run):
-            ended = Supervisor(run, progress, board.show).train()
-    finally:
+            ended = Supervisor(run, progress, board).train()
+    except BaseException:
         progress(Ended())
-        if run.events.exists():
-            reported = write_report(run.path)
+        # What ended the run is raised, not what keeps its report from being written.
+        with suppress(Exception):
+            if run.events.exists():
+                write_report(run.path)
+        raise
+    progress(Ended())
+    report = write_report(run.path)
     if ended is not None and ended.reason == "interrupted":
         raise Refusal(
             "interrupted",
@@ -143,4 +165,55 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
             fact="nothing of it is lost",
             remedy=command("resume", run.path),
         )
-    return reported or write_report(run.path)
+    return report
+
+
+def train_new(run: RunFolder, progress: Progress = silent) -> Report:
+    """Train a run that was just made (`train`). Where the disk is full before its workers have
+    started, its folder is removed: the same command then works when there is space."""
+    try:
+        return train(run, progress)
+    except (Refusal, OSError) as error:
+        if not _disk_is_full(error) or _has_begun(run):
+            raise
+        remove_unbegun(run)
+        if not isinstance(error, Refusal):
+            raise
+        remedy = "free some space there, and give the same command again"
+        raise Refusal.of(msgspec.structs.replace(error.problem, remedy=remedy)) from None
+
+
+def _disk_is_full(error: Refusal | OSError) -> bool:
+    if isinstance(error, Refusal):
+        return error.problem.code == "disk-full"
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _has_begun(run: RunFolder) -> bool:
+    """Whether workers of a run have started, or saved anything; also where its events are
+    damaged."""
+    if any(run.checkpoints.glob("step-*")):
+        return True
+    try:
+        events = list(read_events(run.events)) if run.events.exists() else []
+    except Refusal:
+        return True
+    return any(isinstance(event, Started) for event in events)
+
+
+def _shown_on(board: TensorBoard, progress: Progress) -> Callable[[Event], None]:
+    """What writes events for TensorBoard until its file cannot be written: that is told, and ends
+    no run."""
+    failed = False
+
+    def show(event: Event) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            board.show(event)
+        except OSError as error:
+            failed = True
+            progress(Note(f"nothing more is written for TensorBoard: {error.strerror or error}"))
+
+    return show

@@ -9,6 +9,7 @@ earlier ones count.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -51,12 +52,16 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`epochs.json`: the epoch that may write, and the step of the newest checkpoint when each
     earlier one ended, by its number; -1 where there was none."""
 
-    epoch: Number = 0
-    ended: dict[int, int] = {}
+    epoch: Number
+    ended: dict[int, int]
 
     def counts(self, epoch: int, step: int) -> bool:
         """Whether a checkpoint of an epoch counts that has this step."""
         return epoch >= self.epoch or step <= self.ended.get(epoch, step)
+
+
+#: Of a run that an earlier version began.
+NO_EPOCHS = Ledger(epoch=0, ended={})
 
 
 def given(environment: os._Environ[str] | dict[str, str]) -> Epoch | None:
@@ -66,24 +71,50 @@ def given(environment: os._Environ[str] | dict[str, str]) -> Epoch | None:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """The ledger of a run; of one that an earlier version began, an empty one."""
+    """The ledger of a run; NO_EPOCHS where it has none. Raises Refusal for a damaged one."""
     try:
         return parse_json(path.read_bytes(), Ledger, path)
     except FileNotFoundError:
-        return Ledger()
+        return NO_EPOCHS
 
 
-def advance(path: Path, newest: int) -> int:
-    """Begin the next epoch of a run whose newest checkpoint has this step; returns its number."""
-    before = read_ledger(path)
+def readable_ledger(path: Path) -> Ledger:
+    """As `read_ledger`; NO_EPOCHS also for a damaged one, which excludes nothing. The next start
+    mends it."""
+    with suppress(Refusal):
+        return read_ledger(path)
+    return NO_EPOCHS
+
+
+def advance(path: Path, newest: int, before: Ledger | None = None) -> int:
+    """Begin the next epoch of a run whose newest checkpoint has this step; returns its number.
+    `before` stands for a ledger that is damaged."""
+    before = read_ledger(path) if before is None else before
     ended = {**before.ended, before.epoch: newest} if before.epoch else before.ended
     save(Ledger(epoch=before.epoch + 1, ended=ended), path)
     return before.epoch + 1
 
 
+def rebuilt(found: int, newest: int) -> Ledger:
+    """A ledger for a run whose newest start and newest checkpoint were found without one. What
+    starts have saved so far counts; what they may still save does not."""
+    return Ledger(epoch=found, ended=dict.fromkeys(range(1, found + 1), newest))
+
+
 def require(path: Path, number: int) -> None:
-    """Raises Refusal (superseded) where another epoch of the run has begun since."""
-    if (now := read_ledger(path).epoch) > number:
+    """Raises Refusal (superseded) where another epoch of the run has begun since, and (worker-lost)
+    where a damaged ledger does not say so: the next start mends it."""
+    try:
+        now = read_ledger(path).epoch
+    except Refusal as refusal:
+        raise Refusal(
+            "worker-lost",
+            what="a worker cannot tell whether it was replaced",
+            where=path,
+            fact=refusal.problem.fact,
+            remedy=command("resume", path.parent),
+        ) from None
+    if now > number:
         raise Refusal(
             "superseded",
             what="this worker was replaced",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import IO, BinaryIO, Literal
 
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
@@ -41,6 +41,14 @@ def open_own(
         if error.errno in IS_LINK and path.is_symlink():
             raise _link(path) from None
         raise
+
+
+def is_replaced(file: IO[bytes], path: Path) -> bool:
+    """Whether another file lies where an open one was; not where none does."""
+    try:
+        return not os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def refuse_link(path: Path) -> None:

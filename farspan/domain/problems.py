@@ -64,6 +64,9 @@ EXIT_CODES = {
 #: Words as like as this, by difflib's ratio, may have been meant for each other.
 LIKE = 0.5
 
+#: What mends a run whose workers need more memory than there is.
+LESS_MEMORY = "set train.recompute: true in run.yaml, or a smaller batch or size"
+
 #: Why a worker ended: by an error of its own, or in an exchange, which fails for another worker's
 #: sake.
 Cause = Literal["own", "exchange"]
@@ -93,6 +96,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int | None = None
     host: str | None = None
     last_words: str | None = None
+    #: What a worker may have been killed for, where the system does not say.
+    suspected: Literal["memory"] | None = None
 
     @property
     def predicate(self) -> str:

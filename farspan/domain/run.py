@@ -8,6 +8,7 @@ import os
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -15,6 +16,7 @@ from farspan.domain.codec import load
 from farspan.domain.config import RunConfig
 from farspan.domain.escapes import shell_word
 from farspan.domain.forecast import Forecast
+from farspan.domain.own_files import is_replaced
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
 
@@ -79,6 +81,10 @@ def commit() -> str | None:
     return None
 
 
+#: A line of a spare's standard input, and its answer: a spare that stands still gives none.
+SPARE_ASKED, SPARE_READY = b"ready?\n", b"ready\n"
+
+
 class SpareTask(msgspec.Struct, frozen=True, kw_only=True):
     """What makes a spare process a worker: its command line's two paths, its environment, and its
     log."""
@@ -112,6 +118,19 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Path(self.corpus).expanduser()
 
 
+def refuse_replaced(file: IO[bytes], path: Path) -> None:
+    """Raises Refusal (path-missing) where another file has taken the place of an open one of a run:
+    its folder was replaced."""
+    if is_replaced(file, path):
+        raise Refusal(
+            "path-missing",
+            what="the run's folder was replaced while the run was trained",
+            where=path,
+            fact="the file there is not the one that this process has opened",
+            remedy=command("status", os.environ.get(HOME, path.parent)),
+        )
+
+
 class RunFolder:
     """Paths inside one run directory."""
 
@@ -138,6 +157,28 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
         self.index = path / "index"
+        #: Held by the worker of a host that fetches plan and tokens for all of them.
+        self.fetch_lock = path / ".fetch.lock"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those of a run that lie in the folder itself; plan.json, which makes it a run, first."""
+        return (
+            self.plan,
+            self.cluster,
+            self.record,
+            self.estimate,
+            self.config,
+            self.corpus,
+            self.tokenizer,
+            self.events,
+            self.lock,
+            self.epochs,
+            self.job,
+            self.seal,
+            self.report,
+            self.fetch_lock,
+        )
 
     def make(self) -> None:
         """The folder itself and its logs, for this user alone: it holds text, and what its cluster
@@ -180,6 +221,19 @@ class RunFolder:
             and any((path / name).is_file() for name in ("manifest.json", "state.json"))
         ]
         return max(steps, default=-1)
+
+    def require_there(self) -> None:
+        """Raises Refusal (path-missing) where the folder was deleted, emptied or moved since the
+        run began."""
+        if not self.plan.exists():
+            gone = "has no plan.json" if self.path.is_dir() else "is not there"
+            raise Refusal(
+                "path-missing",
+                what="the run's folder was deleted or moved while the run was trained",
+                where=self.path,
+                fact=f"{self.path} {gone}; nothing more can be saved",
+                remedy=f"put it back, then: {self.resume()}",
+            )
 
     def resume(self) -> str:
         """The command that goes on with the run, on the machine where farspan was asked to

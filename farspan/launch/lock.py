@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -41,6 +43,19 @@ def is_locked(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         return not _taken(file, fcntl.LOCK_SH)
+
+
+def holders(path: Path) -> list[int]:
+    """Processes of this user that have a file open, as each holder of a lock has; none where the
+    system does not list them (Linux does)."""
+    found = set[int]()
+    with suppress(OSError):
+        lock = path.stat()
+        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+            with suppress(OSError):  # It has ended, or is another user's.
+                if os.path.samestat(descriptor.stat(), lock):
+                    found.add(int(descriptor.parts[2]))
+    return sorted(found)
 
 
 def _taken(file: IO[bytes], how: int) -> bool:

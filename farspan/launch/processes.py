@@ -99,7 +99,8 @@ class HostProcess:
     its launcher is gone. With `hold` it is run by `stop_on_stdin`, as what a client starts always
     is: it would not notice that itself. The `secret` of the run goes to workers the same way:
     everybody on a machine can read a command line. The end of their standard input tells them that
-    this launcher is gone, too. `variables` are for what enters the host.
+    this launcher is gone, too. With `answers` its standard output is read here, not logged.
+    `variables` are for what enters the host.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class HostProcess:
         said: bytes | None = None,
         hold: bool = False,
         secret: str | None = None,
+        answers: bool = False,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._host, self._ranks = host, ranks
@@ -130,7 +132,7 @@ class HostProcess:
         self._process = subprocess.Popen(
             command(host, words, device=device),
             bufsize=0,
-            stdout=log,
+            stdout=subprocess.PIPE if answers else log,
             stderr=log,
             stdin=subprocess.DEVNULL if said is None else subprocess.PIPE,
             env={**os.environ, **({STARTING: "1"} if ranks else {}), **(variables or {})},
@@ -173,8 +175,15 @@ class HostProcess:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End at once what was started here, which has no ranks."""
-        self._process.kill()
+        """End at once what was started here, which has no ranks, also where it stands still. What
+        entered its host for it is of the same process group."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    @property
+    def _answers(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
 
     def _say(self, word: bytes) -> None:
         assert self._process.stdin is not None

@@ -269,6 +269,7 @@ def _poll(job: Job, rank: int, actor: Any) -> WorkerEnd | None:
     try:
         code, words = ray.get(actor.poll.remote(), timeout=ANSWER_S)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        code = None
         cause = f"its Ray node does not answer: {' '.join(str(error).split())[:200]}"
     else:
         if not code:
@@ -285,6 +286,8 @@ def _poll(job: Job, rank: int, actor: Any) -> WorkerEnd | None:
             where=f"host {host}",
             fact=cause,
             remedy=command("resume", job.environment[HOME]),
+            host=host,
+            suspected="memory" if code == -signal.SIGKILL else None,
         )
     )
 

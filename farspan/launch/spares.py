@@ -7,6 +7,10 @@ before it is needed.
 
 from __future__ import annotations
 
+import os
+import select
+import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +24,7 @@ from farspan.domain.cluster import SPARE, Host
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
-from farspan.domain.run import RunFolder, SpareTask
+from farspan.domain.run import SPARE_ASKED, SPARE_READY, RunFolder, SpareTask
 from farspan.launch.hosts import by_client, interpreter
 from farspan.launch.processes import HostProcess, with_environment, worker_environment
 
@@ -29,6 +33,11 @@ from farspan.launch.processes import HostProcess, with_environment, worker_envir
 SPARE_BYTES = 400 * 10**6
 #: A spare that is told to end has ended within this.
 END_S = 5.0
+#: A spare that does not answer and has not computed for this long stands still. One that still
+#: imports computes; after the second limit a fresh worker is quicker.
+SILENCE_S, IMPORT_S = 3.0, 60.0
+#: How often a spare that is asked is looked at.
+POLL_S = 0.05
 
 
 class Seat(NamedTuple):
@@ -56,17 +65,46 @@ class SpareProcess(HostProcess):
                 keep_open=keep_open,
                 device=seat.device,
                 said=b"",
+                answers=True,
                 variables={SPARE: "1"},
             )
+
+    def is_ready(self) -> bool:
+        """Ask it, once, and wait for the answer. False where it has ended or stands still."""
+        self._say(SPARE_ASKED)
+        said, computed_s = b"", -1.0
+        began = active = time.monotonic()
+        while not said.endswith(SPARE_READY):
+            if self._answers in select.select([self._answers], [], [], POLL_S)[0]:
+                if not (piece := os.read(self._answers.fileno(), 2**12)):
+                    return False
+                said += piece
+            now = time.monotonic()
+            if (seconds := self._computed_s()) != computed_s:
+                computed_s, active = seconds, now
+            if now - active > SILENCE_S or now - began > IMPORT_S:
+                return False
+        return True
+
+    def _computed_s(self) -> float:
+        """Seconds of processor time that it has had so far, with what entered its host."""
+        seconds = 0.0
+        with suppress(psutil.Error):
+            own = psutil.Process(self.pid)
+            for process in (own, *own.children(recursive=True)):
+                times = process.cpu_times()
+                seconds += times.user + times.system
+        return seconds
 
     def begin(
         self, rank: int, folder: RunFolder, environment: dict[str, str], log: Path, secret: str
     ) -> None:
-        """Let it be the worker of a rank."""
+        """Let it be the worker of a rank, which writes to its own log from then on."""
         task = SpareTask(
             plan=str(folder.plan), run=str(folder.path), environment=environment, log=str(log)
         )
         self._ranks, self._stops_with_input = (rank,), False
+        self._answers.close()
         self._say(msgspec.json.encode(task) + f"\n{secret}\n".encode())
 
 
@@ -74,35 +112,44 @@ class Spares:
     """The spares of a run, over all its starts."""
 
     def __init__(self) -> None:
-        self._waiting = dict[Seat, SpareProcess]()
+        self._waiting = dict[Seat, list[SpareProcess]]()
 
     def fill(self, plan: Plan, hosts: Sequence[Host], logs: Path, keep_open: int) -> None:
         """Have a spare for each device of a plan with several workers, where it is entered without
         a client and there is memory for it."""
-        by_name, seats = {host.name: host for host in hosts}, list[Seat]()
+        by_name, lacking = {host.name: host for host in hosts}, Counter[Seat]()
         for device in plan.devices if len(plan.devices) > 1 else ():
-            seat = Seat(device.host, device.index, device.threads)
-            waiting = self._waiting.get(seat)
-            if not by_client(by_name[seat.host], seat.device) and (
-                waiting is None or waiting.poll() is not None
-            ):
-                seats.append(seat)
+            if not by_client(by_name[device.host], device.index):
+                lacking[Seat(device.host, device.index, device.threads)] += 1
+        for seat, spares in self._waiting.items():
+            spares[:] = [spare for spare in spares if spare.poll() is None]
+            lacking[seat] -= len(spares)
+        seats = list(lacking.elements())
         if psutil.virtual_memory().available < 2 * SPARE_BYTES * len(seats):
             return
         for seat in seats:
-            self._waiting[seat] = SpareProcess(
-                by_name[seat.host], seat, logs / "spares.log", keep_open
-            )
+            spare = SpareProcess(by_name[seat.host], seat, logs / "spares.log", keep_open)
+            self._waiting.setdefault(seat, []).append(spare)
 
     def take(self, host: str, index: int, threads: int) -> SpareProcess | None:
-        """The spare that waits for this device, if one does."""
-        spare = self._waiting.pop(Seat(host, index, threads), None)
-        return spare if spare is not None and spare.poll() is None else None
+        """A spare that waits for this device and answers, if one does. One that stands still is
+        ended: its place would stay empty."""
+        waiting = self._waiting.get(Seat(host, index, threads), [])
+        while waiting:
+            spare = waiting.pop(0)
+            if spare.is_ready():
+                return spare
+            _end([spare])
+        return None
 
     def close(self) -> None:
-        for spare in self._waiting.values():
-            spare.kill()
-        for spare in self._waiting.values():
-            with suppress(TimeoutExpired):
-                spare.wait(END_S)
+        _end([spare for spares in self._waiting.values() for spare in spares])
         self._waiting.clear()
+
+
+def _end(spares: Sequence[SpareProcess]) -> None:
+    for spare in spares:
+        spare.kill()
+    for spare in spares:
+        with suppress(TimeoutExpired):
+            spare.wait(END_S)

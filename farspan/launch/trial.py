@@ -139,9 +139,8 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
         except Refusal as refusal:
             if refusal.problem.code == "interrupted":
                 raise
-            # A worker that nobody here has killed was killed by the kernel, which does so for
-            # memory.
-            memory = refusal.problem.code == "out-of-memory" or refusal.problem.signal == "SIGKILL"
+            # A killed worker counts as out of memory unless the system says that it was not.
+            memory = refusal.problem.code == "out-of-memory" or bool(refusal.problem.suspected)
             return Trial(
                 plan=key,
                 status="oom" if memory else "failed",

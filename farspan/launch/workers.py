@@ -21,9 +21,10 @@ from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import cut_unfinished_line, parse_json, write_atomically
 from farspan.domain.epoch import EPOCH, Epoch
+from farspan.domain.memory_kills import WorkerGroup, machine_kills
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
-from farspan.domain.problems import EXIT_CODES, Problem, Refusal
+from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.results import (
     Event,
@@ -40,6 +41,7 @@ from farspan.domain.run import HOME, RunFolder
 from farspan.domain.units import format_bytes
 from farspan.launch.checkpoint_mirror import FlawOf
 from farspan.launch.hosts import ask, by_client, quoted
+from farspan.launch.kill_cause import KillCause, kill_cause
 from farspan.launch.lease import Lease
 from farspan.launch.processes import Process, run_folder
 from farspan.launch.remote_run import RemoteRun
@@ -60,6 +62,8 @@ SAVE_S = 600.0
 KILL_S = 60.0
 #: A service, such as a Ray node, ends within this.
 SERVICE_S = 30.0
+#: What each worker of a start may leave in its logs, as `rank-N.KIND.json`.
+RECORDS = ("problem", "group")
 
 
 class Held(NamedTuple):
@@ -121,12 +125,14 @@ class Workers(ABC):
                 fact="rank 0 writes the run directory",
                 remedy="--launcher local, which sends it there",
             )
-        run.logs.mkdir(parents=True, exist_ok=True)
+        run.require_there()
+        run.logs.mkdir(exist_ok=True)
         #: Whether the lease ends with these workers: one that is held goes on.
         self._ends_lease, lease = held is None, Lease(run) if held is None else held.lease
         self._held = held or Held(lease, lease.begin(), Spares())
-        for stale in run.logs.glob("rank-*.problem.json"):
-            stale.unlink()
+        for kind in RECORDS:
+            for stale in run.logs.glob(f"rank-*.{kind}.json"):
+                stale.unlink()
         if run.events.exists():
             # Rank 0 cuts it off too, and writes its first event where it began.
             cut_unfinished_line(run.events)
@@ -145,7 +151,7 @@ class Workers(ABC):
         #: When the first of them was seen to have failed, by the monotonic clock.
         self.failed_at: float | None = None
         #: Processes that this machine's kernel had ended for memory before these were started.
-        self._killed_before = _kernel_kills()
+        self._killed_before = machine_kills()
 
     @abstractmethod
     def start(self) -> Iterator[Process]:
@@ -172,7 +178,8 @@ class Workers(ABC):
             list(pool.map(self._clear_on, far))
 
     def _clear_on(self, host: Host) -> None:
-        stale = f"{quoted(run_folder(host, self.plan, self.run).logs)}/rank-*.problem.json"
+        logs = quoted(run_folder(host, self.plan, self.run).logs)
+        stale = " ".join(f"{logs}/rank-*.{kind}.json" for kind in RECORDS)
         # Earlier versions left the text there readable for all.
         close = f"chmod -f 700 {quoted(Path(FAR_FOLDER))}; " if host.folder == FAR_FOLDER else ""
         # Of a host that cannot be entered more is said when workers are started there.
@@ -226,6 +233,7 @@ class Workers(ABC):
     def __iter__(self) -> Iterator[Event]:
         position = self._events_from
         while True:
+            self._require_folder()
             codes = [process.poll() for process in self.processes if process.ranks]
             if self._away is not None:
                 self._away.pull(now=None not in codes)
@@ -285,6 +293,16 @@ class Workers(ABC):
         if self._away is not None:
             for message in self._away.mirror.warnings():
                 yield Warned(at=time.time(), message=message)
+
+    def _require_folder(self) -> None:
+        """End all at once where the run's folder is gone: they have nowhere to save to."""
+        try:
+            self.run.require_there()
+            self._held.lease.require_held()
+        except Refusal:
+            self._interrupted_at = time.monotonic()
+            self._end()
+            raise
 
     def _end_lost(self) -> None:
         """End at once whom the others have lost: it stands still, or a link to it is cut, and it
@@ -360,51 +378,63 @@ class Workers(ABC):
         """What an exit code (negative: a signal) says of a worker that said nothing."""
         log = self.run.logs / f"rank-{process.ranks[0]}.log"
         killed = signal.Signals(-code).name if code < 0 else None
-        cause = f"ended by {killed}" if killed else f"ended with exit code {code}"
+        fact = f"ended by {killed}" if killed else f"ended with exit code {code}"
         name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
-        remedy, here = (
-            farspan("resume", self.run.path),
-            not by_client(process.host) and _kernel_kills() is not None,
-        )
-        if code == -signal.SIGKILL and (not here or _kernel_kills() != self._killed_before):
-            # Of another machine's kernel nobody here can tell.
-            cause += f", as the kernel does when memory runs out{self._memory(process, rank)}"
-            if here:
-                name, remedy = (
-                    "out-of-memory",
-                    "set train.recompute: true in run.yaml, or a smaller batch or size",
-                )
+        remedy = farspan("resume", self.run.path)
+        cause = self._kill_cause(process, rank) if code == -signal.SIGKILL else "other"
+        if cause != "other":
+            fact += f", as the kernel does when memory runs out{self._memory(process, rank)}"
+        if cause == "memory":
+            name, remedy = "out-of-memory", LESS_MEMORY
         last_words = _last_line(self.words(log))
         return Problem(
             code=name,
             what=f"rank {rank} on {process.host.name} was lost",
             where=str(log),
-            fact=f"{cause}; last words: {last_words}",
+            fact=f"{fact}; last words: {last_words}",
             remedy=remedy,
             signal=killed,
             rank=rank,
             host=process.host.name,
             last_words=last_words,
+            suspected="memory" if cause == "open" else None,
         )
+
+    def _kill_cause(self, process: Process, rank: int) -> KillCause:
+        """Why a worker was killed; of another machine's kernel nobody here can tell."""
+        if by_client(process.host):
+            return "open"
+        where = run_folder(process.host, self.plan, self.run).logs / f"rank-{rank}.group.json"
+        group = None
+        with suppress(Refusal):  # Damaged: the group is not known.
+            if content := process.read(where):
+                group = parse_json(content, WorkerGroup, where)
+        # The memory of a GPU is none of the machine's.
+        on_cpu = self.plan.devices[rank].backend == "cpu"
+        held = self._held_bytes(process, rank) if on_cpu else 0
+        return kill_cause(self._killed_before, machine_kills(), group, held)
 
     def _memory(self, process: Process, rank: int) -> str:
         """What a worker was predicted to need, and what it held when it was last heard."""
-        fact, folder = "", run_folder(process.host, self.plan, self.run)
+        fact = ""
         if self.run.estimate.exists() and rank < len(
             memory := load_estimate(self.run.estimate).memory
         ):
             fact += f"; it was predicted to need {format_bytes(memory[rank].total)}"
-        log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
-        lines, held = (process.read(log) or b"").split(b"\n")[:-1], 0
-        for event in decoded(lines, log):  # Of this start: before it may have been another plan.
-            held = (
-                event.memory_bytes
-                if isinstance(event, Step)
-                else 0
-                if isinstance(event, Started)
-                else held
-            )
+        held = self._held_bytes(process, rank)
         return fact + (f"; held {format_bytes(held)}" if held else "")
+
+    def _held_bytes(self, process: Process, rank: int) -> int:
+        """What a worker of this start held at its last step; 0 where it made none."""
+        folder = run_folder(process.host, self.plan, self.run)
+        log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
+        held = 0
+        for event in decoded((process.read(log) or b"").split(b"\n")[:-1], log):
+            if isinstance(event, Started):  # Before it may have been another plan.
+                held = 0
+            elif isinstance(event, Step):
+                held = event.memory_bytes
+        return held
 
     def _signal(self, number: signal.Signals, services: bool = False) -> None:
         for process in self.processes:
@@ -470,16 +500,6 @@ def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
         content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
     return position + len(whole), whole.splitlines()
-
-
-def _kernel_kills() -> int | None:
-    """How many processes the kernel of this machine has ended since it began, because memory ran
-    out; None where it does not say (Linux does)."""
-    with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return None
 
 
 def _last_line(text: str) -> str:

@@ -33,7 +33,7 @@ class TensorBoard:
 
     def show(self, event: Event) -> None:
         if isinstance(event, Started):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
             self._file = self._folder / f"events.out.tfevents.{event.at:017.6f}.farspan"
             # A session that starts at a step tells TensorBoard to forget what it read of that step
             # and later ones.

@@ -35,6 +35,7 @@ from farspan.domain import epoch as epochs
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import SPLITS, CorpusManifest
 from farspan.domain.epoch import Epoch
+from farspan.domain.memory_kills import own_group
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import (
@@ -182,9 +183,7 @@ def train(
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
     with ExitStack() as stack:
-        log = stack.enter_context(
-            EventLog(events, lambda: epochs.require(run.epochs, epoch.number))
-        )
+        log = stack.enter_context(EventLog(events, lambda: require_own(run, epoch)))
 
         def finish(reason: str, problem: Problem | None = None) -> None:
             if trainer is not None:  # What has not started has no end.
@@ -226,6 +225,13 @@ def train(
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
         finish(reason)
+
+
+def require_own(run: RunFolder, epoch: Epoch) -> None:
+    """Raises Refusal where this worker has no run to write to: its folder is gone (path-missing),
+    or another has taken its place (superseded)."""
+    run.require_there()
+    epochs.require(run.epochs, epoch.number)
 
 
 def start(
@@ -482,13 +488,19 @@ def check_version(notices: Notices, rank: int) -> None:
 def leave_word(problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None = None) -> None:
     """Say to the launcher what ends this worker; where the disk is full the exit code alone has to.
     One that was replaced has nothing to say."""
-    if epoch is not None and epochs.read_ledger(run.epochs).epoch > epoch.number:
+    if epoch is not None and epochs.readable_ledger(run.epochs).epoch > epoch.number:
         return
     with suppress(OSError):
-        run.logs.mkdir(
-            parents=True, exist_ok=True
-        )  # A host with a disk of its own may not have it yet.
         save(problem, run.logs / f"rank-{rank}.problem.json")
+
+
+def leave_group(run: RunFolder, rank: int) -> None:
+    """Tell the launcher the control group that counts this worker if the kernel kills it."""
+    with suppress(OSError):  # The disk may be full.
+        # A host with a disk of its own may not have the folder yet.
+        run.logs.mkdir(parents=True, exist_ok=True)
+        if (group := own_group()) is not None:
+            save(group, run.logs / f"rank-{rank}.group.json")
 
 
 def main() -> int:
@@ -497,7 +509,8 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
     rank, world, abandoned = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
-    epoch = epochs.given(os.environ) or Epoch(number=epochs.read_ledger(run.epochs).epoch)
+    epoch = epochs.given(os.environ) or Epoch(number=epochs.readable_ledger(run.epochs).epoch)
+    leave_group(run, rank)
     try:
         notices = meet(rank, world, run_secret() if world > 1 else b"")
         if notices is not None:

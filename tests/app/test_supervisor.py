@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,29 @@ def test_an_error_in_code_is_not_tried_again(tmp_path):
         "worker-lost",
         "own",
     ) and "index out of range" in problem.fact
+
+
+@pytest.mark.slow
+def test_run_whose_ledger_of_starts_is_damaged_goes_on_by_itself_and_when_it_is_resumed(
+    tmp_path, calm
+):
+    def damage_then_stop(watched: Watched, step: int) -> None:
+        if step == 60:
+            watched.run.epochs.write_bytes(b"")
+        elif watched.faulted and step == 120:
+            watched.supervisor.stop()
+
+    first = Watched(made(tmp_path / "run", TWO), damage_then_stop)
+    ending = first.train()
+    assert isinstance(ending, Finished) and ending.reason == "interrupted", ending
+    assert [fault.problem.where for fault in first.faulted] == [str(first.run.epochs)]
+    assert read_ledger(first.run.epochs).epoch == 2
+    first.run.epochs.write_bytes(b"{")
+    again = Watched(first.run)
+    ending = again.train()
+    assert isinstance(ending, Finished) and ending.reason == "done", ending
+    assert first.losses | again.losses == calm
+    assert read_ledger(first.run.epochs).epoch == 3
 
 
 def test_stop_request_during_fault_recovery_interrupts_the_run(tmp_path):
@@ -250,7 +274,7 @@ def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
     with Lease(run) as lease:
         spares, apart = Spares(), (TWO.devices[0], replace(TWO.devices[1], index=1))
         spares.fill(replace(TWO, devices=apart), cluster.hosts, run.logs, lease.keep_open)
-        waiting = [spare.pid for spare in spares._waiting.values()]
+        waiting = [spare.pid for (spare,) in spares._waiting.values()]
         held = Held(lease, lease.begin(), spares)
         with launch("local", TWO, run, cluster, held) as workers:
             pids = [process.pid for process in workers.processes]
@@ -262,10 +286,42 @@ def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
 
 
 @pytest.mark.slow
-def test_spare_workers_end_when_their_supervisor_process_dies(tmp_path):
+def test_place_of_a_spare_that_stands_still_goes_to_one_that_answers_or_to_a_fresh_worker(
+    tmp_path, calm
+):
+    run = made(tmp_path / "run", TWO)
+    cluster = tiny.this_machine(TWO)
+    with Lease(run) as lease, closing(Spares()) as spares:
+        three = replace(TWO, devices=(TWO.devices[0],) * 3)
+        spares.fill(three, cluster.hosts, run.logs, lease.keep_open)
+        ((first, second, third),) = spares._waiting.values()
+        for spare in (first, third):
+            os.kill(spare.pid, signal.SIGSTOP)
+        held = Held(lease, lease.begin(), spares)
+        with launch("local", TWO, run, cluster, held) as workers:
+            pids = [process.pid for process in workers.processes]
+            losses = {event.step: event.loss for event in workers if isinstance(event, Step)}
+    assert pids[0] == second.pid and pids[1] not in (first.pid, third.pid)
+    assert losses == calm
+    assert not any(Path(f"/proc/{spare.pid}").exists() for spare in (first, second, third))
+
+
+def test_spares_that_stand_still_end_with_the_run(tmp_path):
+    run = made(tmp_path / "run", TWO)
+    with Lease(run) as lease, closing(Spares()) as spares:
+        spares.fill(TWO, tiny.this_machine(TWO).hosts, run.logs, lease.keep_open)
+        pids = [spare.pid for waiting in spares._waiting.values() for spare in waiting]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True])
+def test_spare_workers_end_when_their_supervisor_process_dies(tmp_path, stopped):
     run = made(tmp_path / "run", TWO)
     program = f"""
-import os, time
+import os, signal
 from pathlib import Path
 from farspan.domain.run import RunFolder
 from farspan.launch.lease import Lease
@@ -274,8 +330,12 @@ from tests import tiny
 from tests.app.test_supervisor import TWO
 run, spares = RunFolder(Path({str(run.path)!r})), Spares()
 spares.fill(TWO, tiny.this_machine(TWO).hosts, run.logs, Lease(run).keep_open)
-print(*(spare.pid for spare in spares._waiting.values()), flush=True)
-os._exit(1)
+for waiting in spares._waiting.values():
+    for spare in waiting:
+        print(spare.pid, flush=True)
+        if {stopped} and spare.is_ready():
+            os.kill(spare.pid, signal.SIGSTOP)
+os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S

@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,37 @@ def test_a_killed_job_is_lost_and_its_workers_save(call: Farspan, going: RunFold
     assert found["saved_step"] == found["step"] and not workers(going)
     assert f"process {job.pid} on {job.host} is gone" in call("status", str(going.path)).stdout
     assert call("stop", str(going.path)).returncode == 44
+
+
+def test_resume_waits_for_the_workers_of_a_killed_job(
+    call: Farspan, going: RunFolder, environment: dict[str, str]
+):
+    job, (worker,) = jobs.job_of(going), workers(going)
+    assert job is not None
+    os.kill(worker, signal.SIGSTOP)
+    os.kill(job.pid, signal.SIGKILL)
+    wait_for(lambda: jobs.job_of(going) is None, "the job's end")
+    resumed = subprocess.Popen(
+        [sys.executable, "-m", "farspan", "resume", str(going.path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert resumed.stdout is not None
+        said = next((line for line in resumed.stdout if "its workers have saved" in line), "")
+        assert f"process {worker}" in said
+        os.kill(worker, signal.SIGCONT)
+        wait_for(lambda: jobs.job_of(going), "the job that goes on", resumed)
+        begun = state(call, going)["step"]
+        wait_for(lambda: state(call, going)["step"] > begun, "further steps", resumed)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGCONT)
+        resumed.send_signal(signal.SIGTERM)
+        resumed.communicate(timeout=LIMIT_S)
+    assert resumed.returncode == 130
 
 
 def test_a_worker_that_is_killed_is_followed_by_another(call: Farspan, going: RunFolder):

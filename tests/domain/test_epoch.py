@@ -38,6 +38,30 @@ def test_superseded_worker_may_not_write(tmp_path):
     assert refusal.value.problem.code == "superseded" and refusal.value.problem.exit_code == 45
 
 
+DAMAGED = [b"", b"{}", b'{"epoch": 3, "en', b'{"epoch": -1, "ended": {}}', b"[]", b"\x00" * 40]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_ledger_excludes_no_checkpoint_and_lets_no_worker_write(tmp_path, content):
+    path = tmp_path / "epochs.json"
+    path.write_bytes(content)
+    assert epoch.readable_ledger(path).counts(1, 10**6)
+    with pytest.raises(Refusal) as refusal:
+        epoch.require(path, 7)
+    assert refusal.value.problem.code == "worker-lost"
+    assert refusal.value.problem.remedy == f"farspan resume {tmp_path}"
+
+
+def test_rebuilt_ledger_counts_what_is_saved_and_excludes_what_earlier_starts_still_save(tmp_path):
+    path = tmp_path / "epochs.json"
+    path.write_bytes(b"{")
+    assert epoch.advance(path, 80, epoch.rebuilt(4, 80)) == 5
+    ledger = epoch.read_ledger(path)
+    assert all(ledger.counts(number, 80) for number in range(6))
+    assert not any(ledger.counts(number, 81) for number in range(1, 5))
+    assert ledger.counts(5, 81)
+
+
 def test_worker_reads_its_epoch_from_the_environment():
     assert epoch.given({}) is None
     assert epoch.given({epoch.EPOCH: '{"number":3,"skip":[7]}'}) == Epoch(number=3, skip=(7,))

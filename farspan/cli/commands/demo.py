@@ -47,7 +47,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     with Show(console) as show:
         folder = training.start(path, config, show, table=True)
         console.say("\n== training")
-        report = training.train(folder, show)
+        report = training.train_new(folder, show)
         say_result(report, console)
         console.say("\n== embeddings and vector database")
         manifest = embed(folder, show).manifest

@@ -48,6 +48,6 @@ def run(given: argparse.Namespace, console: Console) -> None:
             folder = training.make(
                 path, config, planned_before(given.plan, config, given.config, show), show
             )
-        report = training.train(folder, show)
+        report = training.train_new(folder, show)
     say_result(report, console)
     console.answer({"run": str(path), "measurement": report.measurement})

@@ -21,7 +21,7 @@ import torch
 
 from farspan import models
 from farspan.domain.codec import content_hash, parse_json, save, write_atomically
-from farspan.domain.epoch import read_ledger, require
+from farspan.domain.epoch import readable_ledger, require
 from farspan.domain.model import parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
@@ -107,7 +107,8 @@ def begin(path: Path, size: int, epoch: int = 0) -> None:
     """Make the folder that a checkpoint of so many bytes is written in. Raises OSError, or Refusal
     (disk-full, or superseded where another start of the run has begun since this epoch)."""
     require(_ledger(path), epoch)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # No parents: a run's folder that was deleted is not made again.
+    path.parent.mkdir(exist_ok=True)
     mend(path.parent)
     check_disk(path.parent, size)
     unfinished(path).mkdir()
@@ -268,7 +269,7 @@ def read(path: Path, *, weights: bool = False) -> Manifest:
         manifest = read_manifest(path)
     if path.name.startswith("step-") and step_of(path) != manifest.progress.step:
         raise Corrupt(f"its manifest is of step {manifest.progress.step}, its name is not")
-    if path.name.startswith("step-") and not read_ledger(_ledger(path)).counts(
+    if path.name.startswith("step-") and not readable_ledger(_ledger(path)).counts(
         manifest.progress.epoch, step_of(path)
     ):
         raise Corrupt(

@@ -32,7 +32,7 @@ class SharedFolder:
         if group.rank == 0:
             mark = f".here-{secrets.token_hex(8)}".encode()
             with suppress(OSError):  # Then nobody sees it, and the first save says why.
-                self.path.mkdir(parents=True, exist_ok=True)
+                self.path.mkdir(exist_ok=True)
                 (self.path / mark.decode()).touch(exist_ok=False)
         path = self.path / group.share(mark).decode()
         sees = group.rank == 0 or path.exists()

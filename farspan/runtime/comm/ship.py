@@ -98,7 +98,7 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
 def _take(notices: Notices, rank: int, run: RunFolder) -> None:
     offer = msgspec.json.decode(notices.wait([OFFER])[0], type=ShipmentOffer)
     run.make()
-    with open_own(run.path / ".fetch.lock", "ab") as lock:
+    with open_own(run.fetch_lock, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_plan(run.plan, offer.plan):
             _fetch(offer, "run", run.path, notices.secret)

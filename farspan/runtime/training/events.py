@@ -16,6 +16,7 @@ import msgspec
 from farspan.domain.codec import cut_unfinished_line
 from farspan.domain.own_files import open_own
 from farspan.domain.results import Event
+from farspan.domain.run import refuse_replaced
 
 #: Bytes of events that wait for a full disk at most: those of some 200,000 steps.
 WAITING = 2**26
@@ -30,13 +31,15 @@ class EventLog:
         may()
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: what a full disk has taken of a line is known.
-        self._file = open_own(path, "ab", buffering=0)
+        self._file, self._path = open_own(path, "ab", buffering=0), path
         cut_unfinished_line(path)
         self._encoder, self._unwritten = msgspec.json.Encoder(), bytearray()
 
     def write(self, event: Event) -> None:
-        """Raises OSError where more than WAITING bytes could not be written."""
+        """Raises OSError where more than WAITING bytes could not be written, and Refusal
+        (path-missing) where another file has taken the place of this one."""
         self._may()
+        refuse_replaced(self._file, self._path)
         self._unwritten += self._encoder.encode(event) + b"\n"
         try:
             self._flush()

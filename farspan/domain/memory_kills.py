@@ -1,0 +1,72 @@
+"""How many processes the kernel has killed because memory ran out: in a control group, and on the
+machine.
+
+The machine's count says nothing of one process: another program's may have been killed. A group of
+version 2 counts its own processes. Version 1 is not read: its count leaves out parent groups.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from farspan.domain.caps import caps
+
+#: Files that count: of the machine, and of a group alone or, on older kernels, with its children.
+MACHINE = Path("/proc/vmstat")
+GROUP = ("memory.events.local", "memory.events")
+
+
+class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The control group of a worker when it started: `kills` of its processes until then, and
+    `limit`, the least number of bytes that it, its parents or the machine allow."""
+
+    folder: str
+    kills: int
+    limit: int
+
+
+def own_group(
+    proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")
+) -> WorkerGroup | None:
+    """The group of this process; None where memory is not counted by a group of version 2."""
+    try:
+        lines = (proc / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        folder = root / path.lstrip("/")
+        if controllers == "" and (kills := group_kills(folder)) is not None:
+            limit = min([psutil.virtual_memory().total, *(cap.limit for cap in caps())])
+            return WorkerGroup(folder=str(folder), kills=kills, limit=limit)
+    return None
+
+
+def group_kills(folder: Path) -> int | None:
+    """Processes of a group of version 2 that were killed for memory; None where it does not say."""
+    for name in GROUP:
+        if (count := _count(folder / name)) is not None:
+            return count
+    return None
+
+
+def group_members(folder: Path) -> list[int]:
+    """Processes in a group now; 0 stands for one that cannot be seen from here. Raises OSError."""
+    return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
+
+
+def machine_kills(path: Path = MACHINE) -> int | None:
+    """Processes of this machine that were killed for memory; None where it does not say."""
+    return _count(path)
+
+
+def _count(path: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None

@@ -1,0 +1,57 @@
+"""Why a worker of this machine was killed: because memory ran out, or for another reason."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from farspan.domain.memory_kills import WorkerGroup, group_kills, group_members
+
+#: "memory": the kernel killed it because memory ran out. "other": the kernel did not. "open": it
+#: may have.
+KillCause = Literal["memory", "other", "open"]
+#: A process that holds more than this share of a limit is the largest below it, which the kernel
+#: kills first.
+LARGEST = 0.5
+
+
+def kill_cause(
+    machine_before: int | None, machine_now: int | None, group: WorkerGroup | None, held: int
+) -> KillCause:
+    """Judge by the machine's count before the worker started and now, and by that of its group.
+
+    `group` is as it was at the worker's start, None where it is not known. `held` are the bytes
+    that the worker held at last, 0 where that is not known.
+    """
+    if machine_before is not None and machine_now == machine_before:
+        return "other"
+    now = None if group is None else group_kills(Path(group.folder))
+    if group is None or now is None:
+        return "open"
+    if now <= group.kills:
+        return "other"
+    if held > LARGEST * group.limit or _is_own(Path(group.folder)):
+        return "memory"
+    return "open"
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a group holds no other processes than this one and what it has started. That of a
+    login also holds a shell."""
+    try:
+        members = group_members(folder)
+    except OSError:
+        return False
+    return all(_is_ours(pid) for pid in members)
+
+
+def _is_ours(pid: int) -> bool:
+    if pid == os.getpid():
+        return True
+    with suppress(psutil.NoSuchProcess):
+        return any(parent.pid == os.getpid() for parent in psutil.Process(pid).parents())
+    return pid != 0  # It has ended since.
