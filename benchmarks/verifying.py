@@ -2,7 +2,7 @@
 
     python benchmarks/verifying.py [--pairs 5] [--steps 40]
 
-13.9 M parameters on this machine, one worker, in the first epoch, where nearly every block is new.
+A model of about 3 M parameters on this machine, one worker, in the first epoch, where nearly every block is new.
   Runs alternate, each in fresh processes. `ratios` are the mean steps of the pairs, with
   checksums over without. On a busy machine they are noise, so `share` says it directly: the CPU
   seconds that reading the same windows takes more with checksums, over the CPU seconds of a step.
@@ -93,7 +93,7 @@ def main() -> None:
         first = RunFolder(Path(folder, "first"))
         config = RunConfig(
             data="pydocs",
-            size="14m",
+            size="tiny",
             model=ModelConfig(context=256),
             train=TrainConfig(
                 steps=given.steps,

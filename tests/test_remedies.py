@@ -26,6 +26,8 @@ CHECKED_FUNCTIONS = {
     "_psql",
     "_remedy",
     "install",
+    "mending_command",
+    "prepare_command",
     "resume",
     "serve_command",
     "setting_remedy",
