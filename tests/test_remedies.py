@@ -36,7 +36,6 @@ ALLOWED_FUNCTIONS = NUMBERS | CHECKED_FUNCTIONS | PAIR_FUNCTIONS
 #: Words of farspan's own, from its tables and constants, by their file.
 OWN_WORDS: dict[str, set[str]] = {
     "farspan/app/training.py": {"train", "write_report"},  # Another `resume`.
-    "farspan/corpus/prepare.py": {"enough"},
     "farspan/corpus/sources/folder.py": {"extra", "next"},
     "farspan/domain/clusterfile.py": {"example", "lacking"},
     "farspan/domain/codec.py": {
