@@ -26,6 +26,8 @@ CHECKED_FUNCTIONS = {
     "_psql",
     "_remedy",
     "install",
+    "mending_command",
+    "prepare_command",
     "resume",
     "serve_command",
     "setting_remedy",
@@ -36,7 +38,6 @@ ALLOWED_FUNCTIONS = NUMBERS | CHECKED_FUNCTIONS | PAIR_FUNCTIONS
 #: Words of farspan's own, from its tables and constants, by their file.
 OWN_WORDS: dict[str, set[str]] = {
     "farspan/app/training.py": {"train", "write_report"},  # Another `resume`.
-    "farspan/corpus/prepare.py": {"enough"},
     "farspan/corpus/sources/folder.py": {"extra", "next"},
     "farspan/domain/clusterfile.py": {"example", "lacking"},
     "farspan/domain/codec.py": {

@@ -7,7 +7,14 @@ from itertools import combinations
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster, Device, Link
 from farspan.domain.machines import AssumedNetwork
-from farspan.domain.units import counted, format_bytes, format_flops, format_rate, format_seconds
+from farspan.domain.units import (
+    counted,
+    format_bytes,
+    format_flops,
+    format_rate,
+    format_seconds,
+    short_time,
+)
 
 
 def say_cluster(cluster: Cluster, console: Console) -> None:
@@ -62,4 +69,6 @@ def _link(link: Link, assumed: AssumedNetwork | None) -> str:
         bandwidth = f"{format_rate(assumed.rate)} assumed{like}"
     window = f", window {format_bytes(link.window)}" if link.window else ""
     loss = f", loss {link.loss:.2%}" if link.loss is not None else ""
-    return f"{format_seconds(link.rtt_s)}, {bandwidth}{window}{loss} [{link.origin}]"
+    # Of hosts side by side tenths of a millisecond say nothing.
+    trip = short_time(link.rtt_s) if link.rtt_s < 1e-4 else format_seconds(link.rtt_s)
+    return f"{trip}, {bandwidth}{window}{loss} [{link.origin}]"

@@ -47,7 +47,7 @@ def missing_corpus(run: RunFolder, digest: str, recorded: Path) -> Refusal:
         what="the corpus of this run is not there",
         where=recorded,
         fact=f"this folder {lacking}; nor is corpus {digest} in {', '.join(places) or 'a cache'}",
-        remedy=run.prepare(),
+        remedy=run.prepare_command(),
     )
 
 
@@ -59,9 +59,9 @@ def is_corpus(folder: Path, digest: str) -> bool:
     return False
 
 
-def remedy(run: RunFolder, folder: Path) -> str:
+def mending_command(run: RunFolder, folder: Path) -> str:
     """The command that mends a damaged corpus of a run: a copy is sent again by the next start."""
-    return run.resume() if folder.name.startswith(SENT) else run.prepare()
+    return run.resume() if folder.name.startswith(SENT) else run.prepare_command()
 
 
 def sent_name(digest: str) -> str:

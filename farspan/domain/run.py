@@ -240,7 +240,7 @@ class RunFolder:
         train."""
         return command("resume", os.environ.get(HOME, self.path))
 
-    def prepare(self) -> str:
+    def prepare_command(self) -> str:
         """The command that makes the run's corpus whole, on the same machine."""
         return command("prepare", Path(os.environ.get(HOME, self.path)) / self.config.name)
 

@@ -231,7 +231,7 @@ class CheckpointMirror:
             try:
                 stream = cast(IO[bytes], Bounded(process.stdout, self._plan))
                 with tarfile.open(fileobj=stream, mode="r|") as archive:
-                    extract(archive, arriving)
+                    receive_checkpoints(archive, arriving)
             except BaseException:
                 process.kill()
                 raise
@@ -296,7 +296,7 @@ class Bounded:
         return content
 
 
-def extract(archive: tarfile.TarFile, folder: Path) -> None:
+def receive_checkpoints(archive: tarfile.TarFile, folder: Path) -> None:
     """The checkpoints of a tar, each in a folder of its name: regular files of the names that a
     checkpoint has. What comes is another machine's word: anything else raises Unexpected."""
     for member in archive:

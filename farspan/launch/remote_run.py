@@ -106,7 +106,7 @@ class RemoteRun:
         corpus-damaged, host-unreachable)."""
         folder = find.require_corpus(self._here, self._plan.inputs.corpus)
         manifest = load(folder / "corpus.json", CorpusManifest)
-        tokens.verify(folder, manifest, find.remedy(self._here, folder))
+        tokens.verify(folder, manifest, find.mending_command(self._here, folder))
         # The file that says what the folder is comes last: without it the folder counts as empty.
         self._put([(folder / name, name) for name in (*TOKEN_FILES, "corpus.json")], corpus)
 

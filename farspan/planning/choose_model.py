@@ -244,11 +244,11 @@ def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> 
         what="the corpus cannot fill one training and one validation window of the model",
         where=corpus.source,
         fact=f"there are {sizes}; each needs at least {seq_len + 1}",
-        remedy=f"set model.context: {longest:d}" if fits else _more_text(config, corpus, seq_len),
+        remedy=f"set model.context: {longest:d}" if fits else _remedy(config, corpus, seq_len),
     )
 
 
-def _more_text(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
+def _remedy(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
     """How a corpus comes to fill its windows: a larger share is held out where that is enough, else
     text is added."""
     needed = seq_len + 1
@@ -258,11 +258,12 @@ def _more_text(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
         held = (train.tokens + val.tokens) * percent / 100
         is_enough = val.tokens < needed < train.tokens and held >= ENOUGH_HELD_OUT * needed
         if is_enough and percent > asked_percent:
-            return (
-                f"write in run.yaml: data: {{source: {yaml_word(corpus.source)}, val: {percent}%}}"
-            )
+            path_word = yaml_word(corpus.source)
+            return f"write in run.yaml: data: {{source: {path_word}, val: {percent:d}%}}"
     # The split stays as it is while the text grows.
     factor = needed / max(1, min(train.tokens, val.tokens))
     missing_bytes = (factor - 1) * (train.text_bytes + val.text_bytes)
-    missing = format_bytes(max(1, math.ceil(missing_bytes)))
-    return f"add text to {shell_word(corpus.source)}: about {missing} are missing"
+    missing_bytes = max(1, math.ceil(missing_bytes))
+    return (
+        f"add text to {shell_word(corpus.source)}: about {format_bytes(missing_bytes)} are missing"
+    )

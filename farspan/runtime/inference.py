@@ -90,13 +90,13 @@ def _tokenizer(run: RunFolder) -> Tokenizer:
         corpus = find_corpus(recorded, digest)
         # Where it is gone, `farspan prepare` makes it in the cache of today.
         folder = corpus or cache_folder() / CORPORA / digest
-        copied = shell_line("cp", folder / run.tokenizer.name, run.path)
+        fix = shell_line("cp", folder / run.tokenizer.name, run.path)
         raise Refusal(
             "path-missing",
             what="the run has lost its tokenizer",
             where=run.tokenizer,
             fact="without it no text becomes tokens",
-            remedy=f"{copied}   (from its corpus)" if corpus else f"{run.prepare()} && {copied}",
+            remedy=f"{fix}   (from its corpus)" if corpus else f"{run.prepare_command()} && {fix}",
         )
     return tokenizers.load(run.tokenizer)
 

@@ -223,3 +223,25 @@ def test_pricing_loads_no_torch(environment: dict[str, str], plans: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()).isdisjoint({"torch", "matplotlib", "scipy", "jinja2"})
+
+
+def test_an_assumed_network_is_shown_with_its_number_wherever_a_cluster_is(
+    here: Farspan, tmp_path: Path
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(
+        "sites:\n  lab: {hosts: {a: {devices: [a30, a30]}, b: {devices: [a30, a30]}}}\n"
+    )
+    shown = here("cluster", "show", str(file))
+    assert "link a - b: 0.1 ms, 10 Gbit/s assumed [derived]" in shown.stdout
+    checked = here("cluster", "check", str(file))
+    assert "unknown: the bandwidth between hosts of lab: 10 Gbit/s is assumed" in checked.stdout
+    assert "farspan probe --cluster" in checked.stdout
+    (tmp_path / "plan.yaml").write_text(
+        "model: gpt2\ntrain: {batch: 8, seq_len: 256, precision: fp16}\n"
+        "stages:\n  - {on: [a:0-1, b:0-1], dp: 4}\n"
+    )
+    priced = here("plan", "--price", str(tmp_path / "plan.yaml"), "--cluster", str(file))
+    words = " ".join(priced.stdout.split())
+    assert "10 Gbit/s is assumed between hosts" in words
+    assert "measure it: farspan probe --cluster CLUSTER -o measured.yaml" in words

@@ -223,7 +223,7 @@ class _Server:
         folder = self._folders["corpus"]
         try:
             manifest = load(folder / "corpus.json", CorpusManifest)
-            tokens.verify(folder, manifest, find.remedy(self._run, folder))
+            tokens.verify(folder, manifest, find.mending_command(self._run, folder))
         except Refusal as refusal:
             self.damage = refusal
         return self.damage is None
