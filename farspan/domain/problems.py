@@ -56,6 +56,7 @@ EXIT_CODES = {
     "store-foreign": 47,
     "store-mismatch": 48,
     "port-taken": 49,
+    "preempted": 50,
     "interrupted": 130,
 }
 
@@ -92,6 +93,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int | None = None
     host: str | None = None
     last_words: str | None = None
+    #: All workers that were preempted together; `rank` is the first of them.
+    ranks: tuple[int, ...] = ()
 
     @property
     def predicate(self) -> str:

@@ -310,13 +310,18 @@ class Traced(_Event, frozen=True, kw_only=True, tag="traced"):
 
 
 class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
-    """The end of a worker group: `reason` is done, deadline, early-stop, interrupted or failed."""
+    """The end of a worker group: `reason` is done, deadline, early-stop, interrupted, preempted or
+    failed."""
 
     step: int
     reason: str
     seconds: float
     problem: Problem | None = None
 
+
+#: Ends (`Finished.reason`) between two steps, by a request or a preemption: the step is saved, and
+#: the run goes on from there.
+STOPPED = ("interrupted", "preempted")
 
 Event = Started | Recovered | Step | Validated | Saved | Sampled | Warned | Traced | Finished
 

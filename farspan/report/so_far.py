@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from farspan.domain.results import Event, Finished, Saved, Started, Step, Validated
+from farspan.domain.results import Event, Finished, Recovered, Saved, Started, Step, Validated
 
 #: Speeds and times to go are medians over so many last steps.
 RECENT_STEPS = 50
@@ -26,6 +26,7 @@ class SoFar:
         self.started: Started | None = None
         self.validated: Validated | None = None
         self.saved: Saved | None = None
+        self.recovered: Recovered | None = None
         self.finished: Finished | None = None
         #: The last step that was made, and the steps of the whole run as its time budget has it
         #: now.
@@ -43,6 +44,8 @@ class SoFar:
                 self.started, self.step = event, event.step
                 self._made, self._pauses_s = 0, 0.0
                 self.recent.clear()
+            case Recovered():
+                self.recovered = event
             case Step():
                 # Counted first: who looks divides by it as soon as there is a step.
                 self._made += 1

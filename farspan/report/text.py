@@ -33,6 +33,7 @@ ENDINGS = {
     "deadline": "stopped at its deadline",
     "early-stop": "stopped early: validation no longer improved",
     "interrupted": "interrupted",
+    "preempted": "preempted",
     "failed": "failed",
     "unfinished": "still running, or killed",
 }

@@ -16,12 +16,13 @@ import msgspec
 from farspan.domain.cluster import TAKEN
 from farspan.domain.own_files import open_own
 from farspan.domain.run import SpareTask
+from farspan.domain.standard_input import first_line
 from farspan.runtime import worker
 from farspan.runtime.device import hold
 
 
 def main() -> int:
-    line = sys.stdin.readline()
+    line = first_line()
     if not line:
         return 0
     task = msgspec.json.decode(line, type=SpareTask)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from farspan.app.configs import as_yaml
 from farspan.app.supervisor import Supervisor
-from farspan.app.updates import Faulted
+from farspan.app.updates import Faulted, Note
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.codec import load, save
 from farspan.domain.config import OnFault, RunConfig
@@ -45,6 +45,8 @@ class Watched:
         at_fault: Callable[[Watched], None] = lambda watched: None,
     ) -> None:
         self.run, self.faulted, self.events = run, list[Faulted](), list[Event]()
+        #: Lines for people.
+        self.notes = list[str]()
         self._at_step, self._at_fault = at_step, at_fault
         self.supervisor = Supervisor(run, self._told, self.events.append)
 
@@ -59,6 +61,8 @@ class Watched:
         if isinstance(update, Faulted):
             self.faulted.append(update)
             self._at_fault(self)
+        elif isinstance(update, Note):
+            self.notes.append(update.text)
         elif isinstance(update, Step):
             self._at_step(self, update.step)
 

@@ -30,8 +30,9 @@ class Worker:
     val: Windows
     emit: Callable[[Event], None]
     clock: Callable[[], float]
-    #: Asked between steps: whether to save and end.
+    #: Asked between steps: whether the run is to save and end, and whether this worker is to go.
     stop: Callable[[], bool] = lambda: False
+    preempted: Callable[[], bool] = lambda: False
     #: The start of the run that this worker belongs to.
     epoch: Epoch = field(default_factory=lambda: Epoch(number=0))
 
