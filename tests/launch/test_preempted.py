@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.app.jobs import status
-from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
+from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.epoch import read_ledger
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.results import Finished, Recovered, Saved, Step, read_events
@@ -37,6 +37,11 @@ def signal_together(pids: list[int]) -> None:
     for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
         for pid in pids:
             os.kill(pid, number)
+
+
+def preempt(run: RunFolder, *ranks: int) -> None:
+    """Send SIGTERM to workers, wherever a launcher started them."""
+    signal_together([worker_of(run, rank) for rank in ranks])
 
 
 def trained_through(run: RunFolder, harm, at: int = 3) -> tuple[Watched, Finished | Problem | None]:
@@ -264,8 +269,7 @@ def test_a_signal_to_one_worker_under_another_launcher_is_a_preemption(tmp_path,
     if launcher == "ray":
         pytest.importorskip("ray", reason="waits for farspan[ray]")
     run = made(tmp_path / "run", TWO, launcher=launcher)
-    harm = lambda watched: os.kill(worker_of(run, 1), signal.SIGTERM)  # noqa: E731
-    watched, ending = trained_through(run, harm)
+    watched, ending = trained_through(run, lambda watched: preempt(run, 1))
     went_on(watched, ending, (1,))
     wait_for(lambda: not processes(str(run.path)), "no process of the run is left")
 
@@ -276,8 +280,7 @@ def test_a_signal_to_all_workers_under_another_launcher_is_a_stop(tmp_path, laun
     if launcher == "ray":
         pytest.importorskip("ray", reason="waits for farspan[ray]")
     run = made(tmp_path / "run", TWO, launcher=launcher)
-    harm = lambda watched: signal_together([worker_of(run, 0), worker_of(run, 1)])  # noqa: E731
-    watched, ending = trained_through(run, harm)
+    watched, ending = trained_through(run, lambda watched: preempt(run, 0, 1))
     assert isinstance(ending, Finished) and ending.reason == "interrupted" and not watched.faulted
     assert next(checkpoint.newest_first(run.checkpoints)).name.endswith(str(ending.step))
 
@@ -311,19 +314,15 @@ def test_an_agent_that_gets_the_signal_is_preempted_with_its_workers(tmp_path, a
 
 
 @pytest.mark.slow
-def test_a_host_that_is_preempted_whole_is_not_tried_again_at_once(tmp_path, far, monkeypatch):
-    plan = replace(TWO, devices=(TWO.devices[0], replace(TWO.devices[1], host="far")))
-    run = made(tmp_path / "run", plan)
-    here = load_cluster_json(run.cluster)
-    (site,) = here.sites
-    (host,) = site.hosts
-    hosts = (replace(host, devices=host.devices[:1]), far)
-    save_cluster_json(replace(here, sites=(replace(site, hosts=hosts),)), run.cluster)
+def test_a_host_that_is_preempted_whole_is_not_tried_again_at_once(tmp_path, cluster, monkeypatch):
+    """Nothing else is wrong with it, so it is there when its notice is over."""
+    utah, star = (replace(TWO.devices[0], host=host) for host in ("utah", "star"))
+    run = made(tmp_path / "run", replace(TWO, devices=(utah, star)))
+    save_cluster_json(cluster, run.cluster)
     monkeypatch.setattr("farspan.app.faults.NOTICE_S", 1.0)
-    harm = lambda watched: os.kill(worker_of(run, 1), signal.SIGTERM)  # noqa: E731
-    watched, ending = trained_through(run, harm)
+    watched, ending = trained_through(run, lambda watched: preempt(run, 1))
     assert isinstance(ending, Finished) and ending.reason == "interrupted"
-    assert watched.faulted[0].problem.host == "far"
-    assert "waiting for far" in watched.notes
+    assert watched.faulted[0].problem.host == "star"
+    assert "waiting for star" in watched.notes
     (again,) = [event for event in watched.events if isinstance(event, Recovered)]
     assert again.lost == 0 and again.down_s >= 1.0

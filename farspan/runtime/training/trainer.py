@@ -38,6 +38,9 @@ FIRST_LOSS_SCALE = 2.0**16
 QUIET_STEPS = 2000
 #: What mends a loss that is not finite.
 LOWER = "lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER"
+#: A signal that ends a whole run reaches its workers within so many seconds of each other, as
+#: agents of several hosts pass it on: a choice. They ask each other so often meanwhile.
+SPREAD_S, LOOK_S = 1.0, 0.05
 #: Steps whose spans are recorded: the second and third of a start, and one of so many later.
 TRACED_FIRST, TRACED_EVERY = (1, 2), 200
 
@@ -215,14 +218,16 @@ class Trainer:
         return reason
 
     def _stop_reason(self) -> str:
-        """Agree on why all stop, once the state is saved: what came to some workers first may have
-        come to all by then. A signal that came to all is a stop, whoever sent it."""
-        group = self.worker.group
-        asked = group.gather(float(self.worker.stop()))
-        signalled = group.gather(float(self.worker.preempted()))
-        ranks = tuple(rank for rank, came in enumerate(signalled) if came)
-        if any(asked) or len(ranks) in (0, group.world):
-            return "interrupted"
+        """Agree on why all stop, once the state is saved. A signal that comes to all workers is a
+        stop, whoever sent it; it does not come to all at once."""
+        group, ranks = self.worker.group, tuple[int, ...]()
+        for _ in range(round(SPREAD_S / LOOK_S)):
+            asked = group.gather(float(self.worker.stop()))
+            signalled = group.gather(float(self.worker.preempted()))
+            ranks = tuple(rank for rank, came in enumerate(signalled) if came)
+            if any(asked) or len(ranks) in (0, group.world):
+                return "interrupted"
+            time.sleep(LOOK_S)
         self.preempted = ranks
         return "preempted"
 
