@@ -80,7 +80,7 @@ def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
 
 
 def test_only_a_host_that_was_preempted_whole_is_leaving_and_for_its_notice():
-    """Not one of whose workers some are left, and not this machine, which its supervisor runs on."""
+    """Not one that has workers left, and not this machine, on which the supervisor runs."""
     device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
     names = ("here", "whole", "part", "idle")
     hosts = tuple(

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -24,7 +25,14 @@ from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_killed import holders, processes, said, started
-from tests.launch.test_launchers import LONG, worker_of
+from tests.launch.test_launchers import (
+    LONG,
+    lost,
+    planned,
+    sites,  # noqa: F401 - a fixture
+    wait_until_all_ended,
+    worker_of,
+)
 from tests.waiting import LIMIT_S, wait_for
 
 #: Without a checkpoint before the signal: all that is kept is what the preemption saves.
@@ -311,6 +319,30 @@ def test_an_agent_that_gets_the_signal_is_preempted_with_its_workers(tmp_path, a
 
 # -- hosts
 #   ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_the_workers_of_a_host_that_is_preempted_are_named_and_those_of_others_save(
+    sites,  # noqa: F811
+    tmp_path,
+    launcher,
+):
+    """Under torchrun its agent gets the signal, and passes it on."""
+    run = tiny.run_folder(tmp_path / "run", planned(replace(LONG, checkpoint_every_s=1e6)))
+
+    def harm() -> None:
+        if launcher == "local":
+            preempt(run, 2, 3)
+        else:
+            worker = psutil.Process(worker_of(run, 3))
+            worker.parent().send_signal(signal.SIGTERM)
+
+    problem = lost(run, launcher, sites[1], harm)
+    assert (problem.code, problem.ranks, problem.host) == ("preempted", (2, 3), "star")
+    assert problem.what == "ranks 2 and 3 on star were preempted"
+    assert_preempted(run, (2, 3))
+    wait_until_all_ended(run)
 
 
 @pytest.mark.slow
