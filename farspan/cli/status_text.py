@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from farspan.app.jobs import Status
 from farspan.cli.paint import painter, width
 from farspan.domain.problems import command
-from farspan.domain.units import counted, format_seconds
+from farspan.domain.units import format_seconds
 from farspan.report.tables import table_lines
-from farspan.report.text import ENDINGS
+from farspan.report.text import ENDINGS, recovery_words
 
 HEADS = ("run", "state", "step", "done", "loss", "tokens/s", "saved", "left")
 #: As rich names styles.
@@ -110,10 +110,7 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
         saved = f"step {status.saved_step:,}, {_ago(status.saved_s)}"
     yield "checkpoint", saved
     if (again := status.recovered) is not None:
-        yield (
-            "recovered",
-            (f"after step {again.step:,}: {again.fault.what}, {counted(again.lost, 'step')} lost"),
-        )
+        yield "recovered", f"after {recovery_words(again)}"
     if status.heard_s is not None:
         yield "last heard", _ago(status.heard_s)
     if status.left_s is not None:

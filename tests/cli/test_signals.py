@@ -118,11 +118,13 @@ def test_a_job_goes_on_without_a_step_lost_when_one_worker_is_signalled_and_stop
     steps = [event.step for event in events if isinstance(event, Step)]
     assert steps == list(range(1, len(steps) + 1)), "no step is lost or made twice"
     assert isinstance(events[-1], Finished) and events[-1].reason == "interrupted"
-    status = subprocess.run(
-        [sys.executable, "-m", "farspan", "status", "job"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert "was preempted, 0 steps lost" in status.stdout
+    for name in ("status", "report"):
+        shown = subprocess.run(
+            [sys.executable, "-m", "farspan", name, "job"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert "was preempted, 0 steps lost" in shown.stdout, shown.stdout + shown.stderr
+    assert "was preempted · 0 steps and" in Path("job", "report.html").read_text()
     assert not processes(str(tmp_path), "farspan.runtime")

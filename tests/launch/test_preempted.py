@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -133,13 +132,15 @@ def test_workers_that_are_preempted_together_are_all_named(tmp_path):
 
 @pytest.mark.slow
 def test_further_signals_while_a_preempted_worker_saves_change_nothing(tmp_path):
+    def is_gone(pid: int) -> bool:
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return True
+        return False
+
     def insist(pid: int) -> None:
-        while Path(f"/proc/{pid}").exists():
-            try:
-                os.kill(pid, signal.SIGTERM)
-            except ProcessLookupError:
-                return
-            threading.Event().wait(0.01)
+        wait_for(lambda: is_gone(pid), "the worker's end")
 
     def harm(watched: Watched) -> None:
         threading.Thread(target=insist, args=(pids_of(watched)[1],), daemon=True).start()
