@@ -9,8 +9,8 @@ from __future__ import annotations
 import array
 import fcntl
 import os
+import stat
 import termios
-from contextlib import suppress
 
 #: Save and end; end at once.
 STOP, KILL = b"s", b"k"
@@ -29,11 +29,12 @@ def first_line() -> str:
 
 
 def holds_more() -> bool:
-    """Return whether something was said that nobody has read.
+    """Return whether something was said that nobody has read; only a pipe can say it.
 
     It is not read: the workers of one torchrun share one input, and each has to find the word.
     """
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return False
     unread = array.array("i", [0])
-    with suppress(OSError):  # An input that cannot tell, such as /dev/null, holds nothing.
-        fcntl.ioctl(0, termios.FIONREAD, unread)
+    fcntl.ioctl(0, termios.FIONREAD, unread)
     return unread[0] > 0
