@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import msgspec
 
+from farspan.domain.cluster import Cluster
+from farspan.domain.plan import Plan
 from farspan.domain.problems import LESS_MEMORY, Problem
 from farspan.domain.units import counted, format_seconds
 
 #: What may be gone at the next start: a lost worker, host or link, or a device that its driver has
 #: to reset.
-CURABLE = ("worker-lost", "host-unreachable", "device-missing", "launcher-unusable")
+CURABLE = ("worker-lost", "preempted", "host-unreachable", "device-missing", "launcher-unusable")
 #: Of these a first start is refused at once: something that never ran is to be mended by who asked
 #: for it.
 AT_FIRST = ("host-unreachable", "device-missing", "launcher-unusable")
+#: A host whose workers were all preempted goes away, and is not tried again for so many seconds:
+#: the longest notice that is usual, that of AWS (Azure, Google Cloud and Slurm's KillWait: 30 s).
+NOTICE_S = 120.0
 #: The same fault so often at the same step ends the run.
 SAME = 3
 #: Of kills that may be for memory so many at the same place are. A choice: one may be
@@ -56,10 +61,24 @@ class Faults:
         self._costs: list[tuple[float, float]] = []
         #: Steps whose batch is left out from now on.
         self.left_out: tuple[int, ...] = ()
+        #: Until when hosts that were preempted are not tried again.
+        self._leaving = dict[str, float]()
 
     def cost(self, at: float, seconds: float) -> None:
         """A restart that was done at a time has cost so many seconds of training."""
         self._costs.append((at, seconds))
+
+    def preempt(self, fault: Seen, plan: Plan, cluster: Cluster) -> None:
+        """Take a fault: hosts that it has taken away whole are leaving. This machine is not: its
+        own shutdown would have ended who asks."""
+        for host in cluster.hosts:
+            ranks = {rank for rank, at in enumerate(plan.devices) if at.host == host.name}
+            if ranks and ranks <= set(fault.problem.ranks) and host.enter != ():
+                self._leaving[host.name] = fault.at + NOTICE_S
+
+    def leaving(self, now: float) -> set[str]:
+        """The hosts that are not tried again yet."""
+        return {name for name, until in self._leaving.items() if now < until}
 
     def end(self, fault: Seen, *, trained: bool) -> Problem | None:
         """Take a fault: None where the run starts again, else what it ends with. `trained` says

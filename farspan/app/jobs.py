@@ -19,7 +19,7 @@ from farspan.domain.cluster import HostName
 from farspan.domain.codec import load, parse_json, save
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.results import Event, decoded, read_events
+from farspan.domain.results import STOPPED, Event, Recovered, decoded, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.launch.lock import holders, is_locked
@@ -70,7 +70,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     #: The living job, or the one that was lost.
     job: Job | None
-    #: What a failed job ended with.
+    #: What a job that failed, or was preempted, ended with.
     problem: Problem | None
     #: Whether workers of a lost job are still there: they save and end.
     saving: bool
@@ -82,6 +82,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     #: Of the newest checkpoint.
     saved_step: int | None
     saved_s: float | None
+    #: The last fault after which the run went on by itself: what it was, and the steps lost.
+    recovered: Recovered | None
     #: Of the last event.
     heard_s: float | None
     left_s: float | None
@@ -203,12 +205,14 @@ def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
     # Steps before this job has started say nothing of its speed.
     paced = bool(recent) and (state != "running" or job is None or so_far.at >= job.started)
     ended = so_far.finished
+    reason = ended.reason if ended else None
+    told = state == "failed" or (state == "stopped" and reason == "preempted")
     return Status(
         run=str(run.path),
         state=state,
-        reason=ended.reason if ended else None,
+        reason=reason,
         job=job if state in ("running", "lost") else None,
-        problem=(problem or (ended.problem if ended else None)) if state == "failed" else None,
+        problem=(problem or (ended.problem if ended else None)) if told else None,
         saving=state == "lost" and is_locked(run.lock),
         step=so_far.step,
         steps=so_far.steps,
@@ -217,6 +221,7 @@ def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
         tokens_per_s=so_far.tokens_per_s if paced else None,
         saved_step=saved.step if saved else None,
         saved_s=max(0.0, now - saved.at) if saved else None,
+        recovered=so_far.recovered,
         heard_s=max(0.0, now - so_far.at) if so_far.at else None,
         left_s=so_far.left_s() if paced and state == "running" else None,
     )
@@ -226,7 +231,7 @@ def _state(job: Job | None, so_far: SoFar, problem: Problem | None, *, locked: b
     if job is not None:
         return "running" if job.lives else "lost"
     if problem is not None:
-        return "stopped" if problem.code == "interrupted" else "failed"
+        return "stopped" if problem.code in STOPPED else "failed"
     if so_far.finished is None:
         return "lost" if locked or so_far.started is not None else "new"
     reason = so_far.finished.reason

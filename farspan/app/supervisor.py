@@ -78,6 +78,9 @@ class Supervisor:
                 try:
                     return self._start(lease, spares)
                 except Refusal as refusal:
+                    # A shutdown reaches workers and this process in any order.
+                    if self._asked and refusal.problem.code == "preempted":
+                        self._require_not_asked()
                     if self._on_fault == "stop" or self._asked:
                         raise
                     self._go_on(refusal.problem)
@@ -178,6 +181,7 @@ class Supervisor:
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
         if (end := self._faults.end(fault, trained=self._first is not None)) is not None:
             raise Refusal.of(end)
+        self._faults.preempt(fault, self._run.load_plan(), self._cluster())
         at = time.time() - (now - self._seen_at)
         self._progress(Faulted(problem, at, self._step, told(fault, len(self._faults.seen))))
         replanned = self._until_all_are_there()
@@ -207,7 +211,9 @@ class Supervisor:
             # there.
             return set()
         planned = {device.host for device in self._run.load_plan().devices}
-        return away([host for host in self._cluster().hosts if host.name in planned])
+        leaving = planned & self._faults.leaving(time.monotonic())
+        left = [host for host in self._cluster().hosts if host.name in planned - leaving]
+        return leaving | away(left)
 
     def _left(self, gone: Collection[str]) -> tuple[Planned | None, float]:
         """A plan without these hosts, if one may be followed and fits, and the seconds that it
@@ -236,6 +242,10 @@ class Supervisor:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._asked:
             time.sleep(LOOK_S)
+        self._require_not_asked()
+
+    def _require_not_asked(self) -> None:
+        """Raises Refusal (interrupted) where the user has asked to stop."""
         if self._asked:
             raise Refusal(
                 "interrupted",

@@ -24,7 +24,7 @@ from farspan.app.updates import Ended, Note, Progress, notes, silent
 from farspan.domain.codec import load, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import Event, Started, read_events
+from farspan.domain.results import STOPPED, Event, Started, read_events
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
 
@@ -157,7 +157,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
         raise
     progress(Ended())
     report = write_report(run.path)
-    if ended is not None and ended.reason == "interrupted":
+    if ended is not None and ended.reason in STOPPED:
         raise Refusal(
             "interrupted",
             what=f"stopped as asked; step {ended.step:,} of {plan.train.steps:,} is saved",

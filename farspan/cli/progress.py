@@ -85,7 +85,7 @@ class TrainingDisplay:
                 if event.step:
                     self._print(f"resumed after step {event.step:,}")
             case Recovered():
-                again = f"{counted(event.lost, 'step')} again"
+                again = f"{counted(event.lost, 'step')} lost"
                 self._print(
                     f"recovered after {format_seconds(event.down_s)}: {event.fault.what} · {again}"
                 )

@@ -9,7 +9,7 @@ from farspan.cli.paint import painter, width
 from farspan.domain.problems import command
 from farspan.domain.units import format_seconds
 from farspan.report.tables import table_lines
-from farspan.report.text import ENDINGS
+from farspan.report.text import ENDINGS, recovery_words
 
 HEADS = ("run", "state", "step", "done", "loss", "tokens/s", "saved", "left")
 #: As rich names styles.
@@ -54,6 +54,8 @@ def _state(status: Status) -> str:
             return f"finished, {status.reason}"
         case "failed" if status.problem is not None:
             return f"failed, {status.problem.code}"
+        case "stopped" if status.problem is not None:
+            return f"stopped, {status.problem.code}"
         case "lost" if status.saving:
             return "lost, saving"
         case "new":
@@ -89,6 +91,8 @@ def _sentence(status: Status, now: float) -> str:
             return ENDINGS.get(status.reason or "", status.reason or "")
         case "failed":
             return "failed" if status.problem is None else f"failed, {status.problem.code}"
+        case "stopped" if status.problem is not None:
+            return f"stopped, {status.problem.code}"
         case "new":
             return "no worker has started yet"
     return status.state
@@ -105,6 +109,8 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
     if status.saved_step is not None and status.saved_s is not None:
         saved = f"step {status.saved_step:,}, {_ago(status.saved_s)}"
     yield "checkpoint", saved
+    if (again := status.recovered) is not None:
+        yield "recovered", f"after {recovery_words(again)}"
     if status.heard_s is not None:
         yield "last heard", _ago(status.heard_s)
     if status.left_s is not None:

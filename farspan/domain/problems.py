@@ -56,7 +56,8 @@ EXIT_CODES = {
     "store-foreign": 47,
     "store-mismatch": 48,
     "port-taken": 49,
-    "corpus-damaged": 50,
+    "preempted": 50,
+    "corpus-damaged": 51,
     "interrupted": 130,
 }
 
@@ -98,6 +99,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last_words: str | None = None
     #: What a worker may have been killed for, where the system does not say.
     suspected: Literal["memory"] | None = None
+    #: All workers that were preempted together; `rank` is the first of them.
+    ranks: tuple[int, ...] = ()
 
     @property
     def predicate(self) -> str:

@@ -340,7 +340,8 @@ class Traced(_Event, frozen=True, kw_only=True, tag="traced"):
 
 
 class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
-    """The end of a worker group: `reason` is done, deadline, early-stop, interrupted or failed."""
+    """The end of a worker group: `reason` is done, deadline, early-stop, interrupted, preempted or
+    failed."""
 
     step: int
     reason: str
@@ -350,6 +351,10 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     def __str__(self) -> str:
         return f"step {self.step:,} · {self.reason} after {format_seconds(self.seconds)}"
 
+
+#: Ends (`Finished.reason`) between two steps, by a request or a preemption: the step is saved, and
+#: the run goes on from there.
+STOPPED = ("interrupted", "preempted")
 
 Event = Started | Recovered | Step | Validated | Saved | Sampled | Warned | Traced | Finished
 

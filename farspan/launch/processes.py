@@ -18,7 +18,7 @@ from farspan.domain.interpreter import module_command
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
-from farspan.launch import stop_on_stdin
+from farspan.domain.standard_input import KILL, STOP
 from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
 from farspan.launch.rendezvous import Rendezvous
 
@@ -98,8 +98,9 @@ class HostProcess:
     With `said` its standard input begins with that, and ends when the process is asked to stop or
     its launcher is gone. With `hold` it is run by `stop_on_stdin`, as what a client starts always
     is: it would not notice that itself. The `secret` of the run goes to workers the same way:
-    everybody on a machine can read a command line. The end of their standard input tells them that
-    this launcher is gone, too. With `answers` its standard output is read here, not logged.
+    everybody on a machine can read a command line. There they also find the word STOP, without
+    which a signal is a preemption, and the end that tells them that this launcher is gone. With
+    `answers` its standard output is read here, not logged.
     `variables` are for what enters the host.
     """
 
@@ -119,7 +120,7 @@ class HostProcess:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._host, self._ranks = host, ranks
-        self._stops_with_input = said is not None
+        self._stops_with_input, self._leads = said is not None, secret is not None
         self._held = bool(ranks) and said is None and (hold or by_client(host, device))
         if self._held:
             words = module_command(interpreter(host), "farspan.launch.stop_on_stdin", *words)
@@ -160,7 +161,7 @@ class HostProcess:
 
     def signal(self, number: signal.Signals) -> None:
         if self._held and number in (signal.SIGTERM, signal.SIGKILL):
-            self._say(stop_on_stdin.STOP if number == signal.SIGTERM else stop_on_stdin.KILL)
+            self._say(STOP if number == signal.SIGTERM else KILL)
             if (
                 number == signal.SIGKILL
             ):  # What runs there takes its client with it, unless nothing arrives any more.
@@ -172,6 +173,8 @@ class HostProcess:
         ):
             self._process.stdin.close()
         else:
+            if number == signal.SIGTERM and self._leads:
+                self._say(STOP)
             self._process.send_signal(number)
 
     def kill(self) -> None:

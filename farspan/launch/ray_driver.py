@@ -3,10 +3,11 @@ cluster.
 
 With `describe ADDRESS` instead it says what nodes a cluster has.
 
-Makes one actor a rank on the node of the rank's host, lets each run a worker, passes SIGTERM on,
-writes what ended a worker beside the run's logs, and ends when all workers have. The first line of
-standard input is the cluster's token, or empty, the second the secret of the run; the end of
-standard input is as SIGTERM. The only file that imports Ray.
+Makes one actor a rank on the node of the rank's host, lets each run a worker, writes what ended a
+worker beside the run's logs, and ends when all workers have. The first line of standard input is
+the cluster's token, or empty, the second the secret of the run. The end of standard input asks
+workers to save and end, by the word of who started them; a signal is passed on without that word.
+The only file that imports Ray.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +31,14 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
+from farspan.domain.preemption import preempted
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import HOME, ON_STDIN, SECRET
+from farspan.domain.standard_input import STOP, first_line
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.launchers.ray import LOST, Job, Node
 from farspan.launch.processes import worker_environment
-from farspan.launch.stop_on_stdin import at_end_of_input
+from farspan.launch.stop_on_stdin import follow_input
 from farspan.launch.workers import GRACE_S
 
 POLL_S = 0.2
@@ -115,6 +119,25 @@ class RankActor:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
+    def stop(self) -> None:
+        """Ask the worker to save and end, by the word of who started it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # It has ended already.
+            self._process.stdin.write(STOP)
+        self.signal(signal.SIGTERM)
+
+
+class Requests:
+    """What has asked this driver to end: standard input, or a signal from elsewhere."""
+
+    def __init__(self) -> None:
+        self.said = self.signalled = False
+
+    def say(self) -> None:
+        """Take the end of standard input; the signal wakes the main thread."""
+        self.said = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
 
 def join(address: str) -> None:
     """Connect this process to a Ray cluster, from a folder in which no user keeps files."""
@@ -155,7 +178,7 @@ def _names(node: dict[str, Any]) -> tuple[str | None, ...]:
     return labels.get("farspan-host"), node["NodeManagerHostname"], node["NodeManagerAddress"]
 
 
-def run(job: Job, secret: str) -> list[WorkerEnd | None]:
+def run(job: Job, secret: str, requests: Requests) -> list[WorkerEnd | None]:
     """How each rank ended."""
     nodes = nodes_of(job)
     remote: Any = ray.remote(RankActor)
@@ -190,10 +213,31 @@ def run(job: Job, secret: str) -> list[WorkerEnd | None]:
         if host in job.caches:
             environment["FARSPAN_CACHE"] = job.caches[host]
         ray.get(actor.start.remote(job.folders[host], environment, secret), timeout=JOIN_S)
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: [actor.signal.remote(number) for actor in actors]
+
+    def end(number: int, frame: object) -> None:
+        requests.signalled = True
+        for actor in actors:
+            if requests.said:
+                actor.stop.remote()
+            else:
+                actor.signal.remote(number)
+
+    signal.signal(signal.SIGTERM, end)
+    ended = watch(job, actors)
+    if requests.signalled and not requests.said:
+        return [end if end is not None and end.problem else _preempted(job) for end in ended]
+    return ended
+
+
+def _preempted(job: Job) -> WorkerEnd:
+    """How a worker ended that this driver has passed a signal from elsewhere on to, as to all."""
+    problem = preempted(
+        dict(enumerate(job.ranks)),
+        where=f"host {job.ranks[0]}",
+        fact="the driver of Ray got a signal from outside the run",
+        remedy=command("resume", job.environment[HOME]),
     )
-    return watch(job, actors)
+    return WorkerEnd(problem=problem)
 
 
 def _spots(job: Job, actors: list[Any]) -> list[Spot]:
@@ -279,6 +323,15 @@ def _poll(job: Job, rank: int, actor: Any) -> WorkerEnd | None:
         cause = (
             f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         )
+        if code == -signal.SIGTERM:
+            problem = preempted(
+                {rank: host},
+                where=f"host {host}",
+                fact=f"{cause} before its first step",
+                remedy=command("resume", job.environment[HOME]),
+                signal=signal.SIGTERM.name,
+            )
+            return WorkerEnd(problem=problem)
     return WorkerEnd(
         problem=Problem(
             code="worker-lost",
@@ -340,15 +393,15 @@ def main() -> int:
     if sys.argv[1] == "describe":
         sys.stdout.buffer.write(msgspec.json.encode(describe(sys.argv[2])))
         return 0
-    if token := sys.stdin.readline().strip():
+    if token := first_line().strip():
         os.environ["RAY_AUTH_TOKEN"] = token
-    secret = sys.stdin.readline().strip()
-    at_end_of_input(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    secret, requests = first_line().strip(), Requests()
+    follow_input(stop=requests.say, ended=requests.say)
     job = msgspec.json.decode(sys.argv[1], type=Job)
     logs = Path(job.folders[job.ranks[0]]) / "logs"
     try:
         join(job.address)
-        ended = dict(enumerate(run(job, secret)))
+        ended = dict(enumerate(run(job, secret, requests)))
     except Refusal as refusal:
         ended = {0: WorkerEnd(problem=refusal.problem)}
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:

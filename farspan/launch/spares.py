@@ -103,7 +103,7 @@ class SpareProcess(HostProcess):
         task = SpareTask(
             plan=str(folder.plan), run=str(folder.path), environment=environment, log=str(log)
         )
-        self._ranks, self._stops_with_input = (rank,), False
+        self._ranks, self._stops_with_input, self._leads = (rank,), False, True
         self._answers.close()
         self._say(msgspec.json.encode(task) + f"\n{secret}\n".encode())
 

@@ -4,7 +4,8 @@ COMMAND...`.
 Clients such as ssh pass input on to a host, but no signals: there STOP, or the end of the input, is
 the request to stop, and KILL ends the command at once. The input also ends where the launcher is
 gone, however that happened. The input begins with a line, the secret of the run, which the command
-finds in its environment.
+finds in its environment. STOP is passed on to the command's own standard input before the signal:
+one that this process gets from elsewhere is passed on without it.
 
 On Linux the command is also asked to stop where this process itself is killed, and what a killed
 command leaves behind, as torchrun does its workers, is waited for.
@@ -24,23 +25,24 @@ from contextlib import suppress
 import psutil
 
 from farspan.domain.run import SECRET
+from farspan.domain.standard_input import KILL, LED, STOP, first_line
 
-#: What standard input says.
-STOP, KILL = b"s", b"k"
 #: Of Linux's prctl.h: the signal that a process gets when its parent ends; who adopts what its
 #: descendants leave.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def at_end_of_input(stop: Callable[[], None], kill: Callable[[], None] = lambda: None) -> None:
-    """Have `stop` called when standard input says STOP or has ended, and `kill` when it says
-    KILL."""
+def follow_input(
+    *, stop: Callable[[], None], ended: Callable[[], None], kill: Callable[[], None] = lambda: None
+) -> None:
+    """Have `stop` called when standard input says STOP, `kill` when it says KILL, and `ended` when
+    it has ended without."""
 
     def read() -> None:
         while (said := os.read(0, 1)) not in (b"", KILL):
             if said == STOP:
                 stop()
-        (kill if said == KILL else stop)()
+        (kill if said == KILL else ended)()
 
     threading.Thread(target=read, daemon=True).start()
 
@@ -50,20 +52,28 @@ def run(
     environment: Mapping[str, str] | None = None,
     *,
     adopt: bool = False,
+    leads: bool = False,
     first: Callable[[], None] = lambda: None,
 ) -> int:
     """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give
-    it. With `adopt` until all have ended that it leaves behind. When it is to be asked, `first` is
-    called before."""
+    it. With `adopt` until all have ended that it leaves behind. With `leads` the command's standard
+    input says STOP, and ends with this process. When it is to be asked, `first` is called
+    before."""
     asked, killed = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):  # It has ended already.
+                process.stdin.write(STOP)
+        asked.set()
 
     def kill() -> None:
         killed.set()
         asked.set()
 
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    process = _started(words, environment, adopt)
-    at_end_of_input(asked.set, kill)
+    process = _started(words, environment, adopt=adopt, leads=leads)
+    follow_input(stop=stop, ended=asked.set, kill=kill)
 
     def end() -> None:
         asked.wait()
@@ -85,16 +95,8 @@ def run(
     return code if code >= 0 else 128 - code
 
 
-def first_line() -> str:
-    """Of standard input, and nothing of what follows it."""
-    line = b""
-    while (said := os.read(0, 1)) not in (b"", b"\n"):
-        line += said
-    return line.decode()
-
-
 def _started(
-    words: Sequence[str], environment: Mapping[str, str] | None, adopt: bool
+    words: Sequence[str], environment: Mapping[str, str] | None, *, adopt: bool, leads: bool
 ) -> subprocess.Popen[bytes]:
     """The command, before any other thread runs here, which could hold a lock while its process is
     made."""
@@ -110,7 +112,8 @@ def _started(
     return subprocess.Popen(
         words,
         env=environment,
-        stdin=subprocess.DEVNULL,
+        bufsize=0,
+        stdin=subprocess.PIPE if leads else subprocess.DEVNULL,
         preexec_fn=follow if linux else None,
         # It inherits what this process was given to keep open, as the lock of a run.
         close_fds=False,
@@ -118,4 +121,5 @@ def _started(
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(sys.argv[1:], {**os.environ, SECRET: first_line()}, adopt=True))
+    led = {**os.environ, SECRET: first_line(), LED: "1"}
+    raise SystemExit(run(sys.argv[1:], led, adopt=True, leads=True))

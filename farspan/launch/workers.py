@@ -24,9 +24,11 @@ from farspan.domain.epoch import EPOCH, Epoch
 from farspan.domain.memory_kills import WorkerGroup, machine_kills
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
+from farspan.domain.preemption import preempted
 from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.results import (
+    STOPPED,
     Event,
     Finished,
     Saved,
@@ -312,7 +314,9 @@ class Workers(ABC):
                 continue
             self._heard.append(process)
             for closeness, problem in self._problems(process):
-                for other in self.processes if closeness == 2 else ():
+                # Who was preempted has saved, and ends by itself.
+                lost = closeness == 2 and problem.code == "worker-lost"
+                for other in self.processes if lost else ():
                     if other.ranks == (problem.rank,) and other.poll() is None:
                         self._culled.append(other)
                         other.signal(signal.SIGKILL)
@@ -329,17 +333,35 @@ class Workers(ABC):
     def _refuse_if_failed(self) -> None:
         failed = [process for process in self.processes if process.ranks and process.poll()]
         failed = [process for process in failed if process not in self._culled] or failed
-        saved = self._finished is not None and self._finished.reason == "interrupted"
-        # Workers also save where what had started some of them is gone: nobody has asked for that.
-        asked = self._interrupted_at is not None or not any(map(self.broken, failed))
-        if not failed or (saved and asked):
+        # Workers also save where what had started some of them is gone, and where some of them were
+        # preempted: nobody has asked for that.
+        asked = self._interrupted_at is not None
+        if not failed or (self.stopped and asked):
             return
+        if self.stopped and self._finished is not None and self._finished.problem is not None:
+            raise Refusal.of(self._finished.problem)
+        ended = [process.poll() for process in self.processes if process.ranks]
+        if not asked and all(code == -signal.SIGTERM for code in ended):
+            raise Refusal(
+                "interrupted",
+                what="stopped before the first step: all workers were asked to end",
+                where=self.run.path,
+                fact="each got SIGTERM, from outside the run",
+                remedy=farspan("resume", self.run.path),
+            )
         # Workers that lost a peer fail too. The cause is a problem that is about something else, or
         # a worker that was killed before it could say anything.
         problems = [entry for process in failed for entry in self._problems(process)]
-        said, cause = min(problems, key=lambda entry: (entry[1].code == "worker-lost", entry[0]))
+        said, cause = min(
+            problems,
+            key=lambda entry: (
+                entry[1].code == "worker-lost",
+                entry[1].code == "preempted",
+                entry[0],
+            ),
+        )
         killed = any((process.poll() or 0) < 0 for process in failed)
-        if self._interrupted_at is not None and killed and not said:
+        if asked and ((killed and not said) or cause.code == "preempted"):
             raise Refusal(
                 "interrupted",
                 what="stopped at once, as asked",
@@ -349,10 +371,10 @@ class Workers(ABC):
             )
         raise Refusal.of(cause)
 
-    def broken(self, process: Process) -> bool:
-        """Whether a process that has failed did so otherwise than by ending as it was asked to, by
-        whom ever."""
-        return True
+    @property
+    def stopped(self) -> bool:
+        """Whether workers have saved and ended between two steps."""
+        return self._finished is not None and self._finished.reason in STOPPED
 
     def lost(self, process: Process) -> dict[int, Problem]:
         """Workers of a failed process that ended without a word, by rank, as far as it knows
@@ -387,6 +409,15 @@ class Workers(ABC):
         if cause == "memory":
             name, remedy = "out-of-memory", LESS_MEMORY
         last_words = _last_line(self.words(log))
+        if code == -signal.SIGTERM:
+            return preempted(
+                {rank: process.host.name},
+                where=log,
+                fact=f"{fact} before its first step; last words: {last_words}",
+                remedy=remedy,
+                signal=killed,
+                last_words=last_words,
+            )
         return Problem(
             code=name,
             what=f"rank {rank} on {process.host.name} was lost",

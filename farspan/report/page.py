@@ -143,7 +143,7 @@ def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
     for again in run.history.recoveries:
         plan = ", by another plan" if again.replanned else ""
         facts = (
-            f"{again.fault.what} · {counted(again.lost, 'step')} again, "
+            f"{again.fault.what} · {counted(again.lost, 'step')} and "
             f"{format_seconds(again.down_s)} lost{plan}"
         )
         rows.append((again.at, "recovered", facts))

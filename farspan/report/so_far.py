@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from farspan.domain.results import Event, Finished, Saved, Started, Step, Validated
+from farspan.domain.results import Event, Finished, Recovered, Saved, Started, Step, Validated
 
 #: Speeds and times to go are medians over so many last steps.
 RECENT_STEPS = 50
@@ -27,6 +27,7 @@ class SoFar:
         self.validated: Validated | None = None
         #: Checkpoints that this start may have gone on from or has written, by step.
         self._saves = list[Saved]()
+        self.recovered: Recovered | None = None
         self.finished: Finished | None = None
         #: The last step that was made, and the steps of the whole run as its time budget has it
         #: now.
@@ -46,6 +47,8 @@ class SoFar:
                 self.recent.clear()
                 # A later one is gone: its disk was lost, or it was damaged.
                 self._saves = [saved for saved in self._saves if saved.step <= event.step]
+            case Recovered():
+                self.recovered = event
             case Step():
                 # Counted first: who looks divides by it as soon as there is a step.
                 self._made += 1

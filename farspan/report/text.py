@@ -10,7 +10,7 @@ from farspan.domain.forecast import Forecast
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
-from farspan.domain.results import RESERVE, Estimate, Measurement
+from farspan.domain.results import RESERVE, Estimate, Measurement, Recovered
 from farspan.domain.units import (
     counted,
     format_bytes,
@@ -27,12 +27,15 @@ from farspan.report.history import COMPLETE, RunHistory
 from farspan.report.measure import measure
 from farspan.report.tables import table_lines
 
+#: So many of a run's recoveries the summary names, the last ones.
+RECOVERIES_SHOWN = 5
 #: How each end is told to a person, by `Finished.reason`; "unfinished" is a run without an end.
 ENDINGS = {
     "done": "finished every step",
     "deadline": "stopped at its deadline",
     "early-stop": "stopped early: validation no longer improved",
     "interrupted": "interrupted",
+    "preempted": "preempted",
     "failed": "failed",
     "unfinished": "still running, or killed",
 }
@@ -93,12 +96,19 @@ def summary(run: RunHistory, compared: Comparison | None = None) -> str:
             f"{format_bytes(measured.memory_bytes)} · {money(measured.usd)}"
         )
     lines += sentences(compared) if compared else []
+    shown = history.recoveries[-RECOVERIES_SHOWN:]
+    lines += [f"recovered after {recovery_words(again)}" for again in shown]
     lines += [f"warning: {message}" for message in run.warnings]
     if history.finished and history.finished.problem:
         lines.append(str(history.finished.problem))
     if history.reason not in COMPLETE:
         lines.append(f"go on with it: {command('resume', run.folder)}")
     return "\n".join(lines)
+
+
+def recovery_words(again: Recovered) -> str:
+    """`step 41: rank 1 on star was preempted, 0 steps lost`."""
+    return f"step {again.step:,}: {again.fault.what}, {counted(again.lost, 'step')} lost"
 
 
 def _resumed(run: RunHistory) -> str:

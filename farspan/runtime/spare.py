@@ -19,6 +19,7 @@ import msgspec
 from farspan.domain.cluster import TAKEN
 from farspan.domain.own_files import open_own
 from farspan.domain.run import SPARE_ASKED, SPARE_READY, SpareTask
+from farspan.domain.standard_input import first_line
 
 #: Of Linux's prctl.h: the signal that a process gets when its parent ends; 0 is none.
 _PR_SET_PDEATHSIG = 1
@@ -30,11 +31,11 @@ def main() -> int:
     from farspan.runtime import worker
     from farspan.runtime.device import hold
 
-    line = sys.stdin.readline()
-    while line.encode() == SPARE_ASKED:
+    line = first_line()
+    while f"{line}\n".encode() == SPARE_ASKED:
         sys.stdout.buffer.write(SPARE_READY)
         sys.stdout.buffer.flush()
-        line = sys.stdin.readline()
+        line = first_line()
     if not line:
         return 0
     task = msgspec.json.decode(line, type=SpareTask)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import select
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -37,8 +35,10 @@ from farspan.domain.corpus import SPLITS, CorpusManifest
 from farspan.domain.epoch import Epoch
 from farspan.domain.memory_kills import own_group
 from farspan.domain.plan import Plan, unsound
+from farspan.domain.preemption import preempted
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import (
+    STOPPED,
     Event,
     Finished,
     Recovered,
@@ -47,7 +47,7 @@ from farspan.domain.results import (
     Warned,
     load_estimate,
 )
-from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
+from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
@@ -63,13 +63,12 @@ from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, drawn
 from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
+from farspan.runtime.stop_requests import Launcher, StopRequests
 from farspan.runtime.training.data import ReshuffledWindows, Windows
 from farspan.runtime.training.events import EventLog
 from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.trainer import Trainer
 
-#: Whether who started this worker has ended.
-Gone = Callable[[], bool]
 #: Tokens of sample text that a finished run writes, and of the prompt before it.
 SAMPLE_TOKENS, PROMPT_TOKENS = 80, 8
 
@@ -169,10 +168,13 @@ def train(
     rank: int,
     world: int,
     notices: Notices | None,
-    abandoned: Gone,
+    launcher: Launcher,
     epoch: Epoch,
 ) -> None:
-    """Train from the newest checkpoint to the end. How it ends is the last event."""
+    """Train from the newest checkpoint to the end. How it ends is the last event.
+
+    Raises Refusal, on all workers, where any of them was preempted (preempted).
+    """
     began = time.monotonic()
     try:
         device = open_device(plan.devices[rank], plan.train.precision)
@@ -182,6 +184,7 @@ def train(
         raise
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
+    preemption: Problem | None = None
     with ExitStack() as stack:
         log = stack.enter_context(EventLog(events, lambda: require_own(run, epoch)))
 
@@ -209,9 +212,9 @@ def train(
         group = stack.enter_context(Group(rank, world, device, notices, lost))
         group.introduce()
         try:
-            trainer = start(plan, run, group, log.write, abandoned, began, epoch)
+            trainer = start(plan, run, group, log.write, launcher, began, epoch)
             reason = trainer.run()
-            if reason != "interrupted":
+            if reason not in STOPPED:
                 weights = trainer.checkpointer.weights()
                 if rank == 0:
                     sample(trainer, weights)
@@ -224,7 +227,24 @@ def train(
             group.leave()
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
-        finish(reason)
+        if trainer.preempted:
+            preemption = _preemption(trainer, run)
+        finish(reason, preemption)
+    # All have parted from each other, and what they had is saved.
+    if preemption is not None:
+        raise Refusal.of(preemption)
+
+
+def _preemption(trainer: Trainer, run: RunFolder) -> Problem:
+    """What it means to the user that workers were preempted."""
+    devices = trainer.worker.plan.devices
+    return preempted(
+        {rank: devices[rank].host for rank in trainer.preempted},
+        where=run.path,
+        fact=f"a signal from outside the run asked it to end; step {trainer.step} is saved, so no "
+        "step is lost",
+        remedy=run.resume(),
+    )
 
 
 def require_own(run: RunFolder, epoch: Epoch) -> None:
@@ -239,7 +259,7 @@ def start(
     run: RunFolder,
     group: Group,
     emit: Callable[[Event], None],
-    abandoned: Gone,
+    launcher: Launcher,
     began: float,
     epoch: Epoch,
 ) -> Trainer:
@@ -251,7 +271,8 @@ def start(
             run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held
         )
     worker = build(plan, run, group, emit)
-    worker.stop, worker.epoch = stop_requests(abandoned), epoch
+    requests = StopRequests(launcher)
+    worker.stop, worker.preempted, worker.epoch = requests.asked, requests.preempted, epoch
     trainer = Trainer(worker, began=began)
     trainer.restore()
     group.introduce()
@@ -270,27 +291,6 @@ def start(
         )
     hold()
     return trainer
-
-
-def stop_requests(abandoned: Gone) -> Callable[[], bool]:
-    """Whether this worker was asked to save and end: by a signal, or by the end of the process that
-    started it, without which nobody would stop it."""
-    signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: signals.append(received))
-    return lambda: bool(signals) or abandoned()
-
-
-def launcher_gone() -> Gone:
-    """Whether the process that started this one has ended: it is the parent no more, or the
-    standard input by which it gave the secret has ended, as it has also where that process was gone
-    before this one knew its parent."""
-    parent, led, poll = os.getppid(), os.environ.get(SECRET) == ON_STDIN, select.poll()
-    if led:
-        poll.register(0, select.POLLHUP)
-    return lambda: (
-        os.getppid() != parent or any(flags & select.POLLHUP for _, flags in poll.poll(0))
-    )
 
 
 def started(trainer: Trainer, world: int) -> Started:
@@ -508,18 +508,18 @@ def main() -> int:
     # went wrong.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
-    rank, world, abandoned = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
+    rank, world, launcher = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Launcher()
     epoch = epochs.given(os.environ) or Epoch(number=epochs.readable_ledger(run.epochs).epoch)
     leave_group(run, rank)
     try:
-        notices = meet(rank, world, run_secret() if world > 1 else b"")
+        notices = meet(rank, world, run_secret(world))
         if notices is not None:
             check_version(notices, rank)
             share(notices, rank, world, run)
         read = load(Path(sys.argv[1]).expanduser(), Plan)
         check_plan(read, run, rank, world)
         plan = read
-        train(plan, run, rank, world, notices, abandoned, epoch)
+        train(plan, run, rank, world, notices, launcher, epoch)
         return 0
     except Exception as error:
         problem = as_problem(error, plan, run, rank)

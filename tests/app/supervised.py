@@ -45,6 +45,7 @@ class Watched:
         at_fault: Callable[[Watched], None] = lambda watched: None,
     ) -> None:
         self.run, self.faulted, self.events = run, list[Faulted](), list[Event]()
+        #: Lines for people.
         self.notes = list[str]()
         self._at_step, self._at_fault = at_step, at_fault
         self.supervisor = Supervisor(run, self._told, self.events.append)

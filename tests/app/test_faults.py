@@ -7,8 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from farspan.app.faults import COST_S, CURABLE, HOUR_S, RESTARTS, SAME, Faults, Seen
+from farspan.app.faults import (
+    COST_S,
+    CURABLE,
+    HOUR_S,
+    NOTICE_S,
+    RESTARTS,
+    SAME,
+    Faults,
+    Seen,
+)
+from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.problems import EXIT_CODES, Problem
+from tests import tiny
+from tests.launch.test_launchers import TRAIN
 
 LOST = Problem(
     code="worker-lost",
@@ -65,6 +77,27 @@ def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
         if ended is not None:
             assert ended.fact.startswith(f"{problem.fact}; ") and ended.code == problem.code
             return
+
+
+def test_only_a_host_that_was_preempted_whole_is_leaving_and_for_its_notice():
+    """Not one that has workers left, and not this machine, on which the supervisor runs."""
+    device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
+    names = ("here", "whole", "part", "idle")
+    hosts = tuple(
+        Host(name=name, devices=(device,) * 2, enter=() if name == "here" else None)
+        for name in names
+    )
+    cluster = Cluster(sites=(Site(name="a", hosts=hosts),))
+    plan = tiny.plan(TRAIN, rows=(2, 2, 1, 1, 1, 1))
+    at = [replace(plan.devices[0], host=name) for name in names[:3] for _ in range(2)]
+    plan = replace(plan, devices=tuple(at))
+    problem = replace(LOST, code="preempted", ranks=(0, 1, 2, 3, 4))
+    faults = Faults()
+    faults.preempt(seen(problem, at=100.0), plan, cluster)
+    assert faults.leaving(100.0) == faults.leaving(99.9 + NOTICE_S) == {"whole"}
+    assert faults.leaving(100.0 + NOTICE_S) == set()
+    faults.preempt(seen(replace(problem, ranks=()), at=500.0), plan, cluster)
+    assert faults.leaving(500.0) == set()
 
 
 def test_restarts_that_cost_too_much_end_the_run():

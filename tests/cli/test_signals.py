@@ -1,4 +1,5 @@
-"""A job that is asked to end at any moment saves its step and leaves no process behind."""
+"""A job that is asked to end at any moment saves its step and leaves no process behind. One whose
+worker is preempted goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from farspan.domain.results import Event, Finished, Saved, Step, Validated, read_events
+from farspan.domain.results import (
+    Event,
+    Finished,
+    Recovered,
+    Saved,
+    Step,
+    Validated,
+    read_events,
+)
 from tests.app.test_api import papers  # noqa: F401 - a fixture
 from tests.launch.test_killed import processes
 from tests.waiting import LIMIT_S, wait_for
@@ -75,4 +84,47 @@ def test_a_signal_at_any_moment_saves_first(
     if steps:
         assert isinstance(events[-1], Finished) and events[-1].reason == "interrupted", output
         assert max(event.step for event in events if isinstance(event, Saved)) == max(steps)
+    assert not processes(str(tmp_path), "farspan.runtime")
+
+
+@pytest.mark.usefixtures("papers")
+def test_a_job_goes_on_without_a_step_lost_when_one_worker_is_signalled_and_stops_when_all_are(
+    tmp_path: Path,
+) -> None:
+    Path("run.yaml").write_text(CONFIG.replace("every: 200ms", "every: 1h"))
+    words = [sys.executable, "-m", "farspan", "train", "--run", "job"]
+    job = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+    def signal_workers(count: int) -> None:
+        """Send SIGTERM to so many workers, before any of them acts."""
+        pids = sorted(processes(str(tmp_path), "farspan.runtime.worker"))[-count:]
+        assert len(pids) == count
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+
+    wait_for(lambda: MOMENTS["a first step"](tmp_path), "a first step", job)
+    signal_workers(1)
+    wait_for(lambda: has_event(Recovered)(tmp_path), "the run goes on", job)
+    known = len(recorded_events(tmp_path))
+    wait_for(lambda: len(recorded_events(tmp_path)) > known + 5, "further steps", job)
+    signal_workers(2)
+    output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 130, output
+    assert "was preempted" in output and "0 steps lost" in output
+    events = recorded_events(tmp_path)
+    steps = [event.step for event in events if isinstance(event, Step)]
+    assert steps == list(range(1, len(steps) + 1)), "no step is lost or made twice"
+    assert isinstance(events[-1], Finished) and events[-1].reason == "interrupted"
+    for name in ("status", "report"):
+        shown = subprocess.run(
+            [sys.executable, "-m", "farspan", name, "job"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert "was preempted, 0 steps lost" in shown.stdout, shown.stdout + shown.stderr
+    assert "was preempted · 0 steps and" in Path("job", "report.html").read_text()
     assert not processes(str(tmp_path), "farspan.runtime")

@@ -162,18 +162,6 @@ def test_workers_save_and_end_when_torchrun_or_its_holder_is_killed(tmp_path, ki
     ends_and_has_saved(run)
 
 
-def test_a_torchrun_that_gets_sigterm_from_elsewhere_ends_as_asked(tmp_path):
-    run, process = started(tmp_path, "torchrun")
-    (holder,) = holders(run)
-    os.kill(
-        next(pid for pid, parent in processes("torch.distributed.run").items() if parent == holder),
-        signal.SIGTERM,
-    )
-    out, _ = process.communicate(timeout=LIMIT_S)
-    assert out == b"null\n"
-    ends_and_has_saved(run)
-
-
 def test_second_stop_request_ends_workers_at_once_without_a_checkpoint(tmp_path):
     run, process = started(tmp_path, "torchrun")
     process.send_signal(signal.SIGUSR1)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step
+from farspan.domain.standard_input import STOP
 from farspan.launch import workers as module
 from farspan.launch.launchers import launch
 from farspan.launch.processes import HostProcess
@@ -73,6 +74,31 @@ def test_a_held_command_is_ended_at_once_also_after_it_was_asked_to_stop():
 def test_a_held_command_ends_by_itself(script, code):
     with held(script) as process:
         assert process.wait(timeout=LIMIT_S) == code
+
+
+#: Says that it runs; a signal ends it with 3 if it was given the word before, and else with 4.
+LISTENS = """
+import signal, sys
+from farspan.domain.standard_input import holds_more
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3 if holds_more() else 4))
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("by", "code"), [("word", 3), ("signal", 4)])
+def test_a_held_command_hears_the_word_only_where_it_was_said(by, code):
+    words = [sys.executable, "-m", "farspan.launch.stop_on_stdin", sys.executable, "-c", LISTENS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as held:
+        assert held.stdin is not None and held.stdout is not None
+        held.stdin.write(b"the secret of its run\n")
+        assert held.stdout.readline() == b"up\n"
+        if by == "word":
+            held.stdin.write(STOP)
+        else:
+            held.send_signal(signal.SIGTERM)
+        assert held.wait(timeout=LIMIT_S) == code
 
 
 class Unlike(Workers):

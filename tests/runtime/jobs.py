@@ -122,6 +122,17 @@ def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Tra
         return _trained(made, events)
 
 
+def train_preempted(
+    group: Group, plan: Plan, path: Path, until: int, ranks: tuple[int, ...]
+) -> tuple[Trained, tuple[int, ...], int]:
+    """From the newest checkpoint to where these ranks are preempted at a step; who was, as this
+    worker knows it, and the last step."""
+    with trainer(group, plan, path) as (made, events):
+        made.worker.preempted = lambda: made.step >= until and group.rank in ranks
+        made.restore()
+        return _trained(made, events), made.preempted, made.step
+
+
 def train_by_clock(group: Group, plan: Plan, path: Path, clock: WorkClock) -> TrainedByClock:
     """From the first step to the end, timed by `clock`."""
     with trainer(group, plan, path, clock) as (made, events):

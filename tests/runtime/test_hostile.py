@@ -364,8 +364,10 @@ def test_intruder_in_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_path
             time.sleep(30)  # SOON makes 6 s of silence a loss.
             before = [event for event in read_events(run.events) if isinstance(event, Step)][-1]
             wait_for(run, Step, after=before.step)
-        for worker in workers:
-            worker.send_signal(signal.SIGTERM)
+        # Each has it before any acts: a signal to some of them is a preemption.
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+            for worker in workers:
+                worker.send_signal(number)
         assert [worker.wait(LIMIT_S) for worker in workers] == [0, 0]
     *_, finished = read_events(run.events)
     assert isinstance(finished, Finished) and finished.reason == "interrupted"

@@ -15,6 +15,7 @@ from tests.examples import slow_but
 from tests.runtime import jobs, stored_tensors
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED, picked
+from tests.runtime.test_rounding import with_sums
 from tests.runtime.verify import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,6 +68,39 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(fleet: Fleet, folder: Pa
     ours, theirs = state(stopped.path), state(whole.path)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+#: Divided over batch axes, in stages, and in replicas that synchronize now and then.
+PREEMPTED = ("zero 3", "unlike rows and depths, several streams", "replicas unlike, overlapped")
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1, 2)])
+@pytest.mark.parametrize("name", slow_but(PREEMPTED[:1], (*PREEMPTED, "sums of 8 bits")))
+def test_a_preemption_saves_at_the_step_and_the_state_of_a_stop(
+    fleet: Fleet, folder: Path, name: str, ranks: tuple[int, ...]
+):
+    in_8_bits = with_sums(HAND_PICKED["hierarchical"], 8)
+    plan = in_8_bits if name == "sums of 8 bits" else picked(name)
+    plan = replace(plan, train=replace(plan.train, steps=STEPS))
+    preempted, stopped = Case(folder, plan), Case(folder, plan)
+    wanted = fleet.run(jobs.train, stopped.world, plan, stopped.path, UNTIL)
+    found = fleet.run(jobs.train_preempted, preempted.world, plan, preempted.path, UNTIL, ranks)
+    for trained, named, step in found:
+        assert (trained.reason, named) == ("preempted", ranks)
+        assert step == len(trained.losses) < STEPS
+    assert [trained.losses for trained, _, _ in found] == [one.losses for one in wanted]
+    assert found[0][0].saved == wanted[0].saved == [found[0][2]]
+    ours, theirs = state(preempted.path), state(stopped.path)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_a_preemption_of_all_workers_is_a_stop(fleet: Fleet, folder: Path):
+    plan = replace(picked("zero 1"), train=replace(picked("zero 1").train, steps=STEPS))
+    case = Case(folder, plan)
+    every = tuple(range(case.world))
+    found = fleet.run(jobs.train_preempted, case.world, plan, case.path, UNTIL, every)
+    assert {(trained.reason, named) for trained, named, _ in found} == {("interrupted", ())}
 
 
 def test_an_exchange_under_way_is_taken_up_by_workers_that_had_not_moved_too(

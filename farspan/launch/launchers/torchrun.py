@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from farspan.domain.cluster import Host
 from farspan.domain.interpreter import module_command
 from farspan.domain.plan import Plan
+from farspan.domain.preemption import preempted
 from farspan.domain.problems import Problem
+from farspan.domain.problems import command as farspan
 from farspan.domain.run import STORE_PORT, RunFolder
 from farspan.launch.hosts import interpreter
 from farspan.launch.processes import (
@@ -52,14 +54,19 @@ class Launch(Workers):
                 secret=meeting.secret,
             )
 
-    def broken(self, process: Process) -> bool:
-        """One that gets SIGTERM says that it failed, though its workers have saved and ended
-        well."""
-        return process.poll() != 1
-
     def lost(self, process: Process) -> dict[int, Problem]:
         """All failures of which torchrun tells at its end. Of those that it sees at one glance it
-        takes the lowest rank for the first, which may have failed because of another."""
+        takes the lowest rank for the first, which may have failed because of another. One that
+        gets a signal from elsewhere passes it on to all its workers, which save and end well; it
+        alone says that it failed."""
+        if process.poll() == 1 and self.stopped:
+            problem = preempted(
+                dict.fromkeys(process.ranks, process.host.name),
+                where=self.run.path,
+                fact="its torchrun got a signal from outside the run; all is saved",
+                remedy=farspan("resume", self.run.path),
+            )
+            return dict.fromkeys(process.ranks, problem)
         log = self.words(self.run.logs / f"rank-{process.ranks[0]}.log")
         ends = reversed(
             FAILURE.findall(log.rpartition("\nFailures:\n")[2])

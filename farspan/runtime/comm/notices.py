@@ -13,7 +13,6 @@ import hmac
 import math
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import ON_STDIN, SECRET
+from farspan.domain.standard_input import first_line
 from farspan.runtime.comm import sealed, tcp
 from farspan.runtime.comm.sealed import Forged, SealedConnection, sign
 
@@ -41,16 +41,17 @@ BEAT = "farspan/beat"
 QUESTION = "notices"
 
 
-def run_secret() -> bytes:
-    """The secret of the run, which a launcher gives in the environment or as the first line of
-    standard input.
+def run_secret(world: int) -> bytes:
+    """Take the secret of the run, which a launcher gives in the environment or as the first line of
+    standard input. A worker alone needs none.
 
     Raises Refusal (launcher-unusable) where there is none.
     """
     given = os.environ.pop(SECRET, "")
     if given == ON_STDIN:
-        given = sys.stdin.readline()
-    if len(given := given.strip()) < LEAST_SECRET:
+        given = first_line()
+    given = given.strip()
+    if world > 1 and len(given) < LEAST_SECRET:
         raise Refusal(
             "launcher-unusable",
             what="this worker has no secret to know the others by",

@@ -112,7 +112,7 @@ class Executor:
             self.spans,
         )
         self.totals = ScalarExchange(topology, self.messenger, Channel.TOTALS, 2)
-        self.decisions = ScalarExchange(topology, self.messenger, Channel.DECISIONS, 4)
+        self.decisions = ScalarExchange(topology, self.messenger, Channel.DECISIONS, 5)
         with torch.device("meta"):
             shapes = {
                 name: parameter.shape for name, parameter in Decoder(plan.model).named_parameters()

@@ -32,8 +32,9 @@ class Worker:
     clock: Callable[[], float]
     #: Tokens that samples of a finished run begin with.
     prompts: tuple[list[int], ...] = ()
-    #: Asked between steps: whether to save and end.
+    #: Asked between steps: whether the run is to save and end, and whether this worker is to go.
     stop: Callable[[], bool] = lambda: False
+    preempted: Callable[[], bool] = lambda: False
     #: The start of the run that this worker belongs to.
     epoch: Epoch = field(default_factory=lambda: Epoch(number=0))
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from farspan.domain.codec import is_content_hash, load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Step, Traced, Warned
+from farspan.domain.results import STOPPED, Step, Traced, Warned
 from farspan.domain.words import joined
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
@@ -38,6 +38,9 @@ FIRST_LOSS_SCALE = 2.0**16
 QUIET_STEPS = 2000
 #: What mends a loss that is not finite.
 LOWER = "lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER"
+#: A signal that ends a whole run reaches its workers within so many seconds of each other, as
+#: agents of several hosts pass it on: a choice. They ask each other so often meanwhile.
+SPREAD_S, LOOK_S = 1.0, 0.05
 #: Steps whose spans are recorded: the second and third of a start, and one of so many later.
 TRACED_FIRST, TRACED_EVERY = (1, 2), 200
 
@@ -95,6 +98,8 @@ class Trainer:
             stage.grad_sync.bits < 32 for stage in replicas[0].stages
         )
         self._settling, self._stopping = False, ""
+        #: The ranks whose preemption has ended this start, if one has.
+        self.preempted: tuple[int, ...] = ()
 
     @property
     def elapsed_s(self) -> float:
@@ -115,8 +120,8 @@ class Trainer:
     #   --------------------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """Train to the end, the deadline, an early stop or a signal; returns which. The last state
-        is saved."""
+        """Train to the end, the deadline, an early stop, a request to stop or a preemption; returns
+        which. The last state is saved."""
         train, reason, self._first_step = self.worker.plan.train, self._ended(), self.step
         while not reason:
             began, spans = time.perf_counter(), self.worker.executor.spans
@@ -169,8 +174,7 @@ class Trainer:
             if not reason and save:
                 self.save(due=True)
                 self.pacing.goes_on()
-        self._finish(reason)
-        return reason
+        return self._finish(reason)
 
     def _settled(self, reason: str, save: bool) -> tuple[str, bool]:
         """Why to stop and whether to save, where gradients travel in fewer bits than 32: one step
@@ -178,7 +182,7 @@ class Trainer:
         if self._settling:
             self._settling, stopping = False, self._stopping
             return stopping or reason, True
-        if not self._rounds or not (save or reason == "interrupted"):
+        if not self._rounds or not (save or reason in STOPPED):
             return reason, save
         self._settling, self._stopping = True, reason
         return "", False
@@ -193,21 +197,39 @@ class Trainer:
             "before"
         )
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, reason: str) -> str:
         """Save the last state: unless the run will go on from there, one model of all replicas,
-        which is then validated for as long as there is time."""
+        which is then validated for as long as there is time. Returns why the run ends, as all know
+        by then."""
         outer = self.worker.executor.outer
-        if outer is not None and outer.under_way and reason != "interrupted":
+        if outer is not None and outer.under_way and reason not in STOPPED:
             self.worker.executor.finish(self.step)
             self.saves.step = (
                 self.validations.step
             ) = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
-        if reason != "interrupted":
+        if reason in STOPPED:
+            reason = self._stop_reason()
+        else:
             self._validate(last=True)
         if outer is not None:
             outer.close()
         self.checkpointer.close()
+        return reason
+
+    def _stop_reason(self) -> str:
+        """Agree on why all stop, once the state is saved. A signal that comes to all workers is a
+        stop, whoever sent it; it does not come to all at once."""
+        group, ranks = self.worker.group, tuple[int, ...]()
+        for _ in range(round(SPREAD_S / LOOK_S)):
+            asked = group.gather(float(self.worker.stop()))
+            signalled = group.gather(float(self.worker.preempted()))
+            ranks = tuple(rank for rank, came in enumerate(signalled) if came)
+            if any(asked) or len(ranks) in (0, group.world):
+                return "interrupted"
+            time.sleep(LOOK_S)
+        self.preempted = ranks
+        return "preempted"
 
     def _together(self) -> bool:
         """Whether all replicas are at one place: always where there is one, else after they have
@@ -232,9 +254,9 @@ class Trainer:
         return "deadline" if self.step >= self.steps else ""
 
     def _decide(self) -> tuple[str, bool]:
-        """Why to stop, if at all, and whether to save: agreed by all workers. A signal anywhere
-        stops all; rank 0's clock decides the rest; validations gave all the same. Workers of one
-        replica hear of it a step later, without waiting for each other."""
+        """Why to stop, if at all, and whether to save: agreed by all workers. A request or a signal
+        anywhere stops all; rank 0's clock decides the rest; validations gave all the same. Workers
+        of one replica hear of it a step later, without waiting for each other."""
         group, train, steps, save = self.worker.group, self.worker.plan.train, 0, False
         share = 0.0
         if group.rank == 0:
@@ -242,17 +264,16 @@ class Trainer:
             steps, share, save = self.pacing.say(self.step, self.steps, save)
             if save:
                 self._saved_at = self.monotonic()  # Said once: it is heard and done a step later.
-        mine, exchange = (
-            (float(self.worker.stop()), float(steps), float(save), share),
-            self.worker.executor.decisions,
-        )
+        stop, preempted = float(self.worker.stop()), float(self.worker.preempted())
+        mine = (stop, preempted, float(steps), float(save), share)
+        exchange = self.worker.executor.decisions
         if len(self.worker.plan.replicas) > 1:
-            stop, new, due, used = group.sum(*mine)
+            stop, preempted, new, due, used = group.sum(*mine)
         else:
             exchange.say(mine)
             if exchange.others and exchange.unheard < 2 and self.step < self.steps:
                 return "", False
-            stop, new, due, used = (
+            stop, preempted, new, due, used = (
                 sum(values) for values in zip(*exchange.hear().values(), strict=True)
             )
         # Decided a step ago, it may say to end where this step has already gone.
@@ -260,9 +281,11 @@ class Trainer:
         if (tells := self.pacing.hear(self.step, used, bool(due))) is not None:
             self.worker.emit(Warned(at=self.worker.clock(), message=tells))
         stale = 0 < train.patience <= self.validations.stale
-        return "interrupted" if stop else self._ended() or ("early-stop" if stale else ""), bool(
-            due
-        )
+        if stop:
+            reason = "interrupted"
+        else:
+            reason = self._ended() or ("preempted" if preempted else "early-stop" if stale else "")
+        return reason, bool(due)
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
         """One update. Returns the mean loss and the gradient norm before clipping of this worker's

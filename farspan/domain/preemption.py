@@ -1,0 +1,35 @@
+"""A preemption: the machine takes workers away by a signal, without the word of who started them.
+
+So do a preempted VM, the shutdown of a node, and Slurm. The step that the signal came in is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from farspan.domain.problems import Problem
+from farspan.domain.words import joined
+
+
+def preempted(
+    hosts: Mapping[int, str], *, where: object, fact: str, remedy: str, **more: Any
+) -> Problem:
+    """Name the workers that were preempted together; `hosts` holds the host of each by rank, `more`
+    further fields of Problem."""
+    ranks = tuple(sorted(hosts))
+    names = joined(list(dict.fromkeys(hosts[rank] for rank in ranks)))
+    who = f"rank {ranks[0]} on {names} was"
+    if len(ranks) > 1:
+        who = f"ranks {joined([str(rank) for rank in ranks])} on {names} were"
+    return Problem(
+        code="preempted",
+        what=f"{who} preempted",
+        where=str(where),
+        fact=fact,
+        remedy=remedy,
+        rank=ranks[0],
+        host=hosts[ranks[0]],
+        ranks=ranks,
+        **more,
+    )
