@@ -87,6 +87,7 @@ def test_report_uses_singular_nouns_for_one(tmp_path):
 
 def test_report_of_a_whole_run(tmp_path):
     text = report(open_run(resumed_run(tmp_path / "demo", steps=200)))
+    assert "searched, not trained on: 410 exact and 1,233 near duplicates" in text.splitlines()
     assert text.startswith("demo: gpt2-like")
     assert (
         "finished every step · step 200 of 200 · resumed 2 times, 6 steps done twice or lost"
