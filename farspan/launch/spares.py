@@ -37,7 +37,7 @@ END_S = 5.0
 #: imports computes; after the second limit a fresh worker is quicker.
 SILENCE_S, IMPORT_S = 3.0, 60.0
 #: How often a spare that is asked is looked at.
-POLL_S = 0.05
+POLL_S = 0.1
 
 
 class Seat(NamedTuple):
