@@ -99,7 +99,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     token_efficiency_interval: tuple[float, float] = (1.0, 1.0)
     #: Whether a published run in this setting stands behind `token_efficiency`.
     evidence: bool = True
-    #: Predicted training loss in nats a token at the end of the run.
+    #: Predicted training loss in nats a token at the end of the run; None where model or tokens
+    #: lie outside the range of the law that predicts it.
     loss: float | None = None
     interval: tuple[float, float]
     assumptions: tuple[str, ...]
@@ -120,6 +121,18 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return self.whole_s / self.token_efficiency
 
     @property
+    def equal_loss_interval_s(self) -> tuple[float, float]:
+        """Bounds of `equal_loss_s`: those of a step's time and of the tokens together."""
+        low, high = self.interval
+        worst, best = sorted(self.token_efficiency_interval)
+        return low * self.whole_s / max(best, 1e-9), high * self.whole_s / max(worst, 1e-9)
+
+    @property
+    def equal_loss_factor(self) -> float:
+        """What multiplies a figure of the run to become one of `equal_loss_s`."""
+        return self.equal_loss_s / self.run_s
+
+    @property
     def run_s(self) -> float:
         """Seconds of the run, which a deadline may end."""
         return min(
@@ -130,6 +143,11 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     def steps_done(self) -> float:
         """Steps until the run ends."""
         return self.workload.steps * (self.run_s / self.whole_s)
+
+    @property
+    def tokens_done(self) -> float:
+        """Tokens until the run ends, each counted as what it is worth of synchronous training."""
+        return self.steps_done * self.workload.tokens_per_step * self.token_efficiency
 
     @property
     def tokens_per_s(self) -> float:

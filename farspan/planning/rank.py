@@ -10,7 +10,7 @@ import msgspec
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import Engine
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
@@ -18,6 +18,7 @@ from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
 from farspan.domain.units import format_seconds
+from farspan.estimate.loss import loss
 from farspan.estimate.price import price
 from farspan.planning.parts import ClusterPart, all_parts, whole
 from farspan.planning.side_by_side import cores, side_by_side
@@ -68,6 +69,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         it short."""
         usd = self.estimate.usd
         return None if usd is None else usd * (self.time_s - self.queue_s) / self.estimate.run_s
+
+    @property
+    def kwh(self) -> float | None:
+        """Energy over the same seconds, at most."""
+        kwh = self.estimate.kwh
+        return None if kwh is None else kwh * (self.time_s - self.queue_s) / self.estimate.run_s
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,10 +261,11 @@ def _cost(candidate: Candidate) -> float:
 
 def _loss_per_dollar(candidate: Candidate) -> float:
     """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a
-    scaling law's loss)."""
-    usd, loss = candidate.estimate.usd, candidate.estimate.loss
-    if usd is None or loss is None:
+    scaling law's loss). For the order alone the law is also followed outside its range."""
+    usd, model = candidate.estimate.usd, candidate.plan.model
+    if usd is None:
         return math.inf
-    gained, spent = math.log(candidate.plan.model.vocab_size) - loss, usd + 1e-9 * candidate.time_s
+    law_loss = loss(parameters(model), candidate.estimate.tokens_done)
+    gained, spent = math.log(model.vocab_size) - law_loss, usd + 1e-9 * candidate.time_s
     # So few tokens that the law knows of no gain: by dollars, and after all that gain.
     return spent / gained if gained > 0 else NO_GAIN * (1 + spent)
