@@ -11,7 +11,15 @@ from farspan.cli.paint import paint, painter, width
 from farspan.domain.model import parameters
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
 from farspan.domain.words import joined
-from farspan.planning.compare import bounds, called, devices_line, refused_by_reason, spent, verdict
+from farspan.planning.compare import (
+    bounds,
+    called,
+    devices_line,
+    equal_loss_note,
+    refused_by_reason,
+    spent,
+    verdict,
+)
 from farspan.planning.diff import PlanDifference
 from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.why import Why, choice, why
@@ -135,13 +143,29 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
             paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours)
         )
     if rows:
-        tried = (
-            "; *: measured in a trial"
-            if any(candidates[i].trial is not None for i in shown)
-            else ""
-        )
-        output.append(paint(paragraph(LEGEND + tried, indent=4), "soft", colours))
+        text = legend([candidates[i] for i in shown])
+        output.append(paint(paragraph(text, indent=4), "soft", colours))
     return output + _refused(ranking, colours)
+
+
+def legend(shown: Sequence[Candidate]) -> str:
+    """What the table's figures mean; of plans whose tokens count for less, and of trials, only
+    where there are any."""
+    text = LEGEND
+    worth = {
+        candidate.technique: 1 / candidate.estimate.token_efficiency
+        for candidate in reversed(shown)
+        if candidate.estimate.token_efficiency != 1.0
+    }
+    if worth:
+        factors = joined([f"{name} {worth[name]:.3g} x" for name in sorted(worth)])
+        text += (
+            f"; minutes and cost: to the loss of synchronous training, which takes {factors} the "
+            "tokens"
+        )
+    if any(candidate.trial is not None for candidate in shown):
+        text += "; *: measured in a trial"
+    return text
 
 
 def _cells(ranking: Ranking, index: int) -> list[str]:
@@ -253,12 +277,12 @@ def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str]
     priced = candidate.estimate
     low, high = bounds(candidate)
     peak = "" if priced.mfu is None else f" · MFU {priced.mfu:.1%}"
-    energy = "energy unknown" if priced.kwh is None else f"{_short(priced.kwh)} kWh at most"
+    energy = "energy unknown" if candidate.kwh is None else f"{_short(candidate.kwh)} kWh at most"
     return (
         (
             "Time",
             format_seconds(candidate.time_s),
-            f"{format_seconds(low)} to {format_seconds(high)}",
+            f"{format_seconds(low)} to {format_seconds(high)}{equal_loss_note(candidate)}",
         ),
         (
             "Step",
