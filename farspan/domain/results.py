@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -302,6 +302,18 @@ class Warned(_Event, frozen=True, kw_only=True, tag="warned"):
     """Something a person should know though the run went on."""
 
     message: str
+    #: What makes it past: a checkpoint or best weights that could not be written, until later ones
+    #: are.
+    until: Literal["saved", "best"] | None = None
+
+
+class Rescheduled(_Event, frozen=True, kw_only=True, tag="rescheduled"):
+    """At the speed measured so far the time budget fits `steps`, not the `planned` ones; the
+    learning-rate schedule follows. `Step.steps` has the number at each step."""
+
+    step: int
+    steps: int
+    planned: int
 
 
 #: Kinds of spans that are arithmetic; and backends whose passes have ended when their spans end:
@@ -336,7 +348,18 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     problem: Problem | None = None
 
 
-Event = Started | Recovered | Step | Validated | Saved | Sampled | Warned | Traced | Finished
+Event = (
+    Started
+    | Recovered
+    | Step
+    | Validated
+    | Saved
+    | Sampled
+    | Warned
+    | Rescheduled
+    | Traced
+    | Finished
+)
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
