@@ -64,11 +64,11 @@ class Show:
     def _planned(self, planned: Planned) -> None:
         from farspan.report.text import plan_line
 
-        self._console.say(
+        self._console.say_facts(
             plan_line(planned.plan, planned.estimate, planned.resolved.corpus, planned.forecast)
         )
         for warning in planned.resolved.warnings:
-            self._console.say(f"warning: {warning}")
+            self._console.say_facts(f"warning: {warning}")
 
     def _index(self, update: object) -> None:
         from farspan.retrieval.work import IndexWork

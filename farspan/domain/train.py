@@ -57,7 +57,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Regularization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What keeps a model that reads its text many times from learning it by heart."""
+    """What keeps a model that reads its text many times from overfitting it."""
 
     #: Share of what the embedding and each half of a block write that is set to 0, the rest scaled
     #: up (Srivastava et al. 2014).
