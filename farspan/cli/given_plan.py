@@ -182,7 +182,7 @@ def _parts(replica: Replica) -> str:
 def _step(found: PricedPlan) -> str:
     parts = {
         "compute": found.compute_s,
-        "communication that nothing hides": found.communication_s,
+        "exposed communication": found.communication_s,
         "waiting for other stages": found.bubble_s,
     }
     low, high = (short_time(factor * found.step_s) for factor in found.interval)

@@ -59,7 +59,7 @@ NARROW = (
     "verdict",
 )
 LEGEND = (
-    "step %: compute / communication that nothing hides / waiting for other stages; minutes: "
+    "step %: compute / exposed communication / waiting for other stages; minutes: "
     "predicted (interval)"
 )
 WHERE = HEADS.index("where")

@@ -92,7 +92,7 @@ def choice(ranking: Ranking) -> str:
     money = "" if estimate.usd is None else f", {spent(chosen)}"
     parts = {
         "compute": estimate.compute_s,
-        "communication that nothing hides": estimate.communication_s,
+        "exposed communication": estimate.communication_s,
         "waiting for other stages": estimate.bubble_s,
     }
     split = joined(
@@ -240,10 +240,7 @@ def _recomputes(plan: Plan) -> bool:
 
 
 def _communication(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
-    text = (
-        f"communication that nothing hides takes {short_time(rival.estimate.communication_s)} of "
-        "a step"
-    )
+    text = f"exposed communication takes {short_time(rival.estimate.communication_s)} of a step"
     if base.estimate.communication_s > SAME * base.estimate.step_s:
         text += f", not {short_time(base.estimate.communication_s)}"
     costs = costs_of(rival.plan, cluster)

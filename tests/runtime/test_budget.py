@@ -108,7 +108,15 @@ class Machine:
         while step < steps:
             share = self.pacing.followed(step, steps)
             self.rates.append(
-                learning_rate(self.schedule, 1.0, step, self.planned, share, self.limit)
+                learning_rate(
+                    self.schedule,
+                    1.0,
+                    step,
+                    self.planned,
+                    share,
+                    limit=self.limit,
+                    total=steps,
+                )
             )
             self.spend(self.step_s)
             step += 1

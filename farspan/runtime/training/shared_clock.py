@@ -96,12 +96,12 @@ class SharedClock:
 
     def followed(self, step: int, steps: int) -> float:
         """How far a run of `steps` is at an update by its time: from what rank 0 said last, evenly
-        to 1 after the last. A rate that decays to 0 is then above it at every step."""
+        to 1 at the last."""
         if self.share == 0.0:  # Nothing was said yet, or there is no time budget.
             return 0.0
-        left, gone = steps - self._share_at, step - self._share_at
-        if gone < left:
-            self.share += (1 - self.share) * gone / left
+        left, gone = steps - 1 - self._share_at, step - self._share_at
+        # The last step is at 1, and so are those after it for which there was time after all.
+        self.share = self.share + (1 - self.share) * gone / left if gone < left else 1.0
         self._share_at = step
         return self.share
 

@@ -278,7 +278,13 @@ class Trainer:
         norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
         followed = self.pacing.followed(step, self.steps)
         lr = learning_rate(
-            train.schedule, train.optimizer.lr, step, train.steps, followed, train.step_limit
+            train.schedule,
+            train.optimizer.lr,
+            step,
+            train.steps,
+            followed,
+            limit=train.step_limit,
+            total=self.steps,
         )
         if self._finite(step, loss, norm, outcome):
             self._refuse_stray(step, outcome)
