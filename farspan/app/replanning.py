@@ -12,7 +12,7 @@ from collections.abc import Collection
 import msgspec
 
 from farspan.app import clusters
-from farspan.app.jobs import status
+from farspan.app.jobs import Status, status
 from farspan.app.plans import Planned, best_plan, write_planned
 from farspan.app.resolving import Resolved
 from farspan.app.updates import Note, Progress, silent
@@ -85,7 +85,7 @@ def adopt(
     run.yaml, if any."""
     old, record = run.load_plan(), load(run.record, RunRecord)
     config = asked or load_yaml(run.config, RunConfig)
-    progress(Note(_change(run, old, planned, status(run).saved_step or 0)))
+    progress(Note(_change(run, old, planned, status(run))))
     run.plans.mkdir(exist_ok=True)
     save(old, run.plans / f"{old.hash}.json")
     if asked is not None:
@@ -140,9 +140,9 @@ def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
         return probe.describe(config.parallel.device, None)
 
 
-def _change(run: RunFolder, old: Plan, planned: Planned, step: int) -> str:
+def _change(run: RunFolder, old: Plan, planned: Planned, standing: Status) -> str:
     """What the new plan changes, in time, money and memory."""
-    now, left = planned.estimate, old.train.steps - step
+    now, left = planned.estimate, max(0, standing.steps - (standing.saved_step or 0))
     facts = [f"{short_time(now.step_s)} a step", f"{format_seconds(left * now.step_s)} in all"]
     if now.usd is not None:
         facts.append(format_usd(now.usd * left / old.train.steps))

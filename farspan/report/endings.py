@@ -31,7 +31,12 @@ def ended_at(reason: str, step: int, train: TrainSpec) -> str:
         return text
     if train.most_steps:
         return f"{text} · {counted(step, 'step')}"
-    return f"{text} · step {step:,} of {train.steps:,}"
+    return f"{text} · step {step_of(step, train)}"
+
+
+def step_of(step: int, train: TrainSpec) -> str:
+    """`148 of 334`, or `148` where the run's time alone decides how many it makes."""
+    return f"{step:,}" if train.most_steps else f"{step:,} of {train.steps:,}"
 
 
 def rescheduled_line(event: Rescheduled) -> str:
