@@ -50,6 +50,8 @@ def fold(text: str, columns: int) -> str:
         if len(joint) <= columns:
             lines[-1:] = [joint]
             continue
+        if len(INDENT) + len(fact) > columns and lines:
+            fact = f"{lines.pop().strip()}{FACT}{fact}"
         # A quantity is one word while the others are parted: `13.9 M`, `1 min 05 s`.
         held = re.sub(r"(?<=\d) (?=[^\W\d])", HELD, fact)
         held = re.sub(rf"(?<=\d{HELD}min) (?=\d)|(?<=\d{HELD}h) (?=\d)", HELD, held)

@@ -147,7 +147,7 @@ class TrainingDisplay:
         # A piped line stays one line. Text, not markup: messages may hold square brackets. Escaped
         # here too, because Text drops some control characters without a trace.
         line = escape_controls(line)
-        if self._console.is_terminal:
+        if self._console.is_terminal or self._console.file.isatty():
             line = fold(line, self._console.width)
         self._console.print(Text(line, style=style), soft_wrap=not self._console.is_terminal)
 

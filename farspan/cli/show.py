@@ -45,7 +45,7 @@ class Show:
                 say_ranking(update.ranking, self._console)
                 say()
             case Tried():
-                say(trial_line(update.candidate, update.trial))
+                self._console.say_facts(trial_line(update.candidate, update.trial))
             case Chosen():
                 say(paragraph(why(update.selection)))
             case Planned():

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -324,3 +333,65 @@ def test_display_of_a_validation_includes_its_number_of_tokens():
         "1.500 bits a byte"
     )
     assert "val 4.500 on 17.4 k of 83.2 k tokens" in progress._facts()
+
+
+#: Shows a run with a time budget as `farspan train` does, on the terminal that it is given.
+ON_A_TERMINAL = """
+import time
+import msgspec
+from farspan.app.updates import Ended, Training
+from farspan.cli.console import Console
+from farspan.cli.show import Show
+from farspan.domain.results import Rescheduled, Warned
+from tests.report.fake_run import make_plan, train_events
+
+plan = make_plan(1400)
+train = msgspec.structs.replace(plan.train, deadline_s=200.0, most_steps=9000)
+plan = msgspec.structs.replace(plan, train=train)
+with Show(Console(json=False)) as show:
+    show._console.say_facts("13.9 M parameters and " * 9 + " · predicted 1 min 05 s, 1.08 GB")
+    show(Training(plan=plan, forecast=None))
+    for event in train_events(plan, first=0, last=1400, at=time.time() - 140, reason="deadline"):
+        show(event)
+        if getattr(event, "step", 0) % 100 == 1:
+            show._live._live.refresh()
+    show(Warned(at=0.0, message="rank 1 has read 13.9 M tokens, not the " * 4))
+    show(Rescheduled(at=0.0, step=4, steps=29, planned=132))
+    show(Ended())
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_terminal_of_80_columns_shows_one_line_of_progress_and_whole_numbers(columns):
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    child = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL],
+        stdin=writer,
+        stdout=writer,
+        stderr=writer,
+        env=environment,
+        cwd=root,
+    )
+    os.close(writer)
+    output = b""
+    with suppress(OSError):  # The terminal is gone when the program is.
+        while piece := os.read(reader, 65536):
+            output += piece
+    os.close(reader)
+    assert child.wait() == 0, output.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
+    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    assert max(map(len, lines)) <= columns
+    frames = [line for line in lines if line[0] in "━╸╺"]
+    assert frames and all(re.search(r"step [\d,]+ \d+% · loss \d+\.\d{3}", line) for line in frames)
+    # No line ends between a number and its unit.
+    kept = [line for line in lines if line not in frames]
+    assert not [line for line in kept if re.search(r"\d$", line) and "loss" not in line]
+    assert not [line for line in lines if re.match(r" *(M|GB|s|min|k|tokens)\b", line)]
+    assert len([line for line in lines if "validation loss" in line]) <= 9
+    assert "29 of 132 steps" in " ".join(" ".join(lines).split())
