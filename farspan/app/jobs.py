@@ -75,7 +75,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether workers of a lost job are still there: they save and end.
     saving: bool
     step: int
+    #: Of the whole run, as its time budget has them now; and how far it is, 0 to 1.
     steps: int
+    share: float
+    #: None where the run's time alone decides how many steps it makes.
+    total: int | None
     loss: float | None
     val_loss: float | None
     tokens_per_s: float | None
@@ -196,7 +200,7 @@ def _recorded(run: RunFolder) -> Job | None:
 def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
     """How a run stands: whether its job runs or how it has ended, and how far it has come."""
     # The record first: what ends afterwards has written all that it had to say.
-    job, so_far, now = _recorded(run), SoFar(run.load_plan().train.steps), clock()
+    job, so_far, now = _recorded(run), SoFar(run.load_plan().train), clock()
     for event in read_events(run.events) if run.events.exists() else ():
         so_far.take(event)
     problem = load(problem_file(run), Problem) if problem_file(run).exists() else None
@@ -216,6 +220,8 @@ def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
         saving=state == "lost" and is_locked(run.lock),
         step=so_far.step,
         steps=so_far.steps,
+        share=so_far.share,
+        total=so_far.total,
         loss=recent[-1].loss if recent else None,
         val_loss=so_far.validated.loss if so_far.validated else None,
         tokens_per_s=so_far.tokens_per_s if paced else None,

@@ -77,7 +77,7 @@ class NotebookBar:
             case Note() | Faulted() | Planned() | Tried():
                 self._text = str(update)
             case Training():
-                self._so_far = SoFar(update.plan.train.steps)
+                self._so_far = SoFar(update.plan.train)
                 self._text = "starting workers"
             case Ended():
                 self.draw()
@@ -96,8 +96,8 @@ class NotebookBar:
         so_far = self._so_far
         if not so_far.recent:
             return
-        self._share = so_far.step / so_far.steps
-        facts = [f"step {so_far.step:,}/{so_far.steps:,}", f"loss {so_far.recent[-1].loss:.3f}"]
+        self._share = so_far.share
+        facts = [f"step {so_far.place}", f"loss {so_far.recent[-1].loss:.3f}"]
         if so_far.validated is not None:
             facts.append(f"val {so_far.validated.loss:.3f}")
         facts.append(f"{so_far.tokens_per_s:,.0f} tokens/s")

@@ -13,6 +13,7 @@ import msgspec
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, unmirrored_steps
+from farspan.app.jobs import status
 from farspan.app.plans import Planned, best_plan, write_planned
 from farspan.app.resolving import Resolved
 from farspan.app.updates import Note, Progress, silent
@@ -162,7 +163,8 @@ def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
 
 def _change(run: RunFolder, old: Plan, planned: Planned) -> str:
     """What the new plan changes, in time, money and memory, from the newest checkpoint here on."""
-    now, left = planned.estimate, old.train.steps - max(0, run.newest_checkpoint())
+    saved_step = max(0, run.newest_checkpoint())
+    now, left = planned.estimate, max(0, status(run).steps - saved_step)
     facts = [f"{short_time(now.step_s)} a step", f"{format_seconds(left * now.step_s)} in all"]
     if now.usd is not None:
         facts.append(format_usd(now.usd * left / old.train.steps))

@@ -46,12 +46,13 @@ class Report:
         return report(self.run, self.compared)
 
     def __repr__(self) -> str:
-        from farspan.report.text import ENDINGS
+        from farspan.report.endings import ending
 
-        reason, measured = self.run.history.reason, self.measurement
+        history, measured = self.run.history, self.measurement
+        ended = ending(history.reason, history.steps[-1].step.step if history.steps else 0)
         loss = None if measured is None else measured.val_loss
         reached = "" if loss is None else f", validation loss {loss:.3f}"
-        return f"<Report of {self.run.folder}: {ENDINGS.get(reason, reason)}{reached}>"
+        return f"<Report of {self.run.folder}: {ended}{reached}>"
 
     def _repr_html_(self) -> str:
         return html_text(f"{self}\n\npage: {self.page}")

@@ -227,7 +227,7 @@ class Supervisor:
         plan = self._run.load_plan()
         slower = left.estimate.step_s / left.estimate.token_efficiency
         ratio = slower / (before.step_s / before.token_efficiency)
-        rest_s = (plan.train.steps - self._step) * statistics.median(
+        rest_s = (plan.train.step_limit - self._step) * statistics.median(
             self._steps_s or [before.step_s]
         )
         # Without the host the run goes on from the newest checkpoint here.

@@ -27,6 +27,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.results import STOPPED, Event, Started, read_events
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
+from farspan.report.endings import step_of
 
 if TYPE_CHECKING:
     from farspan.report.tensorboard import TensorBoard
@@ -160,7 +161,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     if ended is not None and ended.reason in STOPPED:
         raise Refusal(
             "interrupted",
-            what=f"stopped as asked; step {ended.step:,} of {plan.train.steps:,} is saved",
+            what=f"stopped as asked; step {step_of(ended.step, plan.train)} is saved",
             where=run.path,
             fact="nothing of it is lost",
             remedy=command("resume", run.path),

@@ -14,6 +14,7 @@ from types import TracebackType
 
 import msgspec
 
+from farspan.cli.paint import columns, fold
 from farspan.domain.escapes import escape_controls, escape_json_controls
 from farspan.domain.problems import Problem
 
@@ -33,6 +34,13 @@ class Console:
             file=sys.stderr if self.json else sys.stdout,
             flush=True,
         )
+
+    def say_facts(self, text: str) -> None:
+        """Print lines of facts, folded to a terminal's width; where output is piped a line stays
+        one."""
+        stream = sys.stderr if self.json else sys.stdout
+        for line in text.splitlines():
+            self.say(fold(line, columns()) if stream.isatty() else line)
 
     def refuse(self, problem: Problem) -> None:
         """Print a refusal on standard error."""

@@ -182,7 +182,7 @@ def _parts(replica: Replica) -> str:
 def _step(found: PricedPlan) -> str:
     parts = {
         "compute": found.compute_s,
-        "communication that nothing hides": found.communication_s,
+        "exposed communication": found.communication_s,
         "waiting for other stages": found.bubble_s,
     }
     low, high = (short_time(factor * found.step_s) for factor in found.interval)
@@ -205,7 +205,13 @@ def _speed(found: PricedPlan) -> str:
     if found.plan.train.steps == 1:
         return text
     money = "" if found.usd is None else f", {'free' if found.usd == 0 else format_usd(found.usd)}"
-    return f"{text} All steps take {format_seconds(found.equal_loss_s)}{money}."
+    text += f" All steps take {format_seconds(found.whole_s)}{money}."
+    if found.token_efficiency != 1.0:
+        text += (
+            f" The loss of synchronous training takes {1 / found.token_efficiency:.3g} x the "
+            f"tokens: {format_seconds(found.equal_loss_s)}."
+        )
+    return text
 
 
 def _memory(found: PricedPlan, *, colours: bool) -> list[str]:

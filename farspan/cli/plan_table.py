@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
 from farspan.domain.units import format_bytes, format_seconds, short_time
+from farspan.domain.words import joined
 from farspan.planning.candidate import Candidate
 from farspan.planning.diff import PlanDifference
 from farspan.planning.ranking import (
@@ -19,6 +20,7 @@ from farspan.planning.ranking import (
     called,
     candidate_cells,
     devices_line,
+    equal_loss_note,
     question,
     refused_by_reason,
     short_number,
@@ -51,7 +53,7 @@ NARROW = (
     "verdict",
 )
 LEGEND = (
-    "step %: compute / communication that nothing hides / waiting for other stages; minutes: "
+    "step %: compute / exposed communication / waiting for other stages; minutes: "
     "predicted (interval)"
 )
 WHERE = HEADS.index("where")
@@ -113,13 +115,29 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
             paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours)
         )
     if rows:
-        tried = (
-            "; *: measured in a trial"
-            if any(candidates[i].trial is not None for i in shown)
-            else ""
-        )
-        output.append(paint(paragraph(LEGEND + tried, indent=4), "soft", colours))
+        text = legend([candidates[i] for i in shown])
+        output.append(paint(paragraph(text, indent=4), "soft", colours))
     return output + _refused(ranking, colours)
+
+
+def legend(shown: Sequence[Candidate]) -> str:
+    """What the table's figures mean; of plans whose tokens count for less, and of trials, only
+    where there are any."""
+    text = LEGEND
+    worth = {
+        candidate.technique: 1 / candidate.estimate.token_efficiency
+        for candidate in reversed(shown)
+        if candidate.estimate.token_efficiency != 1.0
+    }
+    if worth:
+        factors = joined([f"{name} {worth[name]:.3g} x" for name in sorted(worth)])
+        text += (
+            f"; minutes and cost: to the loss of synchronous training, which takes {factors} the "
+            "tokens"
+        )
+    if any(candidate.trial is not None for candidate in shown):
+        text += "; *: measured in a trial"
+    return text
 
 
 def _tint(ranking: Ranking, index: int) -> str:
@@ -195,12 +213,14 @@ def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str]
     priced = candidate.estimate
     low, high = bounds(candidate)
     peak = "" if priced.mfu is None else f" · MFU {priced.mfu:.1%}"
-    energy = "energy unknown" if priced.kwh is None else f"{short_number(priced.kwh)} kWh at most"
+    energy = (
+        "energy unknown" if candidate.kwh is None else f"{short_number(candidate.kwh)} kWh at most"
+    )
     return (
         (
             "Time",
             format_seconds(candidate.time_s),
-            f"{format_seconds(low)} to {format_seconds(high)}",
+            f"{format_seconds(low)} to {format_seconds(high)}{equal_loss_note(candidate)}",
         ),
         (
             "Step",

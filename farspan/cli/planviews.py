@@ -115,7 +115,12 @@ def _side(name: str, ranking: Ranking) -> PlanSide:
             remedy="name two candidates of the table: --diff 1 2",
         )
     candidate = ranking.candidates[index]
-    return PlanSide(name=called(candidate), plan=candidate.plan, estimate=candidate.estimate)
+    return PlanSide(
+        name=called(candidate),
+        plan=candidate.plan,
+        estimate=candidate.estimate,
+        queue_s=candidate.queue_s,
+    )
 
 
 def _is_file(name: str) -> bool:

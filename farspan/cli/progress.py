@@ -3,16 +3,18 @@ piped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from farspan.cli.display import DisplayConsole
+from farspan.cli.paint import FACT, fold
+from farspan.cli.status_text import roughly
 from farspan.domain.escapes import escape_controls
 from farspan.domain.forecast import Forecast
 from farspan.domain.model import train_flops_per_token
@@ -21,6 +23,7 @@ from farspan.domain.results import (
     Event,
     Finished,
     Recovered,
+    Rescheduled,
     Saved,
     Started,
     Step,
@@ -29,12 +32,17 @@ from farspan.domain.results import (
 )
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds
 from farspan.estimate.forecast import revised
+from farspan.report.endings import ending
 from farspan.report.losses import told
 from farspan.report.so_far import SoFar
-from farspan.report.text import ENDINGS, maybe
+from farspan.report.text import maybe
 
 #: Seconds between two plain lines.
 LINE_S = 10.0
+#: A terminal keeps one validation for each such share of a run: they fill a third of 24 rows.
+KEPT_SHARE = 1 / 8
+#: Columns of the bar, and facts that come before it where there is little room.
+LEAST_BAR, MOST_BAR, BEFORE_BAR = 6, 20, 2
 
 
 class TrainingDisplay:
@@ -54,8 +62,10 @@ class TrainingDisplay:
     ) -> None:
         self._plan, self._console, self._clock, self._forecast = plan, console, clock, forecast
         #: Of show's thread; the live display is drawn in another one.
-        self._so_far = SoFar(plan.train.steps)
+        self._so_far = SoFar(plan.train)
         self._line_at = float("-inf")
+        #: How far the run was at the last validation that stays on a terminal.
+        self._validated_share = 0.0
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(
@@ -92,29 +102,54 @@ class TrainingDisplay:
             case Step():
                 if self._live is None and self._clock() - self._line_at >= LINE_S:
                     self._line_at = self._clock()
-                    self._print(
-                        " · ".join([f"step {event.step:,}/{self._so_far.steps:,}", *self._facts()])
-                    )
+                    self._print(FACT.join([f"step {self._place()}", *self._facts()]))
             case Validated():
-                loss = f"validation loss {told(event)} · {event.bits_per_byte:.3f} bits a byte"
-                self._print(f"step {event.step:,} · {loss}{' · best so far' if event.best else ''}")
+                self._validated(event)
             case Saved():
                 if self._live is None:
                     self._print(
                         f"step {event.step:,} · saved {event.path}, "
                         f"{format_bytes(event.size_bytes)}"
                     )
+            case Rescheduled():
+                self._print(f"step {event.step:,} · {event}")
             case Warned():
                 self._print(f"warning: {event.message}", "yellow")
             case Finished():
-                ending = ENDINGS.get(event.reason, event.reason)
-                self._print(f"step {event.step:,} · {ending} after {format_seconds(event.seconds)}")
+                text = f"{ending(event.reason, event.step)} after {format_seconds(event.seconds)}"
+                self._print(f"step {event.step:,} · {text}")
+
+    def _place(self) -> str:
+        """`601/1,400`, or `601 (43%)` where the run's time alone decides how many steps it
+        makes."""
+        so_far = self._so_far
+        return so_far.place if so_far.total is not None else f"{so_far.place} ({so_far.share:.0%})"
+
+    def _validated(self, event: Validated) -> None:
+        """A validation in full where output is piped. A terminal keeps one for each KEPT_SHARE of
+        the run, and the last one: the display has the others."""
+        best = f"{FACT}best so far" if event.best else ""
+        if self._live is None:
+            loss = f"validation loss {told(event)} · {event.bits_per_byte:.3f} bits a byte"
+            self._print(f"step {event.step:,} · {loss}{best}")
+            return
+        share = self._so_far.share
+        last = event.sample_loss is not None or share >= 1
+        if not last and share < self._validated_share + KEPT_SHARE:
+            return
+        self._validated_share = share
+        loss = f"validation loss {event.loss:.3f}"
+        if event.standard_error:
+            loss += f" ± {event.standard_error:.3f}"
+        self._print(f"step {event.step:,} · {loss}{best}")
 
     def _print(self, line: str, style: str = "") -> None:
         # A piped line stays one line. Text, not markup: messages may hold square brackets. Escaped
         # here too, because Text drops some control characters without a trace.
-        text = Text(escape_controls(line), style=style)
-        self._console.print(text, soft_wrap=not self._console.is_terminal)
+        line = escape_controls(line)
+        if self._console.is_terminal or self._console.file.isatty():
+            line = fold(line, self._console.width)
+        self._console.print(Text(line, style=style), soft_wrap=not self._console.is_terminal)
 
     def _facts(self) -> list[str]:
         """Loss, speed, memory, time to go: known from the first step on."""
@@ -136,7 +171,7 @@ class TrainingDisplay:
         return [*facts, f"ETA {format_seconds(self._so_far.left_s())}"]
 
     def _at_the_end(self, validated: Validated) -> float | None:
-        share = validated.step / self._so_far.steps
+        share = min(1.0, validated.step / self._so_far.steps)
         if self._forecast is None or share >= 1:
             return None
         expected = revised(
@@ -149,26 +184,57 @@ class TrainingDisplay:
         flops = train_flops_per_token(self._plan.model, self._plan.train.seq_len)
         return maybe(flops * tokens_per_s / peak_flops if peak_flops else None, ".1%")
 
-    def _render(self) -> Group:
-        so_far, steps = self._so_far, self._so_far.steps
+    def _render(self) -> RenderableType:
+        so_far = self._so_far
         if not so_far.recent:
-            return Group(
-                Text("starting workers" if so_far.started is None else "first step", style="dim")
-            )
-        done = so_far.recent[-1].step
-        *facts, eta = self._facts()
-        head = Table.grid(padding=(0, 1), expand=True)
-        head.add_column(ratio=1)
-        head.add_column(justify="right", no_wrap=True)
-        head.add_row(
-            ProgressBar(total=steps, completed=done),
-            f"{done:,}/{steps:,} · {done / steps:.0%} · {eta}",
-        )
-        saved = "not saved yet"
+            return Text("starting workers" if so_far.started is None else "first step", style="dim")
+        head = f"step {so_far.place} {so_far.share:.0%}"
+        return ProgressLine(head, so_far.share, self._brief())
+
+    def _brief(self) -> list[str]:
+        """Facts of the display's one line, short, the most wanted first."""
+        so_far, recent = self._so_far, tuple(self._so_far.recent)
+        tokens_per_s, validated = so_far.tokens_per_s, so_far.validated
+        facts = [f"loss {recent[-1].loss:.3f}", f"ETA {roughly(so_far.left_s())}"]
+        if validated is not None:
+            facts.append(f"val {validated.loss:.3f}")
+        facts.append(f"{format_count(tokens_per_s)} tok/s")
+        saved = "not saved"
         if so_far.saved is not None:
             ago_s = max(0.0, self._clock() - so_far.saved.at)
-            saved = f"saved step {so_far.saved.step:,}, {format_seconds(ago_s)} ago"
-        return Group(head, Text(" · ".join(facts)), Text(saved, style="dim"))
+            saved = f"saved {roughly(ago_s)} ago"
+        facts.append(saved)
+        if validated is not None and (end := self._at_the_end(validated)) is not None:
+            facts.append(f"{end:.2f} expected")
+        facts += [format_bytes(recent[-1].memory_bytes), f"MFU {self._mfu(tokens_per_s)}"]
+        return facts
+
+
+class ProgressLine:
+    """One line of any width: the place, a bar, and as many facts as there is room for, whole."""
+
+    def __init__(self, head: str, share: float, facts: Sequence[str]) -> None:
+        self._head, self._share, self._facts = head, share, facts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = options.max_width
+        # Of one width while the facts beside it change theirs.
+        bar = max(LEAST_BAR, min(MOST_BAR, columns // 10))
+        shown = [self._head]
+        for place, fact in enumerate(self._facts):
+            kept = 0 if place < BEFORE_BAR else bar + 1
+            if len(FACT.join([*shown, fact])) + kept > columns:
+                break
+            shown.append(fact)
+        text = FACT.join(shown)
+        if len(text) + bar + 1 > columns:
+            yield Text(text, no_wrap=True, overflow="crop")
+            return
+        line = Table.grid(padding=(0, 1))
+        line.add_column(no_wrap=True)
+        line.add_column(no_wrap=True, overflow="crop")
+        line.add_row(ProgressBar(total=1.0, completed=self._share, width=bar), text)
+        yield line
 
 
 def _read_of(event: Validated) -> str:

@@ -10,5 +10,5 @@ def say_result(report: Report, console: Console) -> None:
     """The summary of a run, and where to look next."""
     from farspan.report.text import summary
 
-    console.say(summary(report.run, report.compared))
+    console.say_facts(summary(report.run, report.compared))
     console.say(f"report: {report.page}")

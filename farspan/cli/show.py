@@ -44,7 +44,7 @@ class Show:
                 say_ranking(update.ranking, self._console)
                 say()
             case Tried():
-                say(str(update))
+                self._console.say_facts(str(update))
             case Chosen():
                 say(paragraph(str(update)))
             case Planned():
@@ -61,9 +61,9 @@ class Show:
                 self._index(update)
 
     def _planned(self, planned: Planned) -> None:
-        self._console.say(str(planned))
+        self._console.say_facts(str(planned))
         for warning in planned.resolved.warnings:
-            self._console.say(f"warning: {warning}")
+            self._console.say_facts(f"warning: {warning}")
 
     def _index(self, update: object) -> None:
         from farspan.retrieval.work import IndexWork

@@ -8,8 +8,9 @@ from farspan.app.jobs import Status
 from farspan.cli.paint import painter, width
 from farspan.domain.problems import command
 from farspan.domain.units import format_seconds
+from farspan.report.endings import ending
 from farspan.report.tables import table_lines
-from farspan.report.text import ENDINGS, recovery_words
+from farspan.report.text import recovery_words
 
 HEADS = ("run", "state", "step", "done", "loss", "tokens/s", "saved", "left")
 #: As rich names styles.
@@ -35,7 +36,7 @@ def _row(status: Status) -> tuple[str, ...]:
         status.run,
         _state(status),
         f"{status.step:,}",
-        f"{status.step / status.steps:.0%}",
+        f"{status.share:.0%}",
         "" if status.loss is None else f"{status.loss:.3f}",
         "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f}",
         "" if status.saved_s is None else roughly(status.saved_s),
@@ -88,7 +89,7 @@ def _sentence(status: Status, now: float) -> str:
                 "; its workers save and end" if status.saving else ""
             )
         case "finished":
-            return ENDINGS.get(status.reason or "", status.reason or "")
+            return ending(status.reason or "", status.step)
         case "failed":
             return "failed" if status.problem is None else f"failed, {status.problem.code}"
         case "stopped" if status.problem is not None:
@@ -99,7 +100,7 @@ def _sentence(status: Status, now: float) -> str:
 
 
 def _facts(status: Status) -> Iterator[tuple[str, str]]:
-    yield "step", f"{status.step:,} of {status.steps:,}, {status.step / status.steps:.0%}"
+    yield "step", f"{step_of(status)}, {status.share:.0%}"
     if status.loss is not None:
         validated = "" if status.val_loss is None else f", validation {status.val_loss:.3f}"
         yield "loss", f"{status.loss:.3f}{validated}"
@@ -115,6 +116,11 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
         yield "last heard", _ago(status.heard_s)
     if status.left_s is not None:
         yield "time left", format_seconds(status.left_s)
+
+
+def step_of(status: Status) -> str:
+    """`148 of 334`, or `148` where the run's time alone decides how many it makes."""
+    return f"{status.step:,}" if status.total is None else f"{status.step:,} of {status.total:,}"
 
 
 def _ago(seconds: float) -> str:
@@ -144,4 +150,4 @@ def outcome(status: Status) -> str:
     if status.saved_step is not None:
         at = "it" if status.saved_step == status.step else f"step {status.saved_step:,}"
         kept = f"{at} is saved"
-    return f"{status.state} at step {status.step:,} of {status.steps:,}; {kept}"
+    return f"{status.state} at step {step_of(status)}; {kept}"

@@ -1,4 +1,4 @@
-"""How much of a text stands in a corpus word for word: what a model learned by heart."""
+"""How much of a text stands in a corpus word for word: what a model has memorized."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from farspan.corpus.tokens import Tokens
 
-#: So many tokens on end count as learned by heart: fewer also come about by chance and by grammar.
+#: So many tokens on end count as memorized: fewer also come about by chance and by grammar.
 #: A choice; Carlini et al. (arXiv 2202.07646) take 50 of a corpus whose common phrases are longer.
 LEAST = 16
 #: Tokens that are looked through at a time.

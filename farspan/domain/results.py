@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -100,7 +100,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     token_efficiency_interval: tuple[float, float] = (1.0, 1.0)
     #: Whether a published run in this setting stands behind `token_efficiency`.
     evidence: bool = True
-    #: Predicted training loss in nats a token at the end of the run.
+    #: Predicted training loss in nats a token at the end of the run; None where model or tokens
+    #: lie outside the range of the law that predicts it.
     loss: float | None = None
     interval: tuple[float, float]
     assumptions: tuple[str, ...]
@@ -121,6 +122,18 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return self.whole_s / self.token_efficiency
 
     @property
+    def equal_loss_interval_s(self) -> tuple[float, float]:
+        """Bounds of `equal_loss_s`: those of a step's time and of the tokens together."""
+        low, high = self.interval
+        worst, best = sorted(self.token_efficiency_interval)
+        return low * self.whole_s / max(best, 1e-9), high * self.whole_s / max(worst, 1e-9)
+
+    @property
+    def equal_loss_factor(self) -> float:
+        """What multiplies a figure of the run to become one of `equal_loss_s`."""
+        return self.equal_loss_s / self.run_s
+
+    @property
     def run_s(self) -> float:
         """Seconds of the run, which a deadline may end."""
         return min(
@@ -131,6 +144,11 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     def steps_done(self) -> float:
         """Steps until the run ends."""
         return self.workload.steps * (self.run_s / self.whole_s)
+
+    @property
+    def tokens_done(self) -> float:
+        """Tokens until the run ends, each counted as what it is worth of synchronous training."""
+        return self.steps_done * self.workload.tokens_per_step * self.token_efficiency
 
     @property
     def tokens_per_s(self) -> float:
@@ -308,9 +326,32 @@ class Warned(_Event, frozen=True, kw_only=True, tag="warned"):
     """Something a person should know though the run went on."""
 
     message: str
+    #: What makes it past: a checkpoint or best weights that could not be written, until later ones
+    #: are.
+    until: Literal["saved", "best"] | None = None
 
     def __str__(self) -> str:
         return f"warning: {self.message}"
+
+
+class Rescheduled(_Event, frozen=True, kw_only=True, tag="rescheduled"):
+    """At the speed measured so far the time budget fits `steps`, not the `planned` ones; the
+    learning-rate schedule follows. `Step.steps` has the number at each step."""
+
+    step: int
+    steps: int
+    planned: int
+
+    def __str__(self) -> str:
+        if self.steps < self.planned:
+            return (
+                f"at this speed only {self.steps:,} of {counted(self.planned, 'step')} fit the "
+                "time budget; the learning-rate schedule has been shortened"
+            )
+        return (
+            f"at this speed {counted(self.steps, 'step')} fit the time budget, not "
+            f"{self.planned:,}; the learning-rate schedule has been lengthened"
+        )
 
 
 #: Kinds of spans that are arithmetic; and backends whose passes have ended when their spans end:
@@ -356,7 +397,18 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
 #: the run goes on from there.
 STOPPED = ("interrupted", "preempted")
 
-Event = Started | Recovered | Step | Validated | Saved | Sampled | Warned | Traced | Finished
+Event = (
+    Started
+    | Recovered
+    | Step
+    | Validated
+    | Saved
+    | Sampled
+    | Warned
+    | Rescheduled
+    | Traced
+    | Finished
+)
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):

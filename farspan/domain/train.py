@@ -57,7 +57,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Regularization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What keeps a model that reads its text many times from learning it by heart."""
+    """What keeps a model that reads its text many times from overfitting it."""
 
     #: Share of what the embedding and each half of a block write that is set to 0, the rest scaled
     #: up (Srivastava et al. 2014).
@@ -100,6 +100,14 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: Seconds that the workers may take, from when they open their devices to their last event,
     #: over all resumptions; None runs every step.
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    #: Of a run with a deadline: steps that it makes at most. `steps` are what fits at the speed of
+    #: a trial of seconds; a run that is faster makes more. Unset where `steps` are the limit.
+    most_steps: Positive | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def step_limit(self) -> int:
+        """Steps that the run makes at most."""
+        return max(self.steps, self.most_steps or 0)
 
     @property
     def regular(self) -> Regularization:

@@ -9,6 +9,19 @@ import math
 #: small models lie outside the fit.
 E, A, B, ALPHA, BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
 
+#: Parameters and tokens of the runs behind the fit (arXiv 2203.15556, abstract): beyond them the
+#: formula may give more than a uniform guess.
+FITTED_PARAMETERS, FITTED_TOKENS = (7e7, 1.6e10), (5e9, 5e11)
+
+
+def fitted_loss(parameters: float, tokens: float) -> float | None:
+    """As `loss`; None outside the range of the fit."""
+    inside = (
+        FITTED_PARAMETERS[0] <= parameters <= FITTED_PARAMETERS[1]
+        and FITTED_TOKENS[0] <= tokens <= FITTED_TOKENS[1]
+    )
+    return loss(parameters, tokens) if inside else None
+
 
 def loss(parameters: float, tokens: float) -> float:
     """Nats a token of a model of so many parameters after so many tokens."""

@@ -25,7 +25,7 @@ from farspan.domain.train import Precision
 from farspan.estimate.assumptions import assumptions
 from farspan.estimate.between_stages import Tie, Ways, crossing, edges, sent_between, tie
 from farspan.estimate.compute import product_dtype
-from farspan.estimate.loss import loss
+from farspan.estimate.loss import fitted_loss
 from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
@@ -104,9 +104,9 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
 
 
 def with_loss(priced: Estimate, parameters: int) -> Estimate:
-    """The estimate with the loss that the tokens of its run lead to."""
-    tokens = priced.steps_done * priced.workload.tokens_per_step * priced.token_efficiency
-    return msgspec.structs.replace(priced, loss=loss(parameters, tokens))
+    """The estimate with the loss that the tokens of its run lead to; None outside the law's
+    range."""
+    return msgspec.structs.replace(priced, loss=fitted_loss(parameters, priced.tokens_done))
 
 
 def step(replica: Replica, costs: Costs) -> ReplicaStep:

@@ -52,6 +52,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         usd = self.estimate.usd
         return None if usd is None else usd * (self.time_s - self.queue_s) / self.estimate.run_s
 
+    @property
+    def kwh(self) -> float | None:
+        """Energy over the same seconds, at most."""
+        kwh = self.estimate.kwh
+        return None if kwh is None else kwh * (self.time_s - self.queue_s) / self.estimate.run_s
+
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
     """A technique that has no plan on a part of the cluster, and why."""

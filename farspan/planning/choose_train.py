@@ -99,13 +99,14 @@ def choose_train(
         config, chosen, corpus, workers, min(in_time, *(tokens for tokens, _ in limits))
     )
     step_s = step_seconds(-(-batch // workers), seq_len, speed, cluster)
-    steps, steps_from = _steps(config, limits, batch * seq_len, seconds, step_s)
+    steps, most_steps, steps_from = _steps(config, limits, batch * seq_len, seconds, step_s)
     train = msgspec.structs.replace(
         drafted,
         steps=steps,
         batch=batch,
         precision=precision,
         deadline_s=end_s,
+        most_steps=most_steps if most_steps > steps else msgspec.UNSET,
         schedule=msgspec.structs.replace(drafted.schedule, warmup_steps=_warmup(config, steps)),
         validate_every=-(-steps // VALIDATIONS)
         if asked.validate_every == "auto"
@@ -235,14 +236,16 @@ def _steps(
     step_tokens: int,
     seconds: float,
     step_s: float,
-) -> tuple[int, str]:
+) -> tuple[int, int, str]:
     """Steps within every limit, one at least, and within `seconds`, which even one step may
-    exceed."""
+    exceed; steps within the limits alone, which a run may make that is faster than `step_s`; and
+    where the first came from."""
     asked, budget = config.train, config.budget
     step_limits = [(max(1, int(tokens // step_tokens)), why) for tokens, why in limits]
     if asked.steps is not None:
         step_limits = [pair for pair in step_limits if not pair[1].startswith("default")]
         step_limits.append((asked.steps, "run.yaml: train.steps"))
+    most_steps = min((limit for limit, _ in step_limits), default=0)
     if seconds < math.inf:
         pace = f"{format_seconds(seconds)} at {format_count(step_tokens / step_s)} tokens/s"
         step_limits.append((int(seconds // step_s), f"run.yaml and machine: budget, {pace}"))
@@ -255,7 +258,7 @@ def _steps(
         raise out_of_range(
             key, value, fact, f"raise {key_word(key)}, or lower train.batch.global or the size"
         )
-    return steps, why
+    return steps, most_steps, why
 
 
 def _warmup(config: RunConfig, steps: int) -> int:

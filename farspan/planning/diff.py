@@ -30,6 +30,8 @@ class PlanSide(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     plan: Plan
     estimate: Estimate
+    #: Seconds that the job waits in a queue first.
+    queue_s: float = 0.0
 
 
 class DiffRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,37 +111,74 @@ def _microbatches(replica: Replica) -> str:
     return f"{replica.microbatches}{depths}"
 
 
+#: A figure's name, its value, and how that is written.
+_Figure = tuple[str, Callable[[PlanSide], float | None], Callable[[float], str]]
+
+
 def figures(a: PlanSide, b: PlanSide, cluster: Cluster) -> tuple[DiffRow, ...]:
-    """Every figure of the estimates, and B's over A's."""
-    shown: list[tuple[str, Callable[[Estimate], float | None], Callable[[float], str]]] = [
-        ("step", lambda e: e.step_s, short_time),
-        ("compute", lambda e: e.compute_s, short_time),
-        ("exposed communication", lambda e: e.communication_s, short_time),
-        ("bubble", lambda e: e.bubble_s if e.bubble_s > 1e-9 * e.step_s else 0.0, short_time),
-        (
-            "tokens for one of synchronous training",
-            lambda e: 1 / e.token_efficiency,
-            "{:.3g}".format,
-        ),
-        ("run", lambda e: e.run_s, format_seconds),
-        ("interval, low", lambda e: e.run_s * e.interval[0], format_seconds),
-        ("interval, high", lambda e: e.run_s * e.interval[1], format_seconds),
-        ("tokens/s", lambda e: e.tokens_per_s, "{:,.0f}".format),
-        ("TFLOP/s per device", lambda e: e.tflops_per_device, "{:.3g}".format),
-        ("MFU", lambda e: e.mfu, "{:.1%}".format),
-        ("memory of the fullest device", lambda e: e.memory_bytes, format_bytes),
-        ("dollars", lambda e: e.usd, format_usd),
-        (
-            "energy in kWh",
-            lambda e: e.kwh,
-            lambda kwh: f"{kwh:,.0f}" if kwh >= 100 else f"{kwh:.3g}",
-        ),
-        ("training loss", lambda e: e.loss, "{:.3f}".format),
-    ]
-    rows = [_figure(what, get(a.estimate), get(b.estimate), show) for what, get, show in shown]
+    """Every figure of the estimates, and B's over A's. Time, dollars and energy are those of a
+    ranking: to the loss of synchronous training, queues included; those of the run itself follow
+    where they differ."""
+    uneven = any(side.estimate.token_efficiency != 1.0 for side in (a, b))
+    to = " to equal loss" if uneven else ""
+    shown = [*_step_figures(), *_run_figures(to)]
+    if any(side.estimate.equal_loss_factor != 1.0 for side in (a, b)):
+        shown.append(("the run's own steps", lambda side: side.estimate.run_s, format_seconds))
+    if any(side.estimate.loss is not None for side in (a, b)):
+        shown.append(("training loss", lambda side: side.estimate.loss, "{:.3f}".format))
+    rows = [_figure(what, get(a), get(b), show) for what, get, show in shown]
     sent = [_sent(side.plan, cluster) for side in (a, b)]
     rows.insert(4, _figure("bytes between sites a step", sent[0], sent[1], format_bytes))
     return tuple(rows)
+
+
+def _step_figures() -> list[_Figure]:
+    def bubble_s(side: PlanSide) -> float:
+        estimate = side.estimate
+        return estimate.bubble_s if estimate.bubble_s > 1e-9 * estimate.step_s else 0.0
+
+    return [
+        ("step", lambda side: side.estimate.step_s, short_time),
+        ("compute", lambda side: side.estimate.compute_s, short_time),
+        ("exposed communication", lambda side: side.estimate.communication_s, short_time),
+        ("bubble", bubble_s, short_time),
+        ("tokens/s", lambda side: side.estimate.tokens_per_s, "{:,.0f}".format),
+        ("TFLOP/s per device", lambda side: side.estimate.tflops_per_device, "{:.3g}".format),
+        ("MFU", lambda side: side.estimate.mfu, "{:.1%}".format),
+        ("memory of the fullest device", lambda side: side.estimate.memory_bytes, format_bytes),
+    ]
+
+
+def _run_figures(to: str) -> list[_Figure]:
+    def scaled(side: PlanSide, figure: float | None) -> float | None:
+        return None if figure is None else figure * side.estimate.equal_loss_factor
+
+    def time_s(side: PlanSide, seconds: float) -> float:
+        return side.queue_s + seconds
+
+    def kwh(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    return [
+        (
+            "tokens for one of synchronous training",
+            lambda side: 1 / side.estimate.token_efficiency,
+            "{:.3g}".format,
+        ),
+        (f"run{to}", lambda side: time_s(side, side.estimate.equal_loss_s), format_seconds),
+        (
+            "interval, low",
+            lambda side: time_s(side, side.estimate.equal_loss_interval_s[0]),
+            format_seconds,
+        ),
+        (
+            "interval, high",
+            lambda side: time_s(side, side.estimate.equal_loss_interval_s[1]),
+            format_seconds,
+        ),
+        (f"dollars{to}", lambda side: scaled(side, side.estimate.usd), format_usd),
+        (f"energy in kWh{to}", lambda side: scaled(side, side.estimate.kwh), kwh),
+    ]
 
 
 def _figure(what: str, a: float | None, b: float | None, show: Callable[[float], str]) -> DiffRow:

@@ -10,11 +10,12 @@ import msgspec
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import Engine
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
+from farspan.estimate.loss import loss
 from farspan.estimate.price import price
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.parts import ClusterPart, all_parts, whole
@@ -186,10 +187,11 @@ def _cost(candidate: Candidate) -> float:
 
 def _loss_per_dollar(candidate: Candidate) -> float:
     """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a
-    scaling law's loss)."""
-    usd, loss = candidate.estimate.usd, candidate.estimate.loss
-    if usd is None or loss is None:
+    scaling law's loss). For the order alone the law is also followed outside its range."""
+    usd, model = candidate.estimate.usd, candidate.plan.model
+    if usd is None:
         return math.inf
-    gained, spent = math.log(candidate.plan.model.vocab_size) - loss, usd + 1e-9 * candidate.time_s
+    law_loss = loss(parameters(model), candidate.estimate.tokens_done)
+    gained, spent = math.log(model.vocab_size) - law_loss, usd + 1e-9 * candidate.time_s
     # So few tokens that the law knows of no gain: by dollars, and after all that gain.
     return spent / gained if gained > 0 else NO_GAIN * (1 + spent)

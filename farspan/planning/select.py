@@ -298,8 +298,7 @@ def _taking(candidate: Candidate, step_s: float) -> Candidate:
         communication_s=priced.communication_s * factor,
         bubble_s=priced.bubble_s * factor,
     )
-    if priced.loss is not None:
-        changed = with_loss(changed, parameters(candidate.plan.model))
+    changed = with_loss(changed, parameters(candidate.plan.model))
     return msgspec.structs.replace(
         candidate, estimate=changed, time_s=candidate.queue_s + changed.equal_loss_s
     )

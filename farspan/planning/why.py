@@ -30,6 +30,7 @@ from farspan.planning.ranking import (
     called,
     devices_line,
     difference,
+    equal_loss_note,
     factor,
     refused_by_reason,
     same_plan,
@@ -92,7 +93,7 @@ def choice(ranking: Ranking) -> str:
     money = "" if estimate.usd is None else f", {spent(chosen)}"
     parts = {
         "compute": estimate.compute_s,
-        "communication that nothing hides": estimate.communication_s,
+        "exposed communication": estimate.communication_s,
         "waiting for other stages": estimate.bubble_s,
     }
     split = joined(
@@ -104,7 +105,7 @@ def choice(ranking: Ranking) -> str:
     )
     return (
         f"{called(chosen)} ({devices_line(ranking.cluster, chosen.places)}) is {best}: "
-        f"{time_line(chosen)}{money}. "
+        f"{time_line(chosen)}{money}{equal_loss_note(chosen)}. "
         f"A step of {short_time(estimate.step_s)} is {split}."
     )
 
@@ -113,12 +114,16 @@ def _nothing(ranking: Ranking) -> str:
     if ranking.candidates:
         first = ranking.candidates[0]
         reason = first.unchosen or "it has no price"
-        return f"Nothing is chosen: {called(first)} would take {time_line(first)}, but {reason}."
+        return f"Nothing is chosen: {called(first)} would take {_long_time(first)}, but {reason}."
     problems = [refused.problem for refused in ranking.refused]
     problem = next(
         (problem for problem in problems if problem.code == "out-of-memory"), problems[0]
     )
     return f"Nothing is chosen: {problem.what} ({problem.fact})."
+
+
+def _long_time(candidate: Candidate) -> str:
+    return f"{time_line(candidate)}{equal_loss_note(candidate)}"
 
 
 def against(ranking: Ranking) -> tuple[str, ...]:
@@ -147,13 +152,17 @@ def against(ranking: Ranking) -> tuple[str, ...]:
         sentences.append(
             f"{joined(names)} on {where} {text.replace('is', 'are', 1) if len(names) > 1 else text}"
         )
+    if note := equal_loss_note(chosen):
+        sentences.append(f"{called(chosen)} is compared by its time{note}.")
     return tuple(sentences)
 
 
 def _versus(ranking: Ranking, rival: Candidate, chosen: Candidate) -> str:
     how = difference(factor(ranking, rival, chosen), words_of(ranking))
     took = format_seconds(rival.time_s) + (f", {spent(rival)}" if by_money(ranking) else "")
-    text = f"is {how} on {devices_line(ranking.cluster, rival.places)}: {took}"
+    text = (
+        f"is {how} on {devices_line(ranking.cluster, rival.places)}: {took}{equal_loss_note(rival)}"
+    )
     if reasons := _reasons(ranking, rival, chosen):
         text += f"; {'; '.join(reasons)}"
     return f"{text}. It is not chosen, because {rival.unchosen}." if rival.unchosen else f"{text}."
@@ -163,10 +172,10 @@ def _reasons(ranking: Ranking, rival: Candidate, base: Candidate) -> list[str]:
     """What takes longer; and where money is compared, what for how long is paid."""
     reasons = slower_because(ranking.cluster, rival, base)
     if by_money(ranking) and factor(ranking, rival, base) > 1 + SAME:
-        paid = f"{counted(len(rival.places), 'device')} for {format_seconds(rival.estimate.run_s)}"
+        rival_s, base_s = (each.time_s - each.queue_s for each in (rival, base))
+        paid = f"{counted(len(rival.places), 'device')} for {format_seconds(rival_s)}"
         reasons = [
-            f"{paid}, not {counted(len(base.places), 'device')} for "
-            f"{format_seconds(base.estimate.run_s)}",
+            f"{paid}, not {counted(len(base.places), 'device')} for {format_seconds(base_s)}",
             *reasons,
         ]
     return reasons
@@ -232,10 +241,7 @@ def _recomputes(plan: Plan) -> bool:
 
 
 def _communication(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
-    text = (
-        f"communication that nothing hides takes {short_time(rival.estimate.communication_s)} of "
-        "a step"
-    )
+    text = f"exposed communication takes {short_time(rival.estimate.communication_s)} of a step"
     if base.estimate.communication_s > SAME * base.estimate.step_s:
         text += f", not {short_time(base.estimate.communication_s)}"
     costs = costs_of(rival.plan, cluster)
@@ -356,7 +362,7 @@ def _without(ranking: Ranking, chosen: Candidate, best: Candidate, names: Sequen
     how = difference(factor(ranking, best, chosen), words_of(ranking))
     text += (
         f"the best with {'it' if len(names) == 1 else 'them'}, {called(best)}, is {how} "
-        f"({format_seconds(best.time_s)})"
+        f"({format_seconds(best.time_s)}{equal_loss_note(best)})"
     )
     if reasons := _reasons(ranking, best, chosen):
         text += f": {'; '.join(reasons)}"

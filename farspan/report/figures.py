@@ -28,13 +28,11 @@ def figures(run: RunHistory) -> list[Chart]:
         Series(
             _validation_name(run), [validated.get(step.step) for step in steps], "points", "val"
         ),
+        *_last_validation(run),
     )
-    # Of the tokens that the points are of: a validation in between has read no others.
-    between = next(
-        (event for event in history.validations if event.sample_loss is None), losses.last(run)
-    )
+    # Those of the table, which are of the tokens that the last validation read.
     entropies = tuple(
-        (f"{name} entropy", nats) for name, nats in losses.entropies(run, between).items()
+        (f"{name} entropy", nats) for name, nats in losses.entropies(run, losses.last(run)).items()
     )
     speed = _both("tokens/s", [step.tokens / step.step_s for step in steps], "speed")
     size, unit = (1e9, "GB") if history.memory_bytes >= 1e9 else (1e6, "MB")
@@ -73,6 +71,16 @@ def _validation_name(run: RunHistory) -> str:
         if of is None or tokens == of
         else f"validation loss {losses.read_on(tokens, of)}"
     )
+
+
+def _last_validation(run: RunHistory) -> tuple[Series, ...]:
+    """The loss that the run is known by, where it is of more tokens than the other points."""
+    end = losses.last(run)
+    if end is None or losses.compared(end)[1] == end.tokens:
+        return ()
+    values = [end.loss if timed.step.step == end.step else None for timed in run.history.steps]
+    name = f"last validation {losses.read_on(end.tokens, end.of)}".rstrip()
+    return (Series(name, values, "points", "norm"),)
 
 
 def _axes(run: RunHistory) -> tuple[Axis, Axis]:

@@ -3,6 +3,7 @@ model came from."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,7 @@ from farspan.domain.results import (
     Event,
     Finished,
     Recovered,
+    Rescheduled,
     Sampled,
     Saved,
     Started,
@@ -65,7 +67,9 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sampled, ...]
     traced: tuple[Traced, ...]
     saves: tuple[Saved, ...]
+    #: All that were given, also those that later events made past.
     warnings: tuple[Warned, ...]
+    rescheduled: tuple[Rescheduled, ...]
     starts: tuple[tuple[Started, float], ...]
     ends: tuple[Finished, ...]
     #: Faults after which the run went on by itself.
@@ -113,9 +117,9 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """All that reports are made from. `config` is run.yaml as written, `warnings` are all of the
-    run, each once; `history` is rank 0's, `others` holds those of the other ranks whose logs lie
-    here."""
+    """All that reports are made from. `config` is run.yaml as written, `warnings` are those of
+    the run that still hold, each once; `history` is rank 0's, `others` holds those of the other
+    ranks whose logs lie here."""
 
     folder: Path
     plan: Plan
@@ -148,7 +152,7 @@ def open_run(path: Path) -> RunHistory:
         folder.load_plan(),
         load(folder.record, RunRecord),
     )
-    warned = (warning.message for warning in history.warnings)
+    warned = (warning.message for warning in lasting_warnings(history))
     return RunHistory(
         folder=path,
         plan=plan,
@@ -159,6 +163,15 @@ def open_run(path: Path) -> RunHistory:
         others=_others(folder, len(plan.devices)),
         forecast=record.forecast,
     )
+
+
+def lasting_warnings(history: History) -> list[Warned]:
+    """The warnings that no later event has made past: a checkpoint that could not be written is
+    none once a later one is there."""
+    saved_at = max((saved.at for saved in history.saves), default=-math.inf)
+    best_at = max((event.at for event in history.validations if event.best), default=-math.inf)
+    ends = {"saved": saved_at, "best": best_at, None: -math.inf}
+    return [warning for warning in history.warnings if ends[warning.until] <= warning.at]
 
 
 def _others(folder: RunFolder, world: int) -> dict[int, History]:
@@ -201,6 +214,7 @@ def trace(events: Iterable[Event]) -> History:
         traced=tuple(traced),
         saves=tuple(_of(Saved, recorded)),
         warnings=tuple(_of(Warned, recorded)),
+        rescheduled=tuple(_of(Rescheduled, recorded)),
         starts=tuple(starts),
         ends=tuple(_of(Finished, recorded)),
         recoveries=tuple(_of(Recovered, recorded)),

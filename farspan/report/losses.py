@@ -3,14 +3,28 @@ it means."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from farspan.domain.results import Measurement, Validated
 from farspan.report.history import RunHistory
 
-#: What helps a model that has learned too little, one that knows its training text by heart, and
-#: one that was better.
-LEARN_MORE = "more time or steps, a smaller size, or a higher train.optimizer.lr"
-REPEAT_LESS = "more text, a smaller size, or fewer epochs: it knows its training text by heart"
+#: The training loss reported is the mean of so many last steps: one step's loss is mostly noise.
+LAST_STEPS = 20
+#: What helps a model that has learned too little, one that has overfitted, one that was better, and
+#: one whose training loss rose. No advice raises the learning rate: a loss that is high does not
+#: say that it was too low.
+LEARN_MORE = "more time or steps, or a smaller size"
+REPEAT_LESS = "more text, a smaller size, or fewer epochs: it has overfitted its training text"
 STEADIER = "a lower train.optimizer.lr: it was better before"
+LOWER_RATE = "a lower train.optimizer.lr: the training loss rose"
+#: A model is called overfitted that has read its text at least so many times, and whose training
+#: loss is so many nats below the validation loss. Choices, not fits.
+OVERFITTED_EPOCHS, OVERFITTED_NATS = 2.0, 1.0
+#: Nats by which a training loss ends above its lowest mean where it is said to have risen: means of
+#: several steps vary by less. A choice, not a fit.
+ROSE_NATS = 0.3
+#: Fewer steps than these make a mean that is mostly noise: a short run is compared with its start.
+FEWEST_MEAN_STEPS = 5
 
 
 def read_on(tokens: int | None, of: int | None) -> str:
@@ -73,17 +87,21 @@ def notes(run: RunHistory, measured: Measurement) -> list[str]:
             + " ".join(filter(None, (f"{best.step:,}: {least:.3f}", read_on(tokens, of))))
             + f", where the last have {final:.3f}"
         )
-    if short := shortfall(measured):
+    if short := shortfall(run, measured):
         lines.append(short)
     return lines
 
 
-def shortfall(measured: Measurement) -> str | None:
+def shortfall(run: RunHistory, measured: Measurement) -> str | None:
     """What a model above the unigram entropy is called, and what would help."""
     loss, unigram = measured.val_loss, measured.unigram_nats
     if loss is None or unigram is None or loss <= unigram:
         return None
-    if measured.train_loss < unigram:
+    epochs = measured.tokens / max(1, run.corpus.train.tokens)
+    overfitted = measured.train_loss < min(unigram, loss - OVERFITTED_NATS)
+    if _rose(run):
+        helps = LOWER_RATE
+    elif overfitted and epochs >= OVERFITTED_EPOCHS:
         helps = REPEAT_LESS
     elif measured.best_val_loss is not None and measured.best_val_loss < unigram:
         helps = STEADIER
@@ -94,3 +112,16 @@ def shortfall(measured: Measurement) -> str | None:
         f"{loss - unigram:.2f} nats above the "
         f"unigram entropy; what would help: {helps}"
     )
+
+
+def _rose(run: RunHistory) -> bool:
+    """Whether the training loss ended clearly above its lowest mean of as many steps (a quarter of
+    the run, LAST_STEPS at most), or of a short run above its first."""
+    losses_of_steps = [timed.step.loss for timed in run.history.steps]
+    window = min(LAST_STEPS, max(1, len(losses_of_steps) // 4))
+    sums = [0.0, *accumulate(losses_of_steps)]
+    means = [(sums[at + window] - sums[at]) / window for at in range(len(sums) - window)]
+    if not means:
+        return False
+    before = min(means) if window >= FEWEST_MEAN_STEPS else means[0]
+    return means[-1] > before + ROSE_NATS

@@ -10,9 +10,6 @@ from farspan.domain.results import Measurement
 from farspan.report import losses
 from farspan.report.history import RunHistory
 
-#: The training loss reported is the mean of so many last steps: one step's loss is mostly noise.
-LAST_STEPS = 20
-
 
 def measure(run: RunHistory) -> Measurement | None:
     """What `run` took so far, or None before its first step.
@@ -40,7 +37,7 @@ def measure(run: RunHistory) -> Measurement | None:
         usd=history.usd,
         steps=len(history.steps),
         tokens=history.steps[-1].tokens,
-        train_loss=fmean(timed.step.loss for timed in history.steps[-LAST_STEPS:]),
+        train_loss=fmean(timed.step.loss for timed in history.steps[-losses.LAST_STEPS :]),
         val_loss=last.loss if last else None,
         best_val_loss=losses.compared(best)[0] if best else None,
         perplexity=math.exp(last.loss) if last and last.loss < 700 else None,

@@ -15,6 +15,7 @@ from farspan.domain.units import counted, format_bytes, format_count, format_sec
 from farspan.report import charts, compared_text, losses, plan_terminal, text
 from farspan.report.charts import TINTS, Chart, thin
 from farspan.report.compared import Comparison
+from farspan.report.endings import ending
 from farspan.report.figures import figures
 from farspan.report.history import RunHistory
 from farspan.report.measure import measure
@@ -55,6 +56,7 @@ def page(run: RunHistory, comparison: Comparison | None = None) -> str:
             timeline=timeline(run),
             environments=_environments(run),
             config_hash=content_hash(run.config),
+            gloss=text.UNIGRAM_GLOSS,
         )
     )
 
@@ -93,6 +95,7 @@ def environment(*more: Path) -> jinja2.Environment:
         compared_text.part_rows,
         compared_text.memory_rows,
         compared_text.traced_line,
+        ending,
         charts.scales,
         charts.ticks,
         charts.label,
@@ -106,6 +109,7 @@ def environment(*more: Path) -> jinja2.Environment:
         text.gap,
         text.maybe,
         text.model_line,
+        text.tokens_line,
         text.money,
         short_time,
         zip,
@@ -115,7 +119,6 @@ def environment(*more: Path) -> jinja2.Environment:
         "width": charts.WIDTH,
         "height": charts.HEIGHT,
         "left": charts.LEFT,
-        "endings": text.ENDINGS,
     }
     jinja.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}
     return jinja
@@ -151,9 +154,11 @@ def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
         size = f"{format_bytes(saved.size_bytes)} in {format_seconds(saved.seconds)}"
         rows.append((saved.at, "saved", f"step {saved.step:,} · {size} · {saved.path}"))
     for end in run.history.ends:
-        rows.append(
-            (end.at, "ended", f"step {end.step:,} · {text.ENDINGS.get(end.reason, end.reason)}")
-        )
+        rows.append((end.at, "ended", f"step {end.step:,} · {ending(end.reason, end.step)}"))
+    for change in run.history.rescheduled:
+        rows.append((change.at, "rescheduled", f"step {change.step:,} · {change}"))
+    for warning in run.history.warnings:
+        rows.append((warning.at, "warned", warning.message))
     rows.sort(key=lambda row: row[0])
     return [
         (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}", what, more)

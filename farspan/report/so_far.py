@@ -7,6 +7,7 @@ from collections import deque
 from statistics import median
 
 from farspan.domain.results import Event, Finished, Recovered, Saved, Started, Step, Validated
+from farspan.domain.train import TrainSpec
 
 #: Speeds and times to go are medians over so many last steps.
 RECENT_STEPS = 50
@@ -20,8 +21,9 @@ class SoFar:
     through them.
     """
 
-    def __init__(self, steps: int) -> None:
-        """`steps` are those of the plan; a time budget may change them."""
+    def __init__(self, train: TrainSpec) -> None:
+        """`train` is the plan's; a time budget may change its number of steps."""
+        self.train = train
         self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self.started: Started | None = None
         self.validated: Validated | None = None
@@ -31,7 +33,7 @@ class SoFar:
         self.finished: Finished | None = None
         #: The last step that was made, and the steps of the whole run as its time budget has it
         #: now.
-        self.step, self.steps = 0, steps
+        self.step, self.steps = 0, train.steps
         #: When the last event was, in seconds since the epoch.
         self.at = 0.0
         #: Steps of this start, and the seconds that its validations took; saves go on beside steps.
@@ -69,9 +71,41 @@ class SoFar:
         """Over the recent steps, of which there must be one."""
         return median(step.tokens / step.step_s for step in tuple(self.recent))
 
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole run, which do not change while it runs; None where its time alone
+        decides them."""
+        return None if self.train.most_steps else self.train.steps
+
+    @property
+    def place(self) -> str:
+        """`601/1,400`, or `601` where nobody knows the total."""
+        return f"{self.step:,}" if self.total is None else f"{self.step:,}/{self.total:,}"
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of work so far, as a time budget counts them."""
+        if self.started is None:
+            return 0.0
+        return (self.started.used_s or 0.0) + max(0.0, self.at - self.started.at)
+
+    @property
+    def share(self) -> float:
+        """How far the run is, 0 to 1: by its steps, or by its time where that is further. The
+        steps that its time allows go up and down with the machine's speed; this does not."""
+        by_steps = self.step / self.train.step_limit
+        if self.finished is not None and self.finished.reason == "deadline":
+            return 1.0
+        if self.train.deadline_s is None:
+            return by_steps
+        return min(1.0, max(by_steps, self.elapsed_s / self.train.deadline_s))
+
     def left_s(self) -> float:
         """Seconds until the last step: each takes the median of recent ones and its share of
-        validations."""
+        validations. A time budget ends the run earlier."""
         recent = tuple(self.recent)
         each_s = median(step.step_s for step in recent) + self._pauses_s / self._made
-        return (self.steps - recent[-1].step) * each_s
+        left_s = (self.train.step_limit - recent[-1].step) * each_s
+        if self.train.deadline_s is not None:
+            left_s = min(left_s, self.train.deadline_s - self.elapsed_s)
+        return max(0.0, left_s)

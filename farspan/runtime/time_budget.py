@@ -71,11 +71,16 @@ class TimeBudget:
         planned: int,
         work: RunWork | None = None,
         paces: RunPaces | None = None,
+        limit: int | None = None,
     ) -> None:
-        self.deadline_s, self.planned = deadline_s, planned
+        """`planned` steps were expected to fit; `limit` are made at most (None: those)."""
+        self.deadline_s, self.planned, self.limit = deadline_s, planned, limit or planned
         self.work, self.paces = work or RunWork(step_tokens=1), paces or RunPaces()
         #: The step that ended last in this start, and since when the next one goes on.
         self._since: tuple[int, float] | None = None
+        #: The newest of what `paces` has means of: what the end of the run goes by.
+        self._newest_token_s: float | None = None
+        self._newest_save_s: float | None = None
 
     # -- what is learned
     #   --------------------------------------------------------------------------------------------
@@ -102,12 +107,14 @@ class TimeBudget:
     def validated(self, tokens: int, seconds: float) -> None:
         """A validation has read so many tokens."""
         if tokens:
+            self._newest_token_s = seconds / tokens
             self.paces = msgspec.structs.replace(
                 self.paces, token_s=_mean(self.paces.token_s, seconds / tokens)
             )
 
     def saved(self, seconds: float) -> None:
         """A checkpoint was written."""
+        self._newest_save_s = seconds
         self.paces = msgspec.structs.replace(self.paces, save_s=_mean(self.paces.save_s, seconds))
 
     # -- what follows
@@ -135,13 +142,13 @@ class TimeBudget:
         deadline."""
         smallest_s = self.work.validation_tokens * self.token_s
         validation_s = min(self.work.last_tokens * self.token_s, VALIDATION * self.deadline_s)
-        after_s = self.save_s + max(smallest_s, validation_s) + self._closing_s
+        closing_s = self._closing_s(self.token_s, self.save_s)
+        after_s = self.save_s + max(smallest_s, validation_s) + closing_s
         return self.deadline_s - after_s if after_s > NOTHING * self.deadline_s else self.deadline_s
 
-    @property
-    def _closing_s(self) -> float:
+    def _closing_s(self, token_s: float, save_s: float) -> float:
         """Seconds after the last validation: best weights, and sample text."""
-        return BEST * self.save_s + min(SAMPLED_TOKENS * self.token_s, SAMPLES * self.deadline_s)
+        return BEST * save_s + min(SAMPLED_TOKENS * token_s, SAMPLES * self.deadline_s)
 
     def share(self, elapsed_s: float) -> float:
         """Of the time for steps, how much is used: 0 after the first step, 1 at the end."""
@@ -151,7 +158,7 @@ class TimeBudget:
 
     def steps(self, step: int, elapsed_s: float, steps: int) -> int:
         """Steps of the whole run, `steps` so far, now that `step` are made; never above the
-        plan's."""
+        limit."""
         left_s = self.steps_end_s - elapsed_s
         if left_s <= 0:
             return step
@@ -160,8 +167,8 @@ class TimeBudget:
         work = self.work
         each_s = self.paces.step_s + self.token_s * work.validation_tokens / work.validate_every
         each_s *= 1 + self.save_s / work.checkpoint_every_s
-        whole_fits = (self.planned - step) * each_s <= left_s
-        new = self.planned if whole_fits else step + int(left_s / each_s + NOTHING)
+        whole_fits = (self.limit - step) * each_s <= left_s
+        new = self.limit if whole_fits else step + int(left_s / each_s + NOTHING)
         late = min(left_s, (steps - step) * each_s) < LATE * self.deadline_s
         return new if late or abs(new - steps) * each_s > CALM * self.deadline_s else steps
 
@@ -178,8 +185,15 @@ class TimeBudget:
 
     def more_windows(self, window_tokens: int, least: int, left: int, elapsed_s: float) -> int:
         """How many of the `left` windows the last validation reads next: `least` at once, or 0 to
-        end it."""
-        left_s, each_s = self.deadline_s - self._closing_s - elapsed_s, self.token_s * window_tokens
+        end it. Means of a time when the machine was slower would end it too early, and so would one
+        slow measurement: the less of both counts."""
+        token_s, save_s = self.token_s, self.save_s
+        if self._newest_token_s is not None:
+            token_s = min(token_s, self._newest_token_s)
+        if self._newest_save_s is not None:
+            save_s = min(save_s, self._newest_save_s)
+        left_s = self.deadline_s - self._closing_s(token_s, save_s) - elapsed_s
+        each_s = token_s * window_tokens
         if left_s < least * each_s or left_s <= 0:
             return 0
         return left if each_s == 0 else min(left, max(least, int(CHUNK * left_s / each_s)))

@@ -7,33 +7,54 @@ import math
 
 from farspan.domain.train import Schedule
 
+#: A decay to exactly 0 would waste its last step: that one is half a step before the end.
+LAST_STEP = 0.5
+
 
 def learning_rate(
-    schedule: Schedule, peak: float, step: int, steps: int, share: float = 0.0
+    schedule: Schedule,
+    peak: float,
+    step: int,
+    steps: int,
+    share: float = 0.0,
+    *,
+    limit: int | None = None,
+    total: int | None = None,
 ) -> float:
     """Learning rate of update `step` (from 0) of the plan's `steps`: linear warm-up, then the
     schedule's shape. It is as far as `share` says of the run where that is further than the steps
-    are: its time is then what ends it."""
+    are of `limit` (None: of `steps`): the run's time is then what ends it, after `total` steps
+    (None: `limit`). Above 0 at any step."""
+    limit = limit or steps
     warm = min(1.0, schedule.warmup_steps / steps)
     if step < schedule.warmup_steps and share < warm:
         return peak * max((step + 1) / (schedule.warmup_steps + 1), share / warm)
-    floor = peak * schedule.floor
     if schedule.kind == "constant":
         return peak
-    if schedule.kind == "wsd":
-        start = max(schedule.warmup_steps, steps - math.ceil(steps * schedule.decay))
-        done = max(0.0, (step - start) / max(1, steps - 1 - start)) if step > start else 0.0
-        done = max(done, _beyond(max(warm, 1 - schedule.decay), share))
-        return peak + (floor - peak) * min(1.0, done)
+    after = max(warm, 1 - schedule.decay) if schedule.kind == "wsd" else warm
     done = max(
         0.0,
-        (step - schedule.warmup_steps) / max(1, steps - 1 - schedule.warmup_steps),
-        _beyond(warm, share),
+        (step - _start(schedule, limit)) / _decaying(schedule, limit),
+        _beyond(after, share),
     )
-    done = min(1.0, done)
-    return floor + (peak - floor) * (
-        1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    )
+    most = 1.0 if schedule.floor else 1.0 - LAST_STEP / _decaying(schedule, total or limit)
+    done = min(most, done)
+    floor = peak * schedule.floor
+    if schedule.kind == "cosine":
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    return floor + (peak - floor) * (1 - done)
+
+
+def _start(schedule: Schedule, steps: int) -> int:
+    """The last step at the peak."""
+    if schedule.kind != "wsd":
+        return schedule.warmup_steps
+    return max(schedule.warmup_steps, steps - math.ceil(steps * schedule.decay))
+
+
+def _decaying(schedule: Schedule, steps: int) -> int:
+    """Steps from the peak to the floor, one at least."""
+    return max(1, steps - 1 - _start(schedule, steps))
 
 
 def _beyond(start: float, share: float) -> float:

@@ -357,7 +357,7 @@ def test_a_job_that_has_ended_already_answers_as_always(call: Farspan, office: P
     assert (
         call("logs", "-f", "runs/short")
         .stdout.splitlines()[-1]
-        .startswith("step 2 · finished every step")
+        .startswith("step 2 · completed all 2 steps")
     )
     damaged = office / "runs" / "damaged" / "plan.json"
     damaged.parent.mkdir()

@@ -20,7 +20,7 @@ from farspan.estimate.between_stages import Tie, edges, tie
 from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
 from farspan.estimate.network import NoLink
-from farspan.estimate.price import estimate, sent_by, step
+from farspan.estimate.price import estimate, sent_by, step, with_loss
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import (
@@ -444,8 +444,25 @@ def test_replicas_exchange_their_changes_every_so_often():
     )
     assert (found.token_efficiency, found.token_efficiency_interval, found.evidence) == expected
     assert not found.evidence  # Nobody published so small a model.
-    tokens = 100 * 8 * 16 * found.token_efficiency
-    assert found.loss == pytest.approx(loss(graph.parameters(), tokens))
+    assert found.tokens_done == pytest.approx(100 * 8 * 16 * found.token_efficiency)
+
+
+def test_loss_is_predicted_within_the_range_of_the_fit_alone():
+    there, graph = cluster([[device()]]), models.graph(TIED)
+    tiny = estimate(plan(there, single(mesh(0), (8,))), graph, there, plain())
+    assert tiny.loss is None
+    assert loss(graph.parameters(), tiny.tokens_done) > 70  # Which no text is as hard as.
+    for parameters, tokens, known in (
+        (7e7, 5e9, True),
+        (1.6e10, 5e11, True),
+        (6.9e7, 1e10, False),
+        (1.7e10, 1e10, False),
+        (1e9, 4.9e9, False),
+        (1e9, 5.1e11, False),
+    ):
+        work = msgspec.structs.replace(tiny.workload, steps=1, tokens_per_step=tokens)
+        whole = with_loss(msgspec.structs.replace(tiny, workload=work), parameters)
+        assert whole.loss == (pytest.approx(loss(parameters, tokens)) if known else None)
 
 
 def test_money_is_devices_by_the_hour_and_bytes_that_leave_sites():
@@ -467,7 +484,7 @@ def test_money_is_devices_by_the_hour_and_bytes_that_leave_sites():
     )
     assert half.usd == pytest.approx(found.usd / 2)
     assert half.run_s == found.run_s / 2
-    assert half.loss == pytest.approx(loss(graph.parameters(), 50 * 8 * 16))
+    assert half.tokens_done == pytest.approx(50 * 8 * 16)
     unknown = cluster([[priced]], [[device()]], links=(WIDE,))
     some = estimate(plan(unknown, single(mesh(0, 1), (4, 4))), graph, unknown, plain())
     assert some.usd is None and some.kwh is None

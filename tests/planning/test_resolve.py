@@ -198,6 +198,13 @@ def test_no_limit_is_exceeded(length, budget, batch, devices):
     assert train.steps * step_s <= 0.9 * min(seconds) * (1 + 1e-9)
     if min(caps) == math.inf and deadline is None:
         assert tokens <= min(20 * count, 4 * 2_000_000)
+    most = {"steps": length.get("steps")} | {
+        "tokens": max(1, int(min(caps) // one_step)) if min(caps) < math.inf else None
+    }
+    assert train.step_limit >= train.steps
+    if deadline is None:
+        assert train.step_limit == train.steps
+    assert all(train.step_limit <= given for given in most.values() if given is not None)
     assert train.schedule.warmup_steps <= train.steps
     assert 1 <= train.steps / train.validate_every <= 12
     assert train.batch * train.seq_len <= 2_000_000
@@ -212,9 +219,32 @@ def test_with_time_alone_the_budget_is_used_up_to_16_epochs():
     long = run(config, on=corpus(10**9, 10**7))
     step_s = 16 * long.train.seq_len / long.probe.speeds["bf16"].tokens_per_s
     assert 0.9 * 600 - step_s < long.train.steps * step_s <= 0.9 * 600
+    # A machine that is faster than its trial goes on: nothing but the time, and 16 epochs, ends it.
+    assert long.train.step_limit == 16 * 10**9 // (16 * long.train.seq_len)
     short = run(config, on=corpus(50_000, 5_000))
     assert short.train.steps == 16 * 50_000 // (16 * 256)
     assert "epochs" in short.origin["train.steps"]
+
+
+@pytest.mark.parametrize(
+    ("length", "limit"),
+    [
+        ({"steps": 10**7}, 10**7),
+        ({"tokens": 4096 * 10**6}, 10**6),
+        ({"epochs": 2}, 2 * 10**9 // 4096),
+    ],
+)
+def test_given_lengths_limit_a_run_that_is_faster_than_its_trial(length, limit):
+    config = {
+        "size": "tiny",
+        "budget": {"time": "10m"},
+        "train": {"batch": {"global": "16 sequences"}, **length},
+    }
+    found = run(config, on=corpus(10**9, 10**7)).train
+    assert found.tokens_per_step == 4096
+    assert found.steps < found.step_limit == limit
+    short = run(config | {"budget": {"time": "1h"}, "train": config["train"] | {"steps": 3}})
+    assert short.train.steps == short.train.step_limit == 3
 
 
 def test_precision_is_the_fastest_that_every_device_has():

@@ -7,9 +7,18 @@ import re
 import msgspec
 import pytest
 
+from farspan.cli.plan_table import legend
 from farspan.domain.units import format_bytes, format_seconds, short_time
 from farspan.estimate.traffic import between_sites, traffic
-from farspan.planning.ranking import Ranking, bounds, devices_line, difference, factor, verdict
+from farspan.planning.ranking import (
+    Ranking,
+    bounds,
+    devices_line,
+    difference,
+    equal_loss_note,
+    factor,
+    verdict,
+)
 from farspan.planning.why import choice, costs_of, exchange_line, slower_because, why
 from tests.planning.worlds import ranking
 
@@ -142,6 +151,38 @@ def test_a_run_that_a_deadline_cuts_waits_in_no_queue():
     assert said == slower_because(one.cluster, other, chosen) and not any(
         "queue" in each for each in said
     )
+
+
+def test_sentences_on_diloco_have_the_time_to_equal_loss_and_that_of_its_steps():
+    one = ranking(*PAIR)
+    diloco = one.candidates[one.chosen]
+    assert diloco.technique == "diloco"
+    note = (
+        f" to equal loss, at {1 / diloco.estimate.token_efficiency:.3g} x the tokens; its "
+        f"1,000 steps take {format_seconds(diloco.estimate.whole_s)}"
+    )
+    assert equal_loss_note(diloco) == note
+    assert f"is fastest: {format_seconds(diloco.time_s)} (" in choice(one)
+    assert note in choice(one) and any(note in text for text in why(one).against)
+    cheapest = ranking(*PAIR, objective="cost")
+    (sentence,) = [text for text in why(cheapest).against if text.startswith("diloco ")]
+    assert format_seconds(diloco.time_s) in sentence and note in sentence
+    assert "equal loss" not in choice(cheapest)
+
+
+def test_money_is_compared_over_the_time_that_costs_it():
+    one = ranking(*PAIR, objective="cost")
+    diloco = next(c for c in one.candidates if c.technique == "diloco")
+    (sentence,) = [text for text in why(one).against if text.startswith("diloco ")]
+    assert f"4 devices for {format_seconds(diloco.time_s)}, not " in sentence
+
+
+def test_legend_of_a_table_with_diloco_says_that_its_minutes_are_to_equal_loss():
+    one = ranking(*PAIR)
+    worth = 1 / one.candidates[one.chosen].estimate.token_efficiency
+    assert f"diloco {worth:.3g} x the tokens" in legend(one.candidates)
+    assert "equal loss" not in legend([c for c in one.candidates if c.technique != "diloco"])
+    assert "tokens" not in legend([c for c in one.candidates if c.technique != "diloco"])
 
 
 def test_an_objective_in_money_is_compared_in_money():

@@ -127,7 +127,7 @@ def test_everything_of_the_run_is_there(tmp_path):
     text = " ".join(" ".join(reader.texts).split())
     for part in (
         "my run",
-        "Finished every step",
+        "Completed all 1,400 steps",
         "unigram entropy",
         "bigram entropy",
         CORPUS.hash,

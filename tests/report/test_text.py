@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from farspan.domain.forecast import Counted
-from farspan.domain.results import Validated
+from farspan.domain.results import Finished, Rescheduled, Saved, Validated, Warned
 from farspan.estimate.forecast import forecast
+from farspan.report.figures import figures
 from farspan.report.history import open_run
+from farspan.report.measure import measure
 from farspan.report.page import page
-from farspan.report.text import plan_line, report, short_time, summary, table
+from farspan.report.text import plan_line, references, report, short_time, summary, table
 from tests.report.fake_run import (
     CORPUS,
     ESTIMATE,
@@ -89,10 +91,7 @@ def test_report_of_a_whole_run(tmp_path):
     text = report(open_run(resumed_run(tmp_path / "demo", steps=200)))
     assert "searched, not trained on: 410 exact and 1,233 near duplicates" in text.splitlines()
     assert text.startswith("demo: gpt2-like")
-    assert (
-        "finished every step · step 200 of 200 · resumed 2 times, 6 steps done twice or lost"
-        in text
-    )
+    assert "completed all 200 steps · resumed 2 times, 6 steps done twice or lost" in text
     assert "warning: validation uses 12 of 1,640 documents <only>" in text
     assert "farspan resume" not in text
     assert text.endswith("25% of the last sample stands in the text word for word")
@@ -222,18 +221,129 @@ def test_report_shows_both_best_and_last_weights_if_they_differ(tmp_path):
         )
 
 
+def learned(folder, train_losses, *validations, epochs: float = 3.0) -> str:
+    """The report of a run whose steps had these losses, over so many epochs of its text."""
+    steps = [one_step(10.0 * n, n, loss=loss) for n, loss in enumerate(train_losses, start=1)]
+    each = round(epochs * CORPUS.train.tokens / len(steps))
+    steps = [msgspec.structs.replace(step, tokens=each) for step in steps]
+    last = len(steps)
+    told = [msgspec.structs.replace(event, step=last, at=10.0 * last) for event in validations]
+    return report(open_run(write_run(folder, [started(0.0), *steps, *told], make_plan(last))))
+
+
 def test_report_warns_of_a_loss_above_the_unigram_entropy_with_a_fix(tmp_path):
-    for name, train_loss, before, helps in (
-        ("little", 6.0, 6.5, "more time"),
-        ("heart", 2.0, 6.5, "by heart"),
-        ("spoilt", 6.0, 4.0, "lower train.optimizer.lr"),
+    for name, losses, before, helps in (
+        ("little", [9.0, 8.0, 6.0], 6.5, "more time or steps, or a smaller size"),
+        ("overfitted", [9.0, 5.0, 2.0, 0.5, 0.5], 6.5, "has overfitted its training text"),
+        ("spoilt", [9.0, 7.0, 5.5], 4.0, "a lower train.optimizer.lr: it was better before"),
+        ("too-fast", [9.0, 7.0, 9.9, 12.0], 6.5, "a lower train.optimizer.lr: the training loss"),
     ):
         validations = validated(2, before, best=True), validated(3, 6.2)
-        for text in told(tmp_path / name, *validations, train_loss=train_loss):
-            assert (
-                "has learned less than word frequencies" in text
-                and "1.20 nats above" in text
-                and helps in text
-            )
+        text = learned(tmp_path / name, losses, *validations)
+        assert "has learned less than word frequencies" in text
+        assert "1.20 nats above" in text and helps in text
+        assert "higher train.optimizer.lr" not in text
     for text in told(tmp_path / "well", validated(3, 4.9)):
         assert "word frequencies" not in text
+
+
+def test_nothing_is_called_overfitted_that_was_hardly_trained(tmp_path):
+    """Words that are new to the validation split put its unigram entropy above any training
+    loss."""
+    hard = validated(3, 9.6, unigram_nats=9.3)
+    assert "overfitted" not in learned(tmp_path / "three", [9.0, 8.9, 8.8], hard)
+    low = validated(3, 6.2)
+    assert "overfitted" not in learned(tmp_path / "once", [9.0, 5.0, 2.0, 0.5], low, epochs=1.0)
+    assert "overfitted" in learned(tmp_path / "often", [9.0, 5.0, 2.0, 0.5], low, epochs=2.0)
+
+
+def test_a_training_loss_that_rises_late_is_a_rate_that_was_too_high(tmp_path):
+    steady = [9.0 - 2.5 * n / 400 + 0.2 * (-1) ** n for n in range(400)]
+    spoilt = steady[:300] + [loss + 1.0 for loss in steady[300:]]
+    bad = validated(400, 6.9)
+    assert "more time or steps" in learned(tmp_path / "steady", steady, bad)
+    assert "a lower train.optimizer.lr" in learned(tmp_path / "spoilt", spoilt, bad)
+
+
+def test_summary_has_the_speed_of_steps_and_that_of_the_whole_run(tmp_path):
+    plan = make_plan(4)
+    steps = [one_step(40.0 * n, n, step_s=0.5, tokens=1000) for n in (1, 2, 3, 4)]
+    text = summary(open_run(write_run(tmp_path / "run", [started(0.0), *steps], plan)))
+    assert "4 k tokens in 2 min 40 s, 25 tokens/s with all else" in text
+    assert "2,000 tokens/s within steps" in text
+
+
+def test_summary_explains_nats_below_the_unigram_entropy(tmp_path):
+    text, html = told(tmp_path / "run", validated(3, 4.0))
+    for words in (text, html):
+        assert "1.00 nats below the unigram entropy (the loss of token frequencies alone;" in words
+        assert "1 nat is 1.44 bits" in words
+
+
+def test_warnings_that_later_events_made_past_are_not_repeated_at_the_end(tmp_path):
+    plan = make_plan(4)
+    steps = [one_step(10.0 * n, n) for n in (1, 2, 3, 4)]
+    unsaved = Warned(at=11.0, message="step 1: no checkpoint could be written", until="saved")
+    saved = Saved(at=31.0, step=3, path="checkpoints/3", size_bytes=10, seconds=0.1)
+    spike = Warned(at=12.0, message="the loss of rank 1 is far above the others'")
+    fits = Rescheduled(at=13.0, step=1, steps=2, planned=4)
+    late = Warned(at=41.0, message="step 4: no checkpoint could be written", until="saved")
+    for name, more, repeated in (
+        ("past", [saved], False),
+        ("still", [], True),
+        ("again", [saved, late], False),
+    ):
+        events = sorted(
+            [started(0.0), *steps, unsaved, spike, fits, *more], key=lambda event: event.at
+        )
+        run = open_run(write_run(tmp_path / name, events, plan))
+        text, html = summary(run), page(run)
+        banner = html.split("<dl")[0]
+        for shown in (text, banner):
+            assert ("step 1: no checkpoint could be written" in shown) == repeated
+            assert ("step 4: no checkpoint could be written" in shown) == (name == "again")
+            assert "far above the others" in shown
+            assert "fit the time budget" not in shown
+        # The page's course of events has all of them.
+        assert "only 2 of 4 steps fit the time budget" in html
+        assert "step 1: no checkpoint could be written" in html
+
+
+def test_endings_do_not_count_to_a_total_that_only_the_time_decides(tmp_path):
+    plan = make_plan(132)
+    train = msgspec.structs.replace(plan.train, deadline_s=60.0, most_steps=10_000)
+    plan = msgspec.structs.replace(plan, train=train)
+    steps = [one_step(n / 10, n) for n in range(1, 301)]
+    for reason, first in (
+        ("deadline", "used up its time budget · 300 steps"),
+        ("interrupted", "interrupted · 300 steps"),
+        ("done", "completed all 300 steps"),
+    ):
+        end = Finished(at=31.0, step=300, reason=reason, seconds=31.0)
+        run = open_run(write_run(tmp_path / reason, [started(0.0), *steps, end], plan))
+        assert summary(run).splitlines()[0] == first
+
+
+def test_chart_and_table_have_the_same_entropies_and_the_same_last_loss(tmp_path):
+    first = validated(2, 4.5, best=True)
+    last = validated(
+        3,
+        4.2,
+        tokens=82_000,
+        sample_loss=4.4,
+        sample_tokens=16_000,
+        unigram_nats=6.0,
+        bigram_nats=4.5,
+    )
+    steps = [one_step(10.0 * n, n) for n in (1, 2, 3)]
+    events = sorted([started(0.0), *steps, first, last], key=lambda event: event.at)
+    run = open_run(write_run(tmp_path / "run", events, make_plan(3)))
+    (chart,) = [one for one in figures(run) if one.name == "loss-tokens"]
+    rows = references(run, measure(run))
+    assert [(name, f"{nats:.3f}") for name, nats in chart.levels] == [
+        (f"{name} entropy", entropy) for name, entropy, _, _ in rows
+    ]
+    by_name = {series.name: series.values for series in chart.series}
+    assert by_name["validation loss on 16,000 of 82,000 tokens"] == [None, 4.5, 4.4]
+    assert by_name["last validation on 82,000 of 82,000 tokens"] == [None, None, 4.2]
+    assert {row[2] for row in rows} == {"4.200"}

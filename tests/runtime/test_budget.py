@@ -6,11 +6,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.domain.train import Schedule
-from farspan.runtime.time_budget import RunWork
+from farspan.runtime.time_budget import RunWork, TimeBudget
 from farspan.runtime.training.shared_clock import SharedClock
 from farspan.semantics.lr_schedule import learning_rate
 from tests import tiny
@@ -44,7 +45,8 @@ class Machine:
     every: int = 1
     seed: int = 0
     schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=10))
-    kind: str = ""
+    #: Steps that are made at most; None: the planned ones.
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         self.now, self.rng, self.rates, self.told, self.steps_seen = (
@@ -55,8 +57,14 @@ class Machine:
             [],
         )
         train = replace(
-            TRAIN, steps=self.planned, deadline_s=self.deadline_s, schedule=self.schedule, batch=4
+            TRAIN,
+            steps=self.planned,
+            deadline_s=self.deadline_s,
+            schedule=self.schedule,
+            batch=4,
+            most_steps=self.limit or msgspec.UNSET,
         )
+        self.limit = train.step_limit
         self.between = max(1, -(-self.planned // 12))
         self.work = RunWork(
             step_tokens=1024,
@@ -99,7 +107,17 @@ class Machine:
         self.now = self.first_s
         while step < steps:
             share = self.pacing.followed(step, steps)
-            self.rates.append(learning_rate(self.schedule, 1.0, step, self.planned, share))
+            self.rates.append(
+                learning_rate(
+                    self.schedule,
+                    1.0,
+                    step,
+                    self.planned,
+                    share,
+                    limit=self.limit,
+                    total=steps,
+                )
+            )
             self.spend(self.step_s)
             step += 1
             self.steps_seen.append(steps)
@@ -121,7 +139,8 @@ class Machine:
                 continue
             new, share, save = heard.pop(0)
             steps = max(step, new)
-            self.told += filter(None, [self.pacing.hear(step, share, save)])
+            if self.pacing.hear(step, share, save):
+                self.told.append(steps)
             if save and step < steps:
                 self.save()
                 self.pacing.goes_on()
@@ -156,6 +175,7 @@ KINDS = st.sampled_from(
         Schedule(warmup_steps=0),
         Schedule(kind="wsd", warmup_steps=5),
         Schedule(kind="linear", warmup_steps=5),
+        Schedule(kind="linear", warmup_steps=5, floor=0.0),
         Schedule(kind="constant", warmup_steps=3),
         Schedule(warmup_steps=200),
     ]
@@ -176,6 +196,7 @@ KINDS = st.sampled_from(
     late=st.sampled_from([(0, 1), (1, 1), (0, 10)]),
     seed=st.integers(0, 10**6),
     schedule=KINDS,
+    limit=st.sampled_from([None, 1.0, 1.5, 100.0]),
 )
 def test_run_at_any_speed_ends_at_its_deadline_with_a_falling_learning_rate(
     deadline_s,
@@ -191,6 +212,7 @@ def test_run_at_any_speed_ends_at_its_deadline_with_a_falling_learning_rate(
     late,
     seed,
     schedule,
+    limit,
 ):
     """`fit` planned runs fill the deadline at the first pace; steps, validations and saves are
     short."""
@@ -209,14 +231,16 @@ def test_run_at_any_speed_ends_at_its_deadline_with_a_falling_learning_rate(
         every=late[1],
         seed=seed,
         schedule=schedule,
+        limit=None if limit is None else int(limit * planned),
     )
     made = run.train()
     # What is begun is ended: one step of slow ones, validation or save.
     alone_s = max(0.0, late[1] * run.longest_s - SHARE * deadline_s)
     assert run.now <= (1 + SHARE) * deadline_s + SECONDS + alone_s + run.spiked_s
-    assert run.falls()
+    assert run.falls() and min(run.rates) > 0
     assert len(run.told) <= 1
-    assert made == planned or run.now >= 0.8 * deadline_s - 2 * late[1] * run.longest_s
+    assert made <= run.limit
+    assert made == run.limit or run.now >= 0.8 * deadline_s - 2 * late[1] * run.longest_s
 
 
 @given(st.integers(100, 5000), st.floats(0.05, 10.0), st.floats(0.0, 0.45), st.integers(0, 1))
@@ -263,7 +287,7 @@ def test_single_slow_step_does_not_change_the_schedule_replanned_with_one_line()
 
     run.spend = once_slow
     made = run.train()
-    assert len(run.told) == 1 and "not 900" in run.told[0]
+    assert len(run.told) == 1 and run.told[0] < 900
     later = run.steps_seen[120:]
     assert max(later) - min(later) < 0.15 * made
 
@@ -281,3 +305,71 @@ def test_a_pace_that_recovers_gives_the_steps_back():
     made = run.train()
     assert min(run.steps_seen) < 400 and made > 700
     assert run.now <= 1000.0 * (1 + SHARE) + SECONDS
+
+
+def test_run_planned_by_a_trial_on_a_busy_machine_fills_its_time():
+    """The trial was four times as slow as the machine is."""
+    run = Machine(
+        deadline_s=1000.0,
+        planned=225,
+        limit=10_000,
+        step_s=1.0,
+        forward=0.3,
+        save_s=0.5,
+        val_tokens=20_000,
+        schedule=Schedule(kind="linear", warmup_steps=10, floor=0.0),
+    )
+    made = run.train()
+    assert 800 < made < 1000 and 1000.0 * (1 - SHARE) - SECONDS <= run.now
+    assert run.falls() and run.told and run.told[0] > 225
+    # Half way through the time half of the rate is left: the schedule is that of the longer run.
+    assert abs(run.rates[made // 2] - 0.5) < 0.05 and run.rates[-1] < 0.01
+
+
+def test_given_steps_are_a_limit_of_a_run_with_a_time_budget():
+    run = Machine(
+        deadline_s=1000.0,
+        planned=225,
+        limit=400,
+        step_s=1.0,
+        forward=0.3,
+        save_s=0.5,
+        val_tokens=20_000,
+    )
+    assert run.train() == 400 and run.falls()
+    assert abs(run.rates[-1] - 0.1) < 1e-9
+
+
+def test_no_step_of_a_run_that_ends_by_its_time_is_wasted_at_a_rate_of_nearly_nothing():
+    for seed in range(20):
+        run = Machine(
+            deadline_s=100.0,
+            planned=300,
+            limit=10_000,
+            step_s=0.5,
+            forward=0.3,
+            save_s=0.2,
+            val_tokens=20_000,
+            noise=0.3,
+            seed=seed,
+            later=seed % 2,
+            schedule=Schedule(kind="linear", warmup_steps=10, floor=0.0),
+        )
+        made = run.train()
+        assert sum(rate < 0.1 / made for rate in run.rates) <= 1 + run.later
+
+
+def test_last_validation_reads_all_where_the_machine_has_become_faster():
+    """What was measured while it was busy says nothing of the end."""
+    budget = TimeBudget(100.0, 50, RunWork(step_tokens=1024))
+    budget.saved(60.0)
+    budget.validated(1000, 10.0)
+    budget.saved(0.2)
+    budget.validated(1000, 0.01)
+    assert budget.more_windows(WINDOW, least=4, left=100, elapsed_s=92.0) == 100
+    # One slow save, or one slow validation, does not end it either.
+    budget.saved(60.0)
+    budget.validated(1000, 10.0)
+    assert budget.more_windows(WINDOW, least=4, left=100, elapsed_s=60.0) > 0
+    # Where the time is up it ends.
+    assert budget.more_windows(WINDOW, least=4, left=100, elapsed_s=99.9) == 0

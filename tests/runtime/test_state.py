@@ -105,8 +105,20 @@ def test_learning_rates_by_hand():
     )
     wsd = Schedule(kind="wsd", warmup_steps=1, decay=0.5, floor=0.0)
     assert [learning_rate(wsd, 1.0, s, 10) for s in range(10)] == pytest.approx(
-        [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
+        [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.125]
     )
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_no_step_of_a_decay_to_zero_has_a_learning_rate_of_zero(kind):
+    for steps in (2, 3, 10, 1000):
+        for warmup in (0, 1, steps // 2):
+            schedule = Schedule(kind=kind, warmup_steps=warmup, floor=0.0)
+            rates = [learning_rate(schedule, 1.0, step, steps) for step in range(steps)]
+            assert min(rates) > 0 and rates[warmup:] == sorted(rates[warmup:], reverse=True)
+            # Beyond its steps, or its time, too.
+            assert learning_rate(schedule, 1.0, steps + 5, steps) > 0
+            assert learning_rate(schedule, 1.0, steps - 1, steps, share=1.0) > 0
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])

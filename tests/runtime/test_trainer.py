@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farspan.domain.results import Event, Saved, Step, Warned
+from farspan.domain.results import Event, Rescheduled, Saved, Step, Warned
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint
@@ -91,8 +91,9 @@ def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(
     assert 0.9 * 66 <= start.now <= 66
     assert start.steps[-1].lr == pytest.approx(0.1 * TRAIN.optimizer.lr)
     assert made.step == made.steps == start.steps[-1].step < 60
-    warned = [event for event in start.events if isinstance(event, Warned)]
-    assert len(warned) == 1 and f"is enough for {made.steps} step" in warned[0].message
+    (change,) = [event for event in start.events if isinstance(event, Rescheduled)]
+    assert (change.steps, change.planned) == (made.steps, TRAIN.steps)
+    assert not [event for event in start.events if isinstance(event, Warned)]
     again = Start(start.run)
     assert again.train()[0] == "deadline" and not again.steps
 
@@ -103,15 +104,39 @@ def test_a_machine_as_fast_as_its_trial_keeps_the_plan(make):
     assert [step.lr for step in with_budget.steps] == [step.lr for step in without.steps]
 
 
-def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
-    def pace(step: int) -> float:
-        return 2.0
+def test_a_machine_faster_than_its_trial_makes_more_steps_at_a_longer_decay(make):
+    linear = Schedule(kind="linear", warmup_steps=1, floor=0.0)
+    changes = {"deadline_s": 66.0, "steps": 20, "most_steps": 1000, "schedule": linear}
+    start = Start(make("run", **changes), pace=lambda step: 1.0)
+    reason, made = start.train()
+    assert reason == "deadline" and 55 < made.step <= 66
+    rates = [step.lr / TRAIN.optimizer.lr for step in start.steps]
+    assert rates[1:] == sorted(rates[1:], reverse=True) and 0 < rates[-1] < 0.02
+    assert abs(rates[made.step // 2] - 0.5) < 0.06
+    (change,) = [event for event in start.events if isinstance(event, Rescheduled)]
+    assert change.planned == 20 and change.steps == pytest.approx(made.step, abs=3)
+    # Steps that were given end it, also before its time is up.
+    short = Start(make("short", **changes | {"most_steps": 40}), pace=lambda step: 1.0)
+    reason, made = short.train()
+    assert (reason, made.step) == ("done", 40) and 0 < short.steps[-1].lr
+    assert Start(short.run).train()[0] == "done"
 
-    whole = Start(make("whole", deadline_s=66.0), pace)
+
+@pytest.mark.parametrize(
+    ("until", "changes"),
+    [(12, {}), (40, {"steps": 20, "most_steps": 1000})],
+)
+def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make, until, changes):
+    step_s = 1.0 if changes else 2.0
+
+    def pace(step: int) -> float:
+        return step_s
+
+    whole = Start(make("whole", deadline_s=66.0, **changes), pace)
     whole.train()
-    first = Start(make("run", deadline_s=66.0), pace, until=12)
+    first = Start(make("run", deadline_s=66.0, **changes), pace, until=until)
     assert first.train()[0] == "interrupted"
-    replanned = next(i for i, event in enumerate(first.events) if isinstance(event, Warned))
+    replanned = next(i for i, event in enumerate(first.events) if isinstance(event, Rescheduled))
     assert isinstance(
         first.events[replanned + 1], Saved
     )  # A kill after this point loses no decision.

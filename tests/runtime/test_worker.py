@@ -10,6 +10,7 @@ import signal
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,16 @@ from msgspec.structs import replace
 
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Event, Finished, Saved, Step, Validated, Warned, read_events
+from farspan.domain.results import (
+    Event,
+    Finished,
+    Rescheduled,
+    Saved,
+    Step,
+    Validated,
+    Warned,
+    read_events,
+)
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.domain.units import counted
@@ -378,16 +388,21 @@ def test_a_deadline_ends_the_run_with_a_checkpoint(tmp_path):
     assert next(e for e in reversed(events) if isinstance(e, Saved)).step == events[-1].step
 
 
-@pytest.mark.parametrize("rows", [(6,), (3, 3)])
-def test_run_ends_within_its_time_budget(fleet, tmp_path, rows):
-    """By a clock that only the work moves: steps, validations and saves.
+@pytest.mark.parametrize(
+    ("rows", "planned", "most"),
+    [((6,), 10**5, None), ((3, 3), 10**5, None), ((3, 3), 40, 10**5)],
+)
+def test_run_ends_within_its_time_budget(fleet, tmp_path, rows, planned, most):
+    """By a clock that only the work moves: steps, validations and saves. A run that was planned too
+    short, or too long, makes as many steps as its time allows.
 
     Workers learn of a decision a step after rank 0 made it, which must not report it twice.
     """
     tiny.corpus(tmp_path / "corpus", val=200_001)
     train = replace(
         TRAIN,
-        steps=10**5,
+        steps=planned,
+        most_steps=most or msgspec.UNSET,
         validate_every=100,
         validate_tokens=4096,
         deadline_s=12.0,
@@ -408,8 +423,9 @@ def test_run_ends_within_its_time_budget(fleet, tmp_path, rows):
     top = rates.index(max(rates))
     assert rates[top:] == sorted(rates[top:], reverse=True)
     assert rates[-1] == pytest.approx(0.1 * max(rates), rel=0.05)
-    warnings = [event.message for event in finished.events if isinstance(event, Warned)]
-    assert len([line for line in warnings if "time budget is enough for" in line]) == 1
+    (change,) = [event for event in finished.events if isinstance(event, Rescheduled)]
+    assert change.planned == planned and change.steps == pytest.approx(len(steps), rel=0.3)
+    assert not [event for event in finished.events if isinstance(event, Warned)]
     # One each three seconds, one with the warning, and the last.
     assert len([event for event in finished.events if isinstance(event, Saved)]) <= 4 + 1 + 1
 

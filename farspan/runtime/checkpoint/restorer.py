@@ -109,9 +109,10 @@ class Restorer:
         try:
             manifest = checkpoint.read(path)
             accept(manifest.progress)
-            if manifest.progress.step > plan.train.steps:
+            if manifest.progress.step > plan.train.step_limit:
                 raise Corrupt(
-                    f"it is of step {manifest.progress.step}, and the plan has {plan.train.steps}"
+                    f"it is of step {manifest.progress.step}, and the plan has "
+                    f"{plan.train.step_limit}"
                 )
             for replica in range(len(plan.replicas)):
                 kinds = {

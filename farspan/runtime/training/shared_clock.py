@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from farspan.domain.plan import Plan
-from farspan.domain.units import counted
 from farspan.runtime.time_budget import RunPaces, RunWork, TimeBudget
 
 
@@ -25,15 +24,17 @@ class SharedClock:
     def go_on_from(self, step: int, share: float, paces: RunPaces | None, *, told: bool) -> None:
         """Take what a checkpoint of `step` knows; `told`: a person knows that the steps are not the
         plan's."""
-        deadline_s = self._plan.train.deadline_s
-        if deadline_s is not None:
-            self.budget = TimeBudget(deadline_s, self._plan.train.steps, self._work, paces)
+        train = self._plan.train
+        if train.deadline_s is not None:
+            self.budget = TimeBudget(
+                train.deadline_s, train.steps, self._work, paces, train.step_limit
+            )
         #: Share of the time for steps that was used, and at which step.
         self.share, self._share_at, self.told = share, step, told
-        #: Steps in all as rank 0 said last, which it may hear a step later; and what it has to tell
-        #: of them.
+        #: Steps in all as rank 0 said last, which it may hear a step later; and whether it has yet
+        #: to report them.
         self._said: int | None = None
-        self._tells: str | None = None
+        self._reports = False
 
     @property
     def paces(self) -> RunPaces | None:
@@ -80,23 +81,18 @@ class SharedClock:
         self._said = self.budget.steps(step, elapsed_s, said)
         save = save and self.budget.spares_a_save(elapsed_s)
         if step < self._said and not self.told and self.budget.tells(elapsed_s, self._said):
-            self._tells = (
-                f"at the pace so far the time budget is enough for {counted(self._said, 'step')}, "
-                "not "
-                f"{self._plan.train.steps}; the learning rate follows the time"
-            )
-            self.told = save = (
-                True  # How long that takes is then known, and no resumption tells it again.
-            )
+            # How long a save takes is then known, and no resumption reports it again.
+            self.told = self._reports = save = True
         return self._said, self.budget.share(elapsed_s), save
 
-    def hear(self, step: int, share: float, save: bool) -> str | None:
-        """Take what rank 0 has said. What a person is told of it, on rank 0 and once a run, when
-        all save."""
+    def hear(self, step: int, share: float, save: bool) -> bool:
+        """Take what rank 0 has said. Whether the steps in all are to be reported, on rank 0 and
+        once a run, when all save."""
         # Never less: the learning rate would rise.
         self.share, self._share_at = max(self.share, share), step
-        tells, self._tells = (self._tells, None) if save else (None, self._tells)
-        return tells
+        reports = self._reports and save
+        self._reports = self._reports and not save
+        return reports
 
     def followed(self, step: int, steps: int) -> float:
         """How far a run of `steps` is at an update by its time: from what rank 0 said last, evenly

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from farspan.domain.codec import is_content_hash, load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import STOPPED, Step, Traced, Warned
+from farspan.domain.results import STOPPED, Rescheduled, Step, Traced, Warned
 from farspan.domain.words import joined
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
@@ -78,7 +79,7 @@ class Trainer:
             worker.group,
             self.pacing,
             lambda event: worker.emit(event),
-            self._warn,
+            lambda message: self._warn(message, until="saved"),
             worker.clock,
             background=background,
         )
@@ -249,7 +250,7 @@ class Trainer:
         return self.step % every < min(apart, every)
 
     def _ended(self) -> str:
-        if self.step >= self.worker.plan.train.steps:
+        if self.step >= self.worker.plan.train.step_limit:
             return "done"
         return "deadline" if self.step >= self.steps else ""
 
@@ -278,8 +279,13 @@ class Trainer:
             )
         # Decided a step ago, it may say to end where this step has already gone.
         self.steps = max(int(new), self.step)
-        if (tells := self.pacing.hear(self.step, used, bool(due))) is not None:
-            self.worker.emit(Warned(at=self.worker.clock(), message=tells))
+        reports = self.pacing.hear(self.step, used, bool(due))
+        if reports and self.steps != train.steps:
+            self.worker.emit(
+                Rescheduled(
+                    at=self.worker.clock(), step=self.step, steps=self.steps, planned=train.steps
+                )
+            )
         stale = 0 < train.patience <= self.validations.stale
         if stop:
             reason = "interrupted"
@@ -294,7 +300,15 @@ class Trainer:
         valid_tokens, outcome = self.gradients(step)
         norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
         followed = self.pacing.followed(step, self.steps)
-        lr = learning_rate(train.schedule, train.optimizer.lr, step, train.steps, followed)
+        lr = learning_rate(
+            train.schedule,
+            train.optimizer.lr,
+            step,
+            train.steps,
+            followed,
+            limit=train.step_limit,
+            total=self.steps,
+        )
         if self._finite(step, loss, norm, outcome):
             self._refuse_stray(step, outcome)
             clip = train.optimizer.clip
@@ -413,7 +427,8 @@ class Trainer:
                 self.validations.best_loss = before
                 kept = "there are none" if before is None else "those before stay"
                 self._warn(
-                    f"step {self.step}: the best weights could not be written: {error}; {kept}"
+                    f"step {self.step}: the best weights could not be written: {error}; {kept}",
+                    until="best",
                 )
 
     def _current(self) -> TrainingProgress:
@@ -439,10 +454,10 @@ class Trainer:
         self._saved_at = self.monotonic()
         return self.saves.save(self._current(), self.steps, due=due, last=last, wait=wait)
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, until: Literal["saved", "best"] | None = None) -> None:
         """Rank 0 says what all know."""
         if self.worker.group.rank == 0:
-            self.worker.emit(Warned(at=self.worker.clock(), message=message))
+            self.worker.emit(Warned(at=self.worker.clock(), message=message, until=until))
 
     def restore(self) -> None:
         """Go on from the newest whole checkpoint, if any: every worker reads its part."""
