@@ -147,7 +147,7 @@ def _results(runs: Sequence[RunHistory]) -> tuple[tuple[Line, ...], tuple[str, .
         Line(what="ended", values=tuple(run.history.reason for run in runs)),
         *_step_lines(runs),
         _line(
-            "tokens/s",
+            "tokens/s within steps",
             measured,
             lambda m: m.tokens_per_s,
             "{:,.0f}".format,
