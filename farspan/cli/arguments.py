@@ -11,6 +11,7 @@ from farspan.app.configs import overridden
 from farspan.cli.console import Console
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder
 
@@ -46,6 +47,7 @@ def load_config(given: argparse.Namespace) -> RunConfig:
             fact="it says what to train",
             remedy=command("init", "FOLDER", "--out", path),
         )
+    _refuse_text(path)
     config = load_yaml(path, RunConfig)
     short = [
         f"parallel.{key}={value}"
@@ -55,6 +57,40 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     for override in (*short, *given.set):
         config = overridden(config, override)
     return config
+
+
+def _refuse_text(path: Path) -> None:
+    """Refuse what `farspan init` takes where run.yaml is meant: a folder, or a source's name."""
+    from farspan.corpus.sources import available
+
+    if path.is_dir():
+        own = path / "run.yaml"
+        if (path / "plan.json").is_file():
+            what, fix = "this is a run, not a run.yaml", command("resume", path)
+        elif own.is_file():
+            what, fix = "this is a folder, not its run.yaml", f"use {shell_word(own)}"
+        else:
+            what, fix = "this is a folder, not a run.yaml", _init_command(path)
+        raise Refusal(
+            "path-unusable", what=what, where=path, fact="Is a directory, not a file", remedy=fix
+        )
+    name = str(path)
+    if not path.exists() and (name in available() or name.startswith("hf:")):
+        raise Refusal(
+            "path-missing",
+            what="this is a source of text, not a run.yaml",
+            where=name,
+            fact="a run.yaml says what to train on it",
+            remedy=_init_command(name),
+        )
+
+
+def _init_command(source: object) -> str:
+    """The command that writes a run.yaml for a source, beside the one that is there."""
+    if not Path("run.yaml").exists():
+        return command("init", source)
+    name = Path(str(source).removeprefix("hf:").partition(":")[0]).resolve().name or "text"
+    return command("init", source, "--out", f"{name}.yaml")
 
 
 def at_option(problem: Problem, given: argparse.Namespace) -> Problem:

@@ -33,7 +33,9 @@ from farspan.domain.cluster import (
 )
 from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.escapes import escape_controls, key_word, shell_word, yaml_word
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise
+from farspan.domain.suggest_device import advise_device, slice_of
 from farspan.domain.units import counted, parse_bytes, parse_fraction, parse_rate, parse_seconds
 
 T = TypeVar("T")
@@ -369,7 +371,7 @@ class _Reader:
         for index, entry in enumerate(self._file.links):
             where, pair = f"links[{index}]", frozenset(entry.between)
             for name in sorted(pair - names):
-                raise self._unknown(name, names, f"{where}.between", "site or host")
+                raise self._unknown_name(name, names, f"{where}.between", "site or host")
             if len(pair) == 1 or pair in seen:
                 fact = (
                     "it joins a name to itself"
@@ -432,17 +434,25 @@ class _Reader:
         return value  # type: ignore[no-any-return]
 
     def _check_kind(self, kind: str, where: str) -> None:
-        if kind not in (known := {**self._kinds, **self._own}):
-            raise self._unknown(kind, known, where, "device kind")
+        known = {**self._kinds, **self._own}
+        if kind not in known:
+            divided = slice_of(kind)
+            raise self._invalid(
+                f"there is no device kind {kind!r}",
+                where,
+                f"known: {', '.join(sorted(known))}"
+                if divided is None
+                else f"it is a slice of a GPU (MIG): {divided.cores} of 7 of its cores",
+                advise_device(kind, self._own),
+            )
 
-    def _unknown(self, name: str, known: Iterable[str], where: str, what: str) -> Refusal:
+    def _unknown_name(self, name: str, known: Iterable[str], where: str, what: str) -> Refusal:
         names = sorted(known)
-        match = nearest(name, names)
         return self._invalid(
             f"there is no {what} {name!r}",
             where,
             f"known: {', '.join(names)}",
-            f"write {shell_word(match)}" if match else "farspan cluster list",
+            advise(name, names, verb="write", synonyms=()),
         )
 
     def _out_of_range(self, where: str, fact: str, fix: str = " to a value that fits") -> Refusal:

@@ -3,8 +3,6 @@ kind."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -59,9 +57,6 @@ EXIT_CODES = {
     "interrupted": 130,
 }
 
-
-#: Words as like as this, by difflib's ratio, may have been meant for each other.
-LIKE = 0.5
 
 #: Why a worker ended: by an error of its own, or in an exchange, which fails for another worker's
 #: sake.
@@ -139,9 +134,3 @@ class Refusal(Exception):
 def command(*words: object) -> str:
     """`farspan WORDS...`, quoted for a shell: what a remedy offers to be copied."""
     return shell_line("farspan", *words)
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None when nothing is close enough to be meant."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=LIKE)
-    return matches[0] if matches else None

@@ -13,10 +13,10 @@ import msgspec
 
 from farspan.domain.codec import load
 from farspan.domain.config import RunConfig
-from farspan.domain.escapes import shell_word
 from farspan.domain.forecast import Forecast
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command, nearest
+from farspan.domain.problems import Refusal, command
+from farspan.domain.suggest import advise
 
 #: The variable of a worker's environment that names the run's folder where farspan was asked to
 #: train: a worker on another host may have a folder of its own.
@@ -159,14 +159,15 @@ class RunFolder:
             )
             runs = [str(file.parent) for file in newest]
             more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
-            meant = nearest(f"runs/{path.name}", runs) or (runs[0] if runs else None)
+            there = "see them: farspan status" if runs else "start one: farspan train run.yaml"
+            fix = advise(f"runs/{path.name}", runs, fix=there, synonyms=())
             missing = "it has no plan.json" if path.is_dir() else "there is no such folder"
             raise Refusal(
                 "not-a-run",
                 what="this is not a farspan run",
                 where=path,
                 fact=f"{missing}; runs here: {', '.join(runs[:RUNS_SHOWN]) or 'none'}{more}",
-                remedy=f"use {shell_word(meant)}" if meant else "start one: farspan train run.yaml",
+                remedy=fix,
             )
         return run
 

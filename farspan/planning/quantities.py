@@ -12,7 +12,8 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import missing_path
 from farspan.domain.config import Quantity, RunConfig
 from farspan.domain.escapes import key_word, shell_word
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise
 from farspan.domain.units import parse_count, parse_fraction, parse_seconds
 from farspan.planning.model_speed import hourly_price
 from farspan.planning.size import KNOBS
@@ -94,8 +95,7 @@ def asked_parameters(config: RunConfig) -> int | None:
         return SIZES.get(size)
     if not size.removeprefix("-")[:1].isdigit():
         known = ["auto", *SIZES]
-        match = nearest(size, known)
-        fix = f"use {shell_word(match)}" if match else "use auto, or parameters such as 30M"
+        fix = advise(size, known, fix="use auto, or parameters such as 30M")
         raise out_of_range(
             "size", size, f"known: {', '.join(known)}, or parameters such as 30M", fix
         )

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise, known_names
 
 #: What `index.store: auto` means; docs/decisions/0001-vector-database.md says why.
 DEFAULT = "qdrant"
@@ -141,13 +142,12 @@ def resolve(spec: str) -> tuple[str, str]:
     password in it: a run's files are shared and copied."""
     name, _, location = (DEFAULT if spec == "auto" else spec).partition(":")
     if name not in names():
-        match = nearest(name, names()) or DEFAULT
         raise Refusal(
             "out-of-range",
             what=f"there is no vector store {name!r}",
             where="run.yaml, key index.store",
-            fact=f"stores: {', '.join(names())}",
-            remedy=f"set index.store: {shell_word(match)}",
+            fact=known_names(name, names(), "stores"),
+            remedy=advise(name, names(), verb="set index.store:"),
             key="index.store",
         )
     user, at, _ = location.partition("://")[2].rpartition("@")
