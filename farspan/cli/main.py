@@ -149,13 +149,12 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(f"farspan.cli.commands.{name}")
     if (point := extensions("commands").get(name)) is None:
         meant = suggest(name, names())
-        fixes = [command(likely, "--help") for likely in meant]
         raise Refusal(
             "usage",
             what=f"there is no command {name!r}",
             where="farspan",
             fact=f"commands: {', '.join(names())}",
-            remedy=" or ".join(fixes) or "farspan --help",
+            remedy=" or ".join(command(likely, "--help") for likely in meant) or "farspan --help",
         )
     module: ModuleType = point.load()
     return module

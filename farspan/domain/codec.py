@@ -297,11 +297,13 @@ def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusa
     likely = suggest_key(f"{place}.{key}" if place else key, {*own, *elsewhere})
     here = [own[dotted] for dotted in likely if dotted in own]
     if here:
-        folder = f"{path.replace('[...]', '.NAME')}." if path else ""
+        folder = f"{path}." if path else ""
         keys = [f"{folder}{name}" for name in here]
         fix = f"use {any_key(keys)} instead of {key_word(f'{folder}{key}')}"
     elif likely:
-        fix = _moved(key, full, [elsewhere[dotted] for dotted in likely], has_lines=bool(text))
+        fix = _moving_remedy(
+            key, full, [elsewhere[dotted] for dotted in likely], has_lines=bool(text)
+        )
     else:
         fix = f"remove {key_word(key)}"
     return Refusal(
@@ -313,7 +315,7 @@ def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusa
     )
 
 
-def _moved(key: str, full: str, keys: list[str], *, has_lines: bool) -> str:
+def _moving_remedy(key: str, full: str, keys: list[str], *, has_lines: bool) -> str:
     """The fix for a key that is right at other places: which these are."""
     if not has_lines:
         return f"use {any_key(keys)} instead of {key_word(full)}"

@@ -159,8 +159,8 @@ class RunFolder:
             )
             runs = [str(file.parent) for file in newest]
             more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
-            there = "see them: farspan status" if runs else "start one: farspan train run.yaml"
-            fix = advise(f"runs/{path.name}", runs, fix=there, synonyms=())
+            fix = "see them: farspan status" if runs else "start one: farspan train run.yaml"
+            fix = advise(f"runs/{path.name}", runs, fix=fix, synonyms=())
             missing = "it has no plan.json" if path.is_dir() else "there is no such folder"
             raise Refusal(
                 "not-a-run",

@@ -73,14 +73,14 @@ def advise_device(name: str, own: Iterable[str] = ()) -> str:
     """The remedy for a kind that is unknown: `write a100-40 or a100-80`; for a slice of a GPU the
     device that it is."""
     kinds, divided = suggest_device(name, own), slice_of(name)
+    if not kinds:
+        return "farspan cluster list"
     if divided is None:
-        return f"write {any_of(kinds)}" if kinds else "farspan cluster list"
-    share = f"{divided.cores / CORE_SEVENTHS:.0%}"
-    memory = divided.memory // 10**9
-    entries = [
-        f"{{kind: {yaml_word(kind)}, memory: {memory:d}GB, share: {share}}}" for kind in kinds
-    ]
-    return f"write {' or '.join(entries)}" if entries else "farspan cluster list"
+        return f"write {any_of(kinds)}"
+    memory, share = divided.memory // 10**9, divided.cores / CORE_SEVENTHS
+    return "write " + " or ".join(
+        f"{{kind: {yaml_word(kind)}, memory: {memory:d}GB, share: {share:.0%}}}" for kind in kinds
+    )
 
 
 def _suggest_whole(name: str, own: Iterable[str]) -> tuple[str, ...]:

@@ -162,8 +162,9 @@ def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
     for kind in kinds:
         if kind not in priced:
             likely = [name for name in suggest_device(kind) if name in priced and name != kind]
-            in_file = "give it a price in a cluster file, and plan for that"
-            fix = any_of(likely, "--device") if likely else in_file
+            fix = "give it a price in a cluster file, and plan for that"
+            if likely:
+                fix = any_of(likely, "--device")
             raise Refusal(
                 "out-of-range",
                 what=f"the catalogue has no price of {kind!r}",

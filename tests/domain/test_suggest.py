@@ -255,21 +255,21 @@ def test_key_of_other_systems_brings_the_key_of_run_yaml(
         ),
         (
             {"sites": {"a": {"hosts": {"x": {"gpus": ["t4"]}}}}},
-            "use sites.NAME.hosts.NAME.devices instead of sites.NAME.hosts.NAME.gpus",
+            "use sites[...].hosts[...].devices instead of sites[...].hosts[...].gpus",
         ),
         (
             {"sites": {"a": {"latency": 1, "hosts": {}}}},
-            "use sites.NAME.lan_rtt instead of sites.NAME.latency",
+            "use sites[...].lan_rtt instead of sites[...].latency",
         ),
         (
             {"sites": {"a": {"hosts": {"x": {"devices": [{"type": "t4"}]}}}}},
-            "use sites.NAME.hosts.NAME.devices[0].kind instead of "
-            "sites.NAME.hosts.NAME.devices[0].type",
+            "use sites[...].hosts[...].devices[0].kind instead of "
+            "sites[...].hosts[...].devices[0].type",
         ),
         (
             {"sites": {"a": {"hosts": {"x": {"devices": [{"kind": "t4", "vram": 1}]}}}}},
-            "use sites.NAME.hosts.NAME.devices[0].memory instead of "
-            "sites.NAME.hosts.NAME.devices[0].vram",
+            "use sites[...].hosts[...].devices[0].memory instead of "
+            "sites[...].hosts[...].devices[0].vram",
         ),
         ({"sites": {}, "egress": 1}, "use sites.NAME.egress instead of egress"),
     ],
