@@ -25,6 +25,7 @@ from farspan.app.extensions import extensions
 from farspan.cli import commands
 from farspan.cli.console import Console
 from farspan.domain.escapes import shell_line
+from farspan.domain.install import extra_of, install_command
 from farspan.domain.problems import Refusal, command
 from farspan.domain.suggest import any_of, known_names, suggest, suggest_key
 
@@ -83,10 +84,10 @@ class Parser(argparse.ArgumentParser):
 
     def options_of(self, given: argparse.Namespace) -> list[str]:
         """The options that may stand where `given` was read: also of the action that was chosen."""
-        options = []
+        options = list[str]()
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                inner = action.choices.get(getattr(given, action.dest, None))
+                inner = action.choices.get(getattr(given, action.dest, ""))
                 options += inner.options_of(given) if inner is not None else []
             elif action.help != argparse.SUPPRESS:
                 options += action.option_strings
@@ -205,7 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("the command comes before its options")
         else:
             given = parser_of(words[0]).parse_args(words[1:])
-            load(words[0]).run(given, console)
+            # Most commands return nothing.
+            return load(words[0]).run(given, console) or 0
     except BrokenPipeError:
         # Whoever read has gone: what Python still holds back for them must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -252,7 +254,7 @@ def as_refusal(error: BaseException, words: list[str]) -> Refusal:
                 what="a library is missing that this needs",
                 where=name,
                 fact=f"{module} is not installed for {sys.executable}",
-                remedy="pip install 'farspan[train]'",
+                remedy=install_command(extra_of(module)),
             )
         case RuntimeError() if "home directory" in str(error):  # As pathlib has it.
             return Refusal(

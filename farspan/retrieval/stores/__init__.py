@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.escapes import shell_word
+from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise, known_names
 
@@ -177,6 +177,6 @@ def load(name: str) -> StoreModule:
             what=f"the store {name} needs a library that is not installed",
             where=f"index.store: {name}",
             fact=f"there is no module {error.name}",
-            remedy=f"pip install {shell_word(f'farspan[{extra}]')}",
+            remedy=install_command(extra),
             key="index.store",
         ) from None
