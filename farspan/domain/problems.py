@@ -3,6 +3,7 @@ kind."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -104,6 +105,22 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (
             f"error[{self.code}]: {what}\n  where: {where}\n  fact:  {fact}\n  fix:   {self.remedy}"
         )
+
+
+class Finding(Problem, frozen=True, kw_only=True):
+    """A problem of a machine or a cluster. A `refused` one stops a run, a `warned` one only makes
+    it worse."""
+
+    severity: Literal["refused", "warned"]
+
+    @classmethod
+    def of(cls, problem: Problem, severity: Literal["refused", "warned"]) -> Finding:
+        return cls(severity=severity, **msgspec.structs.asdict(problem))
+
+
+def exit_code_of(findings: Iterable[Finding]) -> int:
+    """That of the first finding that stops a run; 0 where none does."""
+    return next((each.exit_code for each in findings if each.severity == "refused"), 0)
 
 
 class Refusal(Exception):
