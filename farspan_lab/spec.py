@@ -12,15 +12,15 @@ import msgspec
 
 from farspan.domain.codec import load_yaml, missing_path
 from farspan.domain.suggest import advise, any_of, suggest
-from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_seconds
+from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_round_trip
 from farspan_lab.lab import Device, Lab, Link, Site, out_of_range
 
 Quantity = str | int | float
 #: How each quantity is read, its least and its largest value, in SI units: beyond them it is a slip
 #: of the pen.
 QUANTITIES: dict[str, tuple[Any, float, float]] = {
-    "rtt": (parse_seconds, 0, 60),
-    "jitter": (parse_seconds, 0, 60),
+    "rtt": (parse_round_trip, 0, 60),
+    "jitter": (parse_round_trip, 0, 60),
     "loss": (parse_fraction, 0, 0.99),
     "bandwidth": (parse_rate, 1e3, 1e12),
     "window": (parse_bytes, 2**13, 2**30),

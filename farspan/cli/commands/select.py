@@ -23,7 +23,7 @@ from farspan.domain.objective import OBJECTIVES, TOLERANCE
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
 from farspan.domain.suggest import advise, known_names
-from farspan.domain.units import parse_seconds
+from farspan.domain.units import parse_duration
 from farspan.planning.quantities import positive
 from farspan.planning.rank import Refused
 
@@ -93,7 +93,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             "--tolerance", given.tolerance, "it lies between 0 and 10", f"--tolerance {TOLERANCE}"
         )
     budget_s = (
-        None if given.budget is None else positive(parse_seconds, given.budget, "--budget", "2m")
+        None if given.budget is None else positive(parse_duration, given.budget, "--budget", "2m")
     )
     parallel = config.parallel
     if given.objective:
