@@ -119,20 +119,45 @@ def words_again(given: argparse.Namespace) -> list[object]:
     return [given.config, *flags, *(word for override in given.set for word in ("--set", override))]
 
 
-def takes_run(parser: argparse.ArgumentParser, name: str = "run", nargs: str | None = "?") -> None:
-    """The argument that `find_run` reads: a word of its own, or an option."""
+def takes_run(parser: argparse.ArgumentParser) -> None:
+    """The argument that `find_run` reads: RUN, the same in every command."""
     parser.add_argument(
-        name, metavar="RUN", nargs=nargs, help="run directory (default: the newest under runs/)"
+        "run", metavar="RUN", nargs="?", help="run directory (default: the newest under runs/)"
     )
+    # As `generate` and `search` alone had it before.
+    parser.add_argument("--run", dest="run_option", help=argparse.SUPPRESS)
 
 
 def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
     """The run that was named, or the newest under `runs/`, said aloud."""
-    if given.run is not None:
-        return RunFolder.existing(Path(given.run))
+    named = dict.fromkeys(name for name in (given.run, given.run_option) if name is not None)
+    if len(named) > 1:
+        raise Refusal(
+            "usage",
+            what="two runs are named, and one is taken",
+            where=" ".join(named),
+            fact="RUN and --run are the same",
+            remedy="leave --run out",
+        )
+    if named:
+        return RunFolder.existing(Path(*named))
     run = RunFolder(_started()[-1].parent)
     console.say(f"run: {run.path}")
     return run
+
+
+def refuse_run_as_text(given: argparse.Namespace, name: str, text: str | None) -> None:
+    """Refuse a run in the place of a command's text, which stands before it."""
+    if not text or not RunFolder(Path(text)).plan.is_file():
+        return
+    swapped = given.run is not None and not RunFolder(Path(given.run)).plan.is_file()
+    raise Refusal(
+        "usage",
+        what=f"this is a run, and {name} begins with a text",
+        where=text,
+        fact=f"the order is: farspan {name} TEXT RUN",
+        remedy=command(name, given.run if swapped else "TEXT", text),
+    )
 
 
 def find_runs(given: argparse.Namespace) -> list[RunFolder]:

@@ -19,7 +19,7 @@ import msgspec
 from farspan.domain.escapes import key_word, shell_line, shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
-from farspan.domain.suggest import any_key, any_of, known_names, suggest, suggest_key
+from farspan.domain.suggest import any_key, any_of, not_offered, suggest, suggest_key
 from farspan.domain.units import counted
 
 if TYPE_CHECKING:
@@ -394,8 +394,10 @@ def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
     if said.startswith("Invalid enum value ") and (allowed := _allowed(kind)):
         value = said.removeprefix("Invalid enum value ")
         word = value.strip("'")
-        fact = f"{value} is not one of them; {known_names(word, allowed)}"
-        meant = suggest(word, allowed)
+        missing = not_offered(word, allowed)
+        reason = "" if missing is None else f"; {missing.reason}"
+        fact = f"{value} is not one of {', '.join(allowed)}{reason}"
+        meant = suggest(word, allowed) if len(allowed) > 1 else allowed
         fix = f": {any_of(meant)}" if meant else f" to one of {', '.join(map(shell_word, allowed))}"
         return fact, f"set {path_word}{fix}"
     if "matching regex" in said and (description := _described(kind)):

@@ -16,7 +16,7 @@ from farspan.domain.config import RunConfig
 from farspan.domain.forecast import Forecast
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.suggest import advise
+from farspan.domain.suggest import any_of, suggest
 
 #: The variable of a worker's environment that names the run's folder where farspan was asked to
 #: train: a worker on another host may have a folder of its own.
@@ -160,7 +160,10 @@ class RunFolder:
             runs = [str(file.parent) for file in newest]
             more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
             fix = "see them: farspan status" if runs else "start one: farspan train run.yaml"
-            fix = advise(f"runs/{path.name}", runs, fix=fix, synonyms=())
+            # Their names alone: what all paths begin with makes none of them more like.
+            likely = suggest(path.name, (Path(run).name for run in runs), synonyms=())
+            if likely:
+                fix = f"use {any_of([Path('runs', name) for name in likely])}"
             missing = "it has no plan.json" if path.is_dir() else "there is no such folder"
             raise Refusal(
                 "not-a-run",

@@ -56,7 +56,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         console.say(
             f"vectors: {given.to}; commands that load them: {write_vectors(folder, given.to)}"
         )
-    console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
+    console.say(f"index: {folder.index}; next: {command('search', '...', folder.path)}")
     console.answer(
         {
             "run": str(folder.path),

@@ -53,5 +53,5 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.say(
         table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}"
     )
-    console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
+    console.say(f"index: {folder.index}; next: {command('search', '...', folder.path)}")
     console.answer({"run": str(folder.path), "index": str(folder.index), "manifest": manifest})
