@@ -188,6 +188,14 @@ def positive(text: str) -> int:
     return value
 
 
+def check_store(given: argparse.Namespace) -> None:
+    """Refuse a `--store` that is none, before anything is read."""
+    if given.store is not None:
+        from farspan.retrieval.stores import resolve
+
+        resolve(given.store, "--store")
+
+
 def takes_embedding(parser: argparse.ArgumentParser) -> None:
     """Where vectors go, and what makes them."""
     parser.add_argument(

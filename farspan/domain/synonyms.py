@@ -220,6 +220,8 @@ NAMES: Rows = (
     ("efficiency efficient", ("loss_per_dollar",)),
     ("restart retry continue replan elastic", ("recover",)),
     ("abort fail exit end", ("stop",)),
+    ("ignore drop omit", ("skip",)),
+    ("raise error strict fail abort", ("refuse",)),
     # Commands.
     ("run fit start pretrain learn launch", ("train",)),
     ("create new make setup configure quickstart", ("init",)),

@@ -33,16 +33,16 @@ def names() -> tuple[str, ...]:
     )
 
 
-def technique(name: str) -> Technique:
+def technique(name: str, key: str = "parallel.technique") -> Technique:
     """The technique file of that name; a Refusal offers the nearest one."""
     if name not in names():
         raise Refusal(
             "out-of-range",
             what=f"there is no technique {name!r}",
-            where="run.yaml, key parallel.technique",
+            where=f"run.yaml, key {key}",
             fact=known_names(name, ("auto", *names())),
             remedy=advise(name, ("auto", *names())),
-            key="parallel.technique",
+            key=key,
         )
     return cast(Technique, importlib.import_module(f"{__name__}.{name}"))
 

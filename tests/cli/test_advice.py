@@ -14,6 +14,9 @@ from farspan.domain.problems import EXIT_CODES, Finding, exit_code_of
 from tests.cli.conftest import Farspan
 
 PRICED = ("plan", "--model", "gpt2", "--cluster", "fabric/gat-amst")
+STORES = " or ".join(
+    ("--store chroma, --store faiss, --store pgvector, --store qdrant", "--store qdrant_server")
+)
 SITES = "sites: {a: {hosts: {x: {devices: [DEVICE]}}}, b: {hosts: {y: {devices: [t4]}}}}\n"
 
 
@@ -59,6 +62,12 @@ def fix_of(done) -> str:
             ["plan", "--launcher", "mpirun"],
             "--launcher local, --launcher ray or --launcher torchrun",
         ),
+        (["train", "--set", "index.store=postgres"], "set index.store: pgvector"),
+        (["train", "--set", "data.bad=ignore"], "set data.bad: skip"),
+        (["train", "--set", "size=big"], "use large"),
+        (["train", "--set", "model.preset=gpt2-small"], "use gpt2"),
+        (["embed", "my docs", "--store", "postgres"], "--store pgvector"),
+        (["tune", "my docs", "--store", "milvus"], STORES),
         # Commands, their parts, options and choices.
         (["run", "run.yaml"], "farspan train --help"),
         (["kill"], "farspan stop --help"),

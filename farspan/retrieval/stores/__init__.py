@@ -137,18 +137,18 @@ def names() -> list[str]:
     )
 
 
-def resolve(spec: str) -> tuple[str, str]:
-    """The store that a user means and its location; refuses an unknown store, and a location with a
-    password in it: a run's files are shared and copied."""
+def resolve(spec: str, option: str = "") -> tuple[str, str]:
+    """The store that a user means and its location, by run.yaml or by an option; refuses an unknown
+    store, and a location with a password in it: a run's files are shared and copied."""
     name, _, location = (DEFAULT if spec == "auto" else spec).partition(":")
     if name not in names():
         raise Refusal(
             "out-of-range",
             what=f"there is no vector store {name!r}",
-            where="run.yaml, key index.store",
+            where=option or "run.yaml, key index.store",
             fact=known_names(name, names(), "stores"),
-            remedy=advise(name, names(), verb="set index.store:"),
-            key="index.store",
+            remedy=advise(name, names(), verb="set index.store:", option=option),
+            key=None if option else "index.store",
         )
     user, at, _ = location.partition("://")[2].rpartition("@")
     if (at and ":" in user) or "password=" in location:
