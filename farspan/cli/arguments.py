@@ -148,9 +148,9 @@ def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
 
 def refuse_run_as_text(given: argparse.Namespace, name: str, text: str | None) -> None:
     """Refuse a run in the place of a command's text, which stands before it."""
-    if not text or not RunFolder(Path(text)).plan.is_file():
+    if not text or not _is_run(text):
         return
-    swapped = given.run is not None and not RunFolder(Path(given.run)).plan.is_file()
+    swapped = given.run is not None and not _is_run(given.run)
     raise Refusal(
         "usage",
         what=f"this is a run, and {name} begins with a text",
@@ -158,6 +158,14 @@ def refuse_run_as_text(given: argparse.Namespace, name: str, text: str | None) -
         fact=f"the order is: farspan {name} TEXT RUN",
         remedy=command(name, given.run if swapped else "TEXT", text),
     )
+
+
+def _is_run(text: str) -> bool:
+    """Whether a text names a run. One that can be no path, such as a long prompt, does not."""
+    try:
+        return RunFolder(Path(text)).plan.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def find_runs(given: argparse.Namespace) -> list[RunFolder]:

@@ -207,6 +207,13 @@ def test_run_is_named_by_a_word_or_as_before(here: Farspan, tmp_path: Path) -> N
         assert (problem["code"], problem["where"]) == ("not-a-run", "none"), words
 
 
+@pytest.mark.parametrize("text", ["time " * 500, "a\0b", "~nobody-here/x", "/"])
+def test_text_that_can_be_no_path_is_a_text(here: Farspan, tmp_path: Path, text: str) -> None:
+    for name in ("search", "generate"):
+        done = here(name, text, "none", "--json", cwd=tmp_path)
+        assert json.loads(done.stdout)["problem"]["code"] == "not-a-run", done.stdout
+
+
 # -- this machine by name
 
 
