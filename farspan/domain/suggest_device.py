@@ -29,6 +29,8 @@ MEMORY_EIGHTHS = {1: (1, 2), 2: (2,), 3: (4,), 4: (4,), 7: (8,)}
 CORE_SEVENTHS = 7
 #: The driver keeps some memory of each slice for itself: a slice of an eighth of 141 GB has 18.
 SLICE_TOLERANCE = 0.07
+#: The command that shows every kind.
+LIST = "farspan cluster list"
 #: GPUs that can be divided so.
 DIVISIBLE = re.compile(r"(a100|h100|h200|gh200|b200|b300)\b")
 #: Words that make a device another than the one of the same number.
@@ -74,13 +76,25 @@ def advise_device(name: str, own: Iterable[str] = ()) -> str:
     device that it is."""
     kinds, divided = suggest_device(name, own), slice_of(name)
     if not kinds:
-        return "farspan cluster list"
+        near = neighbours(name)
+        return f"farspan cluster list   # among them {any_of(near)}" if near else LIST
     if divided is None:
         return f"write {any_of(kinds)}"
     memory, share = divided.memory // 10**9, divided.cores / CORE_SEVENTHS
     return "write " + " or ".join(
         f"{{kind: {yaml_word(kind)}, memory: {memory:d}GB, share: {share:.0%}}}" for kind in kinds
     )
+
+
+def neighbours(name: str) -> tuple[str, ...]:
+    """Kinds that differ from a name in its last digit alone: other products, so none is meant, but
+    a reader who slipped sees which there are."""
+    typed = _squashed(name)
+    stem = re.fullmatch(r"(.*?)\d(\D*)", typed)
+    if stem is None:
+        return ()
+    same_stem = re.compile(rf"{re.escape(stem[1])}\d{re.escape(stem[2])}")
+    return tuple(kind for kind in sorted(catalog.devices()) if same_stem.fullmatch(_squashed(kind)))
 
 
 def _suggest_whole(name: str, own: Iterable[str]) -> tuple[str, ...]:

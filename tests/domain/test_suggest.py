@@ -162,6 +162,12 @@ def test_device_name_brings_the_kinds_that_it_fits(typed: str, kinds: list[str])
     assert sorted(suggest_device(typed)) == kinds
 
 
+def test_kind_with_another_last_digit_is_shown_and_not_proposed() -> None:
+    assert suggest_device("a31") == ()
+    assert advise_device("a31") == "farspan cluster list   # among them a30"
+    assert advise_device("b100") == "farspan cluster list"
+
+
 def test_every_name_of_a_driver_and_of_ray_brings_its_kind_alone() -> None:
     for kind, entry in catalog.devices().items():
         for name in (*entry.match, *entry.labels):
