@@ -1,9 +1,11 @@
 """Several sites on this one machine, with real network stacks and the links between them that you
 ask for.
 
-farspan lab up lab.yaml              make them; or one that ships with farspan: farspan lab up
-fabric/gat-amst farspan lab exec SITE -- COMMAND     run a command in a site farspan lab link SITE
-SITE --down    change a link while jobs run farspan lab down                     remove every trace
+farspan lab up lab.yaml              make them; or one that ships with farspan:
+                                     farspan lab up fabric/gat-amst
+farspan lab exec SITE -- COMMAND     run a command in a site
+farspan lab link SITE SITE --down    change a link while jobs run
+farspan lab down                     remove every trace
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
-from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.units import counted, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from farspan_lab.lab import Status
 
 HELP = "emulate several sites on this machine"
+#: Files of a folder that say which lab is meant there.
+RUN_FILE, LAB_FILE = Path("run.yaml"), Path("lab.yaml")
 #: Options that change a link: what each takes, and what that is.
 QUANTITIES = {
     "rtt": ("TIME", "round trip"),
@@ -58,7 +62,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     down = actions.add_parser("down", help="remove every trace of a lab, also of one that crashed")
     for action in (status, inside, link, down):
-        action.add_argument("--lab", metavar="NAME", help="which lab (default: the only one)")
+        action.add_argument(
+            "--lab",
+            metavar="NAME",
+            help="which lab (default: that of run.yaml or lab.yaml here, or the only one)",
+        )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -72,10 +80,12 @@ def up(given: argparse.Namespace, console: Console) -> None:
 
     lab_status = state.up(spec.load_lab(given.file))
     show(lab_status, console)
-    console.say(
-        f"next: farspan lab exec {lab_status.lab.sites[0].name} -- COMMAND, and at the end: "
-        "farspan lab down"
-    )
+    name = lab_status.lab.name
+    # Where others are up, or the folder names another, a lab is not chosen without its name.
+    is_chosen = state.names() == [name] and named_here()[1] in (None, name)
+    option = () if is_chosen else ("--lab", name)
+    inside = command("lab", "exec", *option, lab_status.lab.sites[0].name, "--", "COMMAND")
+    console.say(f"next: {inside}, and at the end: {command('lab', 'down', *option)}")
 
 
 def status(given: argparse.Namespace, console: Console) -> None:
@@ -122,19 +132,53 @@ def down(given: argparse.Namespace, console: Console) -> None:
 
 
 def chosen(given: argparse.Namespace) -> str:
-    """The lab that was named, or the only one."""
+    """The lab that was named, else the one that the run.yaml or lab.yaml here names, else the only
+    one. Raises Refusal (path-missing) where none is up, or where several are and none is named."""
     from farspan_lab import state
 
+    if given.lab is not None:
+        return str(given.lab)
     labs = state.names()
-    if given.lab is None and len(labs) != 1:
-        raise Refusal(
-            "path-missing",
-            what="which lab?" if labs else "there is no lab",
-            where="--lab",
-            fact=f"labs here: {', '.join(labs) or 'none'}",
-            remedy=f"--lab {shell_word(labs[0])}" if labs else "farspan lab up fabric/gat-amst",
-        )
-    return str(given.lab or labs[0])
+    file, name = named_here()
+    if name in labs:
+        return str(name)
+    if name is None and len(labs) == 1:
+        return labs[0]
+    rest = (given.site, "--", *given.command) if given.action == "exec" else ()
+    raise Refusal(
+        "path-missing",
+        what=_which(name, labs),
+        where="--lab" if name is None else str(file),
+        fact=f"labs here: {', '.join(labs) or 'none'}",
+        remedy=" or ".join(command("lab", given.action, "--lab", lab, *rest) for lab in labs)
+        or command("lab", "up", LAB_FILE if file == LAB_FILE else "fabric/gat-amst"),
+    )
+
+
+def _which(name: str | None, labs: list[str]) -> str:
+    """What is wrong where no lab can be chosen."""
+    if name is not None:
+        return f"the lab {name!r} is not up"
+    return "several labs are up, and none is named" if labs else "there is no lab"
+
+
+def named_here() -> tuple[Path, str | None]:
+    """The file of the current folder that names a lab, and the name: a run.yaml whose cluster is
+    one, or a lab.yaml."""
+    from farspan.domain.codec import load_yaml, parse_yaml, read_bytes
+    from farspan_lab.spec import LabFile
+
+    if RUN_FILE.is_file():
+        # Of a run.yaml only this counts here: the rest of it may be wrong.
+        content = parse_yaml(read_bytes(RUN_FILE).decode(errors="replace"), RUN_FILE)
+        parallel = content.get("parallel") if isinstance(content, dict) else None
+        cluster = parallel.get("cluster") if isinstance(parallel, dict) else None
+        prefix, colon, name = str(cluster).partition(":")
+        if prefix == "lab" and colon:
+            return RUN_FILE, name
+    if LAB_FILE.is_file():
+        return LAB_FILE, load_yaml(LAB_FILE, LabFile).name
+    return RUN_FILE, None
 
 
 def show(status: Status, console: Console) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.problems import Refusal
-from farspan.domain.units import parse_seconds
+from farspan.domain.units import parse_duration
 
 Kind = Literal["kill", "stop", "cut", "cut-one-way"]
 Phase = Literal["step", "save", "recovery"]
@@ -69,7 +69,7 @@ def parse(text: str) -> Injection:
         rank=None if form["rank"] is None else int(form["rank"]),
         sites=(form["a"], form["b"]) if form["a"] else None,
         step=int(at) if at.isdecimal() else 0,
-        lasts_s=None if form["lasts"] is None else parse_seconds(form["lasts"]),
+        lasts_s=None if form["lasts"] is None else parse_duration(form["lasts"]),
     )
 
 

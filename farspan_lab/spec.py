@@ -11,17 +11,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from farspan.domain.codec import load_yaml, missing_path
-from farspan.domain.escapes import shell_word
-from farspan.domain.problems import nearest
-from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_seconds
+from farspan.domain.suggest import advise, any_of, suggest
+from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_round_trip
 from farspan_lab.lab import Device, Lab, Link, Site, out_of_range
 
 Quantity = str | int | float
 #: How each quantity is read, its least and its largest value, in SI units: beyond them it is a slip
 #: of the pen.
 QUANTITIES: dict[str, tuple[Any, float, float]] = {
-    "rtt": (parse_seconds, 0, 60),
-    "jitter": (parse_seconds, 0, 60),
+    "rtt": (parse_round_trip, 0, 60),
+    "jitter": (parse_round_trip, 0, 60),
     "loss": (parse_fraction, 0, 0.99),
     "bandwidth": (parse_rate, 1e3, 1e12),
     "window": (parse_bytes, 2**13, 2**30),
@@ -85,11 +84,12 @@ def load_lab(name: str) -> Lab:
     path, ours = Path(name).expanduser(), named()
     if not path.exists() and name in ours:
         path = ours[name]
-    if not path.exists() and (match := nearest(name, ours)):
+    likely = () if path.exists() else suggest(name, ours)
+    if likely:
         raise out_of_range(
             name,
             f"neither a file nor a lab that ships with farspan: {', '.join(ours)}",
-            f"farspan lab up {shell_word(match)}",
+            any_of(likely, "farspan lab up"),
         )
     if not path.exists():
         raise missing_path(path)
@@ -178,11 +178,10 @@ def _links(file: LabFile, where: str) -> dict[tuple[str, str], Link]:
         courses += [(f"{where}: default_link", pair, file.default_link) for pair in gaps]
     for at, (a, b), course in courses:
         if unknown := {a, b} - set(file.sites):
-            match = nearest(min(unknown), file.sites)
             raise out_of_range(
                 f"{at}.between",
                 f"no site {min(unknown)!r}; sites: {', '.join(file.sites)}",
-                f"write {shell_word(match)}" if match else "add it to sites",
+                advise(min(unknown), file.sites, verb="write", fix="add it to sites", synonyms=()),
             )
         if a == b or (a, b) in links:
             raise out_of_range(

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("farspan", "farspan_lab", "farspan_studies")
 #: Functions whose answer a shell takes for words alone, whatever they are given.
-QUOTERS = {"shell_word", "shell_line", "yaml_word", "key_word", "command"}
+QUOTERS = {"shell_word", "shell_line", "yaml_word", "key_word", "command", "any_of", "any_key"}
 #: Functions whose answer is a number, or one with a unit.
 NUMBERS = {"len", "format_bytes", "format_count", "format_seconds", "counted"}
 #: Format specifications that text cannot have: Python refuses it.
@@ -21,13 +21,22 @@ CHECKED_NAME = re.compile(r"_?remedy|fix|(path|host|family|site)_words?")
 #: Functions that return a remedy or a part of one: what they return is checked.
 CHECKED_FUNCTIONS = {
     "_fix",
+    "_init_command",
     "_mending",
     "_missing_extra",
+    "_moving_remedy",
     "_psql",
     "_remedy",
+    "advise",
+    "advise_device",
     "install",
     "mending_command",
     "prepare_command",
+    "install_command",
+    "install_command_there",
+    "_pip",
+    "_requirement",
+    "_setting_unit_remedy",
     "resume",
     "serve_command",
     "setting_remedy",
@@ -42,6 +51,7 @@ OWN_WORDS: dict[str, set[str]] = {
     "farspan/domain/clusterfile.py": {"example", "lacking"},
     "farspan/domain/codec.py": {
         "'}' * len(folders)",
+        "opened",
         "better",
         "bound",
         "description",
@@ -49,6 +59,7 @@ OWN_WORDS: dict[str, set[str]] = {
         "wanted",
     },
     "farspan/domain/gpus.py": {"tag", "cpu", "newer"},
+    "farspan/domain/suggest.py": {"lead"},
     "farspan/planning/outcome.py": {"limit.typed"},
     "farspan/planning/plan_stages.py": {"example", "even"},
     "farspan/planning/planfile.py": {"precision", "common_precisions(cluster.only(places))[0]"},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from farspan.domain.codec import missing_path
 from farspan.domain.config import RunConfig
+from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 
 
@@ -21,7 +22,7 @@ def require_torch() -> None:
             what="training needs PyTorch",
             where=sys.executable,
             fact="torch is not installed there",
-            remedy="pip install 'farspan[train]'",
+            remedy=install_command("train"),
         )
 
 

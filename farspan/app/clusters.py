@@ -8,6 +8,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
+from farspan.launch.clusters import HERE
 
 
 def find(name: str) -> Cluster:
@@ -19,6 +20,11 @@ def find(name: str) -> Cluster:
         cluster: Cluster = extensions("clusters")[prefix].load()(rest)
         return cluster
     return clusters.find(name)
+
+
+def is_here(parallel: ParallelConfig) -> bool:
+    """Whether a run is asked for on this machine: by name, or by no cluster at all."""
+    return parallel.cluster in (None, HERE)
 
 
 def is_external(name: str) -> bool:
@@ -46,8 +52,9 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
     from farspan.launch.launchers import split
 
     split(config.parallel.launcher)
-    if config.parallel.cluster is None:
+    if is_here(config.parallel):
         return None
+    assert config.parallel.cluster is not None
     cluster, workers = find(config.parallel.cluster), config.parallel.workers
     if reach:
         with Agent(cluster.machines[0]):  # Or a refusal that says why it cannot be reached.

@@ -17,7 +17,7 @@ from farspan.app.updates import Progress, notes, silent
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.escapes import shell_word
 from farspan.domain.notebook import html_table
-from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.problems import Finding, Problem, Refusal, command
 from farspan.domain.run import cache_folder
 from farspan.domain.units import counted, format_bytes
 
@@ -38,7 +38,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     disk_free_bytes: int
     #: On each GPU that is left out.
     notes: tuple[str, ...]
-    findings: tuple[Problem, ...]
+    #: Those that stop a run first.
+    findings: tuple[Finding, ...]
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -75,11 +76,14 @@ def diagnose(device: str = "auto") -> Diagnosis:
         devices=cluster.devices if cluster else (),
         disk_free_bytes=shutil.disk_usage(".").free,
         notes=left_out,
-        findings=(*wrong, *_disk_findings()),
+        findings=(
+            *(Finding.of(problem, "refused") for problem in wrong),
+            *_disk_findings(),
+        ),
     )
 
 
-def examine(cluster: Cluster) -> tuple[Examination, tuple[Problem, ...]]:
+def examine(cluster: Cluster) -> tuple[Examination, tuple[Finding, ...]]:
     """Every host and link of a cluster, and what is wrong with them."""
     from farspan.launch.examine import examine as examine_hosts
     from farspan.launch.findings import findings
@@ -156,7 +160,7 @@ def _describe(backend: str) -> tuple[Cluster | None, tuple[str, ...], list[Probl
         return None, left_out, [*wrong, refusal.problem]
 
 
-def _disk_findings() -> list[Problem]:
+def _disk_findings() -> list[Finding]:
     from farspan.launch.findings import LITTLE_DISK
 
     problems = []
@@ -165,7 +169,8 @@ def _disk_findings() -> list[Problem]:
         free = shutil.disk_usage(path).free
         if free < LITTLE_DISK:
             problems.append(
-                Problem(
+                Finding(
+                    severity="warned",
                     code="disk-full",
                     what=f"there is little disk space for {what}",
                     where=str(path.absolute()),

@@ -14,7 +14,8 @@ from farspan.domain.engine import engine
 from farspan.domain.escapes import shell_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.objective import TOLERANCE, Objective
-from farspan.domain.problems import Refusal, command, nearest
+from farspan.domain.problems import Refusal, command
+from farspan.domain.suggest import advise, known_names
 from farspan.domain.units import format_bytes, format_count, format_seconds, parse_rate
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.question import Question, model_of, train_of
@@ -69,13 +70,12 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
         known = techniques.names()
         for name in self.allow:
             if name not in known:
-                match = nearest(name, known)
                 raise Refusal(
                     "out-of-range",
                     what=f"there is no technique {name!r}",
                     where="--technique",
-                    fact=f"known: {', '.join(known)}",
-                    remedy=f"--technique {shell_word(match or known[0])}",
+                    fact=known_names(name, known),
+                    remedy=advise(name, known, option="--technique"),
                 )
 
 

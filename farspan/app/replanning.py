@@ -28,9 +28,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.results import load_estimate
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
-
-#: What `--cluster` calls this machine as it is.
-HERE = "here"
+from farspan.launch.clusters import HERE
 
 
 def replan(

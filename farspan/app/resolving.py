@@ -166,10 +166,12 @@ def allowed(parallel: ParallelConfig) -> tuple[str, ...]:
     """The techniques that run.yaml lets one compare; none is all. Refuses names that are none."""
     from farspan import techniques
 
-    names = parallel.allow if parallel.technique == "auto" else (parallel.technique,)
-    for name in names:
-        techniques.technique(name)
-    return names
+    if parallel.technique != "auto":
+        techniques.technique(parallel.technique)
+        return (parallel.technique,)
+    for name in parallel.allow:
+        techniques.technique(name, "parallel.allow")
+    return parallel.allow
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from farspan.app.updates import Progress, notes, silent
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
 
@@ -46,7 +47,7 @@ def serve(
             what="the server needs a library that is not installed",
             where="farspan serve",
             fact=f"there is no module {error.name}",
-            remedy="pip install 'farspan[serve]'",
+            remedy=install_command("serve"),
         ) from None
     address = Address(
         run=run.path, host=host, port=port, token=token or os.environ.get(TOKEN) or None

@@ -11,6 +11,7 @@ from farspan.app.configs import overridden
 from farspan.cli.console import Console
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder
 
@@ -46,6 +47,7 @@ def load_config(given: argparse.Namespace) -> RunConfig:
             fact="it says what to train",
             remedy=command("init", "FOLDER", "--out", path),
         )
+    _refuse_text(path)
     config = load_yaml(path, RunConfig)
     short = [
         f"parallel.{key}={value}"
@@ -55,6 +57,40 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     for override in (*short, *given.set):
         config = overridden(config, override)
     return config
+
+
+def _refuse_text(path: Path) -> None:
+    """Refuse what `farspan init` takes where run.yaml is meant: a folder, or a source's name."""
+    from farspan.corpus.sources import available
+
+    if path.is_dir():
+        own = path / "run.yaml"
+        if (path / "plan.json").is_file():
+            what, fix = "this is a run, not a run.yaml", command("resume", path)
+        elif own.is_file():
+            what, fix = "this is a folder, not its run.yaml", f"use {shell_word(own)}"
+        else:
+            what, fix = "this is a folder, not a run.yaml", _init_command(path)
+        raise Refusal(
+            "path-unusable", what=what, where=path, fact="Is a directory, not a file", remedy=fix
+        )
+    name = str(path)
+    if not path.exists() and (name in available() or name.startswith("hf:")):
+        raise Refusal(
+            "path-missing",
+            what="this is a source of text, not a run.yaml",
+            where=name,
+            fact="a run.yaml says what to train on it",
+            remedy=_init_command(name),
+        )
+
+
+def _init_command(source: object) -> str:
+    """The command that writes a run.yaml for a source, beside the one that is there."""
+    if not Path("run.yaml").exists():
+        return command("init", source)
+    name = Path(str(source).removeprefix("hf:").partition(":")[0]).resolve().name or "text"
+    return command("init", source, "--out", f"{name}.yaml")
 
 
 def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
@@ -83,20 +119,53 @@ def words_again(given: argparse.Namespace) -> list[object]:
     return [given.config, *flags, *(word for override in given.set for word in ("--set", override))]
 
 
-def takes_run(parser: argparse.ArgumentParser, name: str = "run", nargs: str | None = "?") -> None:
-    """The argument that `find_run` reads: a word of its own, or an option."""
+def takes_run(parser: argparse.ArgumentParser) -> None:
+    """The argument that `find_run` reads: RUN, the same in every command."""
     parser.add_argument(
-        name, metavar="RUN", nargs=nargs, help="run directory (default: the newest under runs/)"
+        "run", metavar="RUN", nargs="?", help="run directory (default: the newest under runs/)"
     )
+    # As `generate` and `search` alone had it before.
+    parser.add_argument("--run", dest="run_option", help=argparse.SUPPRESS)
 
 
 def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
     """The run that was named, or the newest under `runs/`, said aloud."""
-    if given.run is not None:
-        return RunFolder.existing(Path(given.run))
+    named = dict.fromkeys(name for name in (given.run, given.run_option) if name is not None)
+    if len(named) > 1:
+        raise Refusal(
+            "usage",
+            what="two runs are named, and one is taken",
+            where=" ".join(named),
+            fact="RUN and --run are the same",
+            remedy="leave --run out",
+        )
+    if named:
+        return RunFolder.existing(Path(*named))
     run = RunFolder(_started()[-1].parent)
     console.say(f"run: {run.path}")
     return run
+
+
+def refuse_run_as_text(given: argparse.Namespace, name: str, text: str | None) -> None:
+    """Refuse a run in the place of a command's text, which stands before it."""
+    if not text or not _is_run(text):
+        return
+    swapped = given.run is not None and not _is_run(given.run)
+    raise Refusal(
+        "usage",
+        what=f"this is a run, and {name} begins with a text",
+        where=text,
+        fact=f"the order is: farspan {name} TEXT RUN",
+        remedy=command(name, given.run if swapped else "TEXT", text),
+    )
+
+
+def _is_run(text: str) -> bool:
+    """Whether a text names a run. One that can be no path, such as a long prompt, does not."""
+    try:
+        return RunFolder(Path(text)).plan.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def find_runs(given: argparse.Namespace) -> list[RunFolder]:
@@ -125,6 +194,14 @@ def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+def check_store(given: argparse.Namespace) -> None:
+    """Refuse a `--store` that is none, before anything is read."""
+    if given.store is not None:
+        from farspan.retrieval.stores import resolve
+
+        resolve(given.store, "--store")
 
 
 def takes_embedding(parser: argparse.ArgumentParser) -> None:

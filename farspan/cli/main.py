@@ -24,8 +24,10 @@ from farspan._version import __version__
 from farspan.app.extensions import extensions
 from farspan.cli import commands
 from farspan.cli.console import Console
-from farspan.domain.escapes import shell_line, shell_word
-from farspan.domain.problems import Refusal, command, nearest
+from farspan.domain.escapes import shell_line
+from farspan.domain.install import extra_of, install_command
+from farspan.domain.problems import Refusal, command
+from farspan.domain.suggest import any_of, known_names, suggest, suggest_key
 
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
 ORDER = (
@@ -59,14 +61,70 @@ class Parser(argparse.ArgumentParser):
             help="print one JSON object, nothing else, on standard output",
         )
 
-    def error(self, message: str) -> NoReturn:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but for an unknown option, which brings those that it may mean."""
+        given, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse_unknown(unknown, given)
+        return given
+
+    def _refuse_unknown(self, unknown: list[str], given: argparse.Namespace) -> NoReturn:
+        words = f"unrecognized arguments: {' '.join(unknown)}"
+        options = self.options_of(given)
+        wrong = next((word for word in unknown if word.startswith("-")), None)
+        if wrong is None:
+            self.error(words)
+        name, _, value = wrong.partition("=")
+        likely = suggest(name, options)
+        keys = () if likely or "--set" not in options else suggest_run_key(name.lstrip("-"))
+        settings = [f"{key}={value or 'VALUE'}" for key in keys]
+        if likely:
+            self.error(words, any_of(likely, "use"))
+        self.error(words, any_of(settings, "use --set") if settings else None)
+
+    def options_of(self, given: argparse.Namespace) -> list[str]:
+        """The options that may stand where `given` was read: also of the action that was chosen."""
+        options = list[str]()
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                inner = action.choices.get(getattr(given, action.dest, ""))
+                options += inner.options_of(given) if inner is not None else []
+            elif action.help != argparse.SUPPRESS:
+                options += action.option_strings
+        return [option for option in options if option not in ("-h", "--help")]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, with the choices that a wrong one may mean."""
+        if action.choices is None or value in action.choices:
+            return
+        known = list(map(str, action.choices))
+        name = argparse._get_action_name(action) or ""
+        option = action.option_strings[-1] if action.option_strings else self.prog
+        likely = suggest(str(value), known)
+        raise Refusal(
+            "usage",
+            what=f"argument {name}: invalid choice: {str(value)!r}",
+            where=self.prog,
+            fact=known_names(str(value), known, "choices"),
+            remedy=any_of(likely, option) if likely else f"{shell_line(*self.prog.split())} --help",
+        )
+
+    def error(self, message: str, fix: str | None = None) -> NoReturn:
         raise Refusal(
             "usage",
             what=message,
             where=self.prog,
             fact=" ".join(self.format_usage().split()),
-            remedy=f"{shell_line(*self.prog.split())} --help",
+            remedy=fix or f"{shell_line(*self.prog.split())} --help",
         )
+
+
+def suggest_run_key(name: str) -> tuple[str, ...]:
+    """The keys of run.yaml that an option which does not exist may mean."""
+    from farspan.domain.codec import keys_of
+    from farspan.domain.config import RunConfig
+
+    return suggest_key(name, keys_of(RunConfig))
 
 
 def own_names() -> list[str]:
@@ -91,13 +149,13 @@ def load(name: str) -> ModuleType:
     if name in own_names():
         return importlib.import_module(f"farspan.cli.commands.{name}")
     if (point := extensions("commands").get(name)) is None:
-        match = nearest(name, names())
+        meant = suggest(name, names())
         raise Refusal(
             "usage",
             what=f"there is no command {name!r}",
             where="farspan",
             fact=f"commands: {', '.join(names())}",
-            remedy=f"farspan {shell_word(match)} --help" if match else "farspan --help",
+            remedy=" or ".join(command(likely, "--help") for likely in meant) or "farspan --help",
         )
     module: ModuleType = point.load()
     return module
@@ -148,7 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("the command comes before its options")
         else:
             given = parser_of(words[0]).parse_args(words[1:])
-            load(words[0]).run(given, console)
+            # Most commands return nothing.
+            return load(words[0]).run(given, console) or 0
     except BrokenPipeError:
         # Whoever read has gone: what Python still holds back for them must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -195,7 +254,7 @@ def as_refusal(error: BaseException, words: list[str]) -> Refusal:
                 what="a library is missing that this needs",
                 where=name,
                 fact=f"{module} is not installed for {sys.executable}",
-                remedy="pip install 'farspan[train]'",
+                remedy=install_command(extra_of(module)),
             )
         case RuntimeError() if "home directory" in str(error):  # As pathlib has it.
             return Refusal(
@@ -215,6 +274,14 @@ def as_refusal(error: BaseException, words: list[str]) -> Refusal:
                 where=error.filename or name,
                 fact=error.strerror or str(error),
                 remedy="free some space: df -h",
+            )
+        case IsADirectoryError():
+            return Refusal(
+                "path-unusable",
+                what="this is a folder where a file is needed",
+                where=error.filename or name,
+                fact=error.strerror or str(error),
+                remedy=f"name a file in it: {shell_line('ls', Path(str(error.filename or '.')))}",
             )
         case OSError():
             where = error.filename or name

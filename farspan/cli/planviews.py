@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farspan.cli.console import Console
-from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal, command, nearest
+from farspan.domain.problems import Refusal, command
+from farspan.domain.suggest import advise
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.ranking import Ranking
 
@@ -129,12 +129,11 @@ def _is_file(name: str) -> bool:
 
 def _unknown(name: str, known: Any, count: int = 0) -> Refusal:
     names = list(dict.fromkeys((*known, "chosen")))
-    match = nearest(name, names)
     numbers = f", numbers 1 to {count}" if count else ", a number of the table, or a plan file"
     return Refusal(
         "out-of-range",
         what=f"there is no candidate {name!r}",
         where="farspan plan",
         fact=f"known: {', '.join(names)}{numbers}",
-        remedy=f"use {shell_word(match)}" if match else command("plan", "--help"),
+        remedy=advise(name, names, fix=command("plan", "--help")),
     )

@@ -33,8 +33,18 @@ from farspan.domain.cluster import (
 )
 from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.escapes import escape_controls, key_word, shell_word, yaml_word
-from farspan.domain.problems import Refusal, nearest
-from farspan.domain.units import counted, parse_bytes, parse_fraction, parse_rate, parse_seconds
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise, any_of
+from farspan.domain.suggest_device import advise_device, slice_of
+from farspan.domain.units import (
+    counted,
+    is_bare,
+    parse_bytes,
+    parse_fraction,
+    parse_program_seconds,
+    parse_rate,
+    parse_round_trip,
+)
 
 T = TypeVar("T")
 Quantity = str | int | float
@@ -44,6 +54,8 @@ Price = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 FAR_FOLDER = "~/.cache/farspan"
 #: Where a network ends being one: a minute of round trip, 10 Tbit/s.
 MAX_RTT_S, MAX_BANDWIDTH = 60.0, 10e12 / 8
+#: What a bare number of these times may mean beside seconds.
+BARE_UNITS = ((parse_round_trip, "ms"), (parse_program_seconds, "h"))
 #: A link that loses more is none.
 MAX_LOSS = 0.99
 
@@ -221,12 +233,12 @@ class _Reader:
         for key, number in (("price", entry.price), ("egress", entry.egress)):
             if number is not None and not 0 <= number <= 1e6:
                 raise self._out_of_range(f"{where}.{key}", f"{number} is not a price in dollars")
-        lease = self._quantity(parse_seconds, entry.lease, f"{where}.lease", 1, 1e9)
+        lease = self._quantity(parse_program_seconds, entry.lease, f"{where}.lease", 1, 1e9)
         hosts = tuple(
             self._host(host, host_entry, where, entry.price)
             for host, host_entry in entry.hosts.items()
         )
-        queue = self._quantity(parse_seconds, entry.queue, f"{where}.queue", 0, 1e9) or 0.0
+        queue = self._quantity(parse_program_seconds, entry.queue, f"{where}.queue", 0, 1e9) or 0.0
         return Site(
             name=name,
             hosts=hosts,
@@ -235,7 +247,7 @@ class _Reader:
             queue_s=queue,
             lan_bandwidth=self._quantity(parse_rate, entry.lan, f"{where}.lan", 1e2, MAX_BANDWIDTH),
             lan_rtt_s=self._quantity(
-                parse_seconds, entry.lan_rtt, f"{where}.lan_rtt", 1e-7, MAX_RTT_S
+                parse_round_trip, entry.lan_rtt, f"{where}.lan_rtt", 1e-7, MAX_RTT_S
             ),
         )
 
@@ -346,7 +358,7 @@ class _Reader:
             "dtypes": entry.dtypes or (tuple(entry.flops) if entry.flops else None),
             "threads": entry.threads,
             "share": self._quantity(parse_fraction, entry.share, f"{where}.share", 0.001, 1),
-            "turn_s": self._quantity(parse_seconds, entry.turn, f"{where}.turn", 0, 10),
+            "turn_s": self._quantity(parse_program_seconds, entry.turn, f"{where}.turn", 0, 10),
             "enter": entry.enter,
             "bandwidth": self._quantity(
                 parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15
@@ -369,7 +381,7 @@ class _Reader:
         for index, entry in enumerate(self._file.links):
             where, pair = f"links[{index}]", frozenset(entry.between)
             for name in sorted(pair - names):
-                raise self._unknown(name, names, f"{where}.between", "site or host")
+                raise self._unknown_name(name, names, f"{where}.between", "site or host")
             if len(pair) == 1 or pair in seen:
                 fact = (
                     "it joins a name to itself"
@@ -391,7 +403,7 @@ class _Reader:
         return tuple(links)
 
     def _link(self, entry: LinkEntry, where: str) -> Link:
-        rtt = self._quantity(parse_seconds, entry.rtt, f"{where}.rtt", 1e-7, MAX_RTT_S)
+        rtt = self._quantity(parse_round_trip, entry.rtt, f"{where}.rtt", 1e-7, MAX_RTT_S)
         assert rtt is not None
         return Link(
             a=entry.between[0],
@@ -400,7 +412,9 @@ class _Reader:
             bandwidth=self._quantity(
                 parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e2, MAX_BANDWIDTH
             ),
-            jitter_s=self._quantity(parse_seconds, entry.jitter, f"{where}.jitter", 0, MAX_RTT_S),
+            jitter_s=self._quantity(
+                parse_round_trip, entry.jitter, f"{where}.jitter", 0, MAX_RTT_S
+            ),
             window=self._quantity(parse_bytes, entry.window, f"{where}.window", 1000, 2**40),
             loss=self._quantity(parse_fraction, entry.loss, f"{where}.loss", 0, MAX_LOSS),
             in_flight=entry.in_flight,
@@ -422,7 +436,11 @@ class _Reader:
         try:
             value: Any = parse(text)
         except ValueError as error:
-            raise self._out_of_range(where, str(error)) from None
+            unit = next((unit for reader, unit in BARE_UNITS if parse is reader), None)
+            if unit is None or not is_bare(text):
+                raise self._out_of_range(where, str(error)) from None
+            fix = f": {any_of((f'{text}{unit}', f'{text}s'))}"
+            raise self._out_of_range(where, str(error), fix) from None
         if not low <= value <= high:
             fact, fits = (
                 f"{text} is not between {low:g} and {high:g}, in SI units",
@@ -432,17 +450,25 @@ class _Reader:
         return value  # type: ignore[no-any-return]
 
     def _check_kind(self, kind: str, where: str) -> None:
-        if kind not in (known := {**self._kinds, **self._own}):
-            raise self._unknown(kind, known, where, "device kind")
+        known = {**self._kinds, **self._own}
+        if kind not in known:
+            divided = slice_of(kind)
+            raise self._invalid(
+                f"there is no device kind {kind!r}",
+                where,
+                f"known: {', '.join(sorted(known))}"
+                if divided is None
+                else f"it is a slice of a GPU (MIG): {divided.cores} of 7 of its cores",
+                advise_device(kind, self._own),
+            )
 
-    def _unknown(self, name: str, known: Iterable[str], where: str, what: str) -> Refusal:
+    def _unknown_name(self, name: str, known: Iterable[str], where: str, what: str) -> Refusal:
         names = sorted(known)
-        match = nearest(name, names)
         return self._invalid(
             f"there is no {what} {name!r}",
             where,
             f"known: {', '.join(names)}",
-            f"write {shell_word(match)}" if match else "farspan cluster list",
+            advise(name, names, verb="write", synonyms=()),
         )
 
     def _out_of_range(self, where: str, fact: str, fix: str = " to a value that fits") -> Refusal:
@@ -475,10 +501,13 @@ def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
 
 def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
     """Write a file that reads back as the same cluster, under the lines of `comment`. Numbers are
-    SI: seconds, bytes, bytes a second, FLOP/s."""
+    SI: bytes, bytes a second, FLOP/s, and seconds where no unit is said."""
     import yaml
 
-    text = yaml.safe_dump(msgspec.to_builtins(to_file(cluster)), sort_keys=False, width=120)
+    content = msgspec.to_builtins(to_file(cluster))
+    for link in content.get("links", ()):
+        link["rtt"] = f"{link['rtt']!r}s"
+    text = yaml.safe_dump(content, sort_keys=False, width=120)
     units = "Numbers are SI: seconds, bytes, bytes a second, FLOP/s."
     # What hosts answer may hold line breaks, some of them YAML's alone: none ends the comment.
     comments = [f"# {escape_controls(line)}\n" for line in (*comment.split("\n"), units)]

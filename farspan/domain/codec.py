@@ -6,12 +6,11 @@ key that exists.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -19,7 +18,8 @@ import msgspec
 
 from farspan.domain.escapes import key_word, shell_line, shell_word
 from farspan.domain.own_files import open_own
-from farspan.domain.problems import LIKE, Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import any_key, any_of, not_offered, suggest, suggest_key
 from farspan.domain.units import counted
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ TYPES = {
     "null": "nothing",
 }
 BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+#: A place in a list or a table, in msgspec's paths.
+ANY_PLACE = re.compile(r"\[[^\]]*\]")
 _NUL = "a text holds a NUL or half of a surrogate pair, which no name can have"
 #: A NUL in JSON text: behind a backslash that is not itself behind one.
 _JSON_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
@@ -243,15 +245,15 @@ def missing_path(path: Path) -> Refusal:
     parent = next((p for p in expanded.absolute().parents if p.is_dir()), Path("/"))
     candidates = {p.name: p for p in parent.iterdir()}
     missing_name = expanded.absolute().relative_to(parent).parts[0]
-    match = nearest(missing_name, candidates)
+    likely = [candidates[name] for name in suggest(missing_name, candidates, synonyms=())]
     return Refusal(
         "path-missing",
         what="there is no such file or folder",
         where=path,
         fact=f"{parent} has no {missing_name!r}",
         remedy=(
-            f"use {shell_word(candidates[match])}, the nearest that exists"
-            if match
+            f"use {any_of(likely)}, the nearest that {'exists' if len(likely) == 1 else 'exist'}"
+            if likely
             else f"see what is there: {shell_line('ls', parent)}"
         ),
     )
@@ -288,58 +290,64 @@ def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusa
         field.encode_name for field in msgspec.structs.fields(_struct_in(_type_at(kind, path)))
     ]
     full = f"{path}.{key}" if path else key
-    remedy = f"remove {key_word(key)}"
-    if match := _meant(
-        full, {*(f"{path}.{name}" if path else name for name in known), *_dotted(kind)}
-    ):
-        folder, _, last = match.rpartition(".")
-        remedy = f"use {key_word(match)} instead of {key_word(full)}"
-        if text and folder != path:  # The lines of a file have no dots.
-            folders = folder.split(".") if folder else []
-            remedy = (
-                f"move it to {key_word(match)}: "
-                f"{''.join(f'{key_word(name)}: {{' for name in folders)}{key_word(last)}: ..."
-                + "}"
-                * len(folders)
-            )
+    # Where it was written, in the form of the keys that `_dotted` lists.
+    place = ANY_PLACE.sub("", path)
+    own = {f"{place}.{name}" if place else name: name for name in known}
+    elsewhere = {_plain(dotted): dotted for dotted in _dotted(kind)}
+    likely = suggest_key(f"{place}.{key}" if place else key, {*own, *elsewhere})
+    here = [own[dotted] for dotted in likely if dotted in own]
+    if here:
+        folder = f"{path}." if path else ""
+        keys = [f"{folder}{name}" for name in here]
+        fix = f"use {any_key(keys)} instead of {key_word(f'{folder}{key}')}"
+    elif likely:
+        fix = _moving_remedy(
+            key, full, [elsewhere[dotted] for dotted in likely], has_lines=bool(text)
+        )
+    else:
+        fix = f"remove {key_word(key)}"
     return Refusal(
         "unknown-key",
         what=f"unknown key {full!r}",
         where=_located(file, text, key),
         fact=f"known here: {', '.join(known)}",
-        remedy=remedy,
+        remedy=fix,
     )
 
 
-def _meant(key: str, known: Iterable[str]) -> str | None:
-    """The dotted key whose last word is most like that of `key`, in the same folder or in any; None
-    if none is like."""
-    folder, _, last = key.rpartition(".")
-
-    def likeness(other: str) -> tuple[float, bool, float]:
-        place, _, word = other.rpartition(".")
-        return _likeness(last, word), place == folder, _likeness(folder, place)
-
-    best = max(sorted(known), key=likeness)
-    return best if likeness(best)[0] >= LIKE else None
-
-
-def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
+def _moving_remedy(key: str, full: str, keys: list[str], *, has_lines: bool) -> str:
+    """The fix for a key that is right at other places: which these are."""
+    if not has_lines:
+        return f"use {any_key(keys)} instead of {key_word(full)}"
+    # How the lines of a file have it: they have no dots.
+    if len(keys) == 1 and "[" not in keys[0] and "NAME" not in keys[0]:
+        *folders, last = keys[0].split(".")
+        opened = "".join(f"{key_word(name)}: {{" for name in folders)
+        return f"move it to {key_word(keys[0])}: {opened}{key_word(last)}: ..." + "}" * len(folders)
+    return f"move it to {any_key(keys)}"
 
 
 def _dotted(kind: Any, folder: str = "", outer: tuple[Any, ...] = ()) -> Iterator[str]:
-    """The dotted keys of a struct and of all structs in it, `[...]` for any place in a list or a
-    dict."""
+    """The dotted keys of a struct and of all structs in it: `[N]` for any place in a list, `.NAME`
+    for any key of a table."""
     struct = _struct_in(kind)
     if struct is None or struct in outer:
         return
     for field in msgspec.structs.fields(struct):
         key = folder + field.encode_name
         yield key
-        yield from _dotted(
-            field.type, f"{key}{'[...]' if _many(field.type) else ''}.", (*outer, struct)
-        )
+        yield from _dotted(field.type, f"{key}{_many(field.type)}.", (*outer, struct))
+
+
+def keys_of(kind: Any) -> tuple[str, ...]:
+    """The dotted keys that hold values of a struct that a user writes."""
+    everything = [key for key in _dotted(kind) if "[" not in key and "NAME" not in key]
+    return tuple(key for key in everything if not any(k.startswith(f"{key}.") for k in everything))
+
+
+def _plain(dotted: str) -> str:
+    """A dotted key without places in lists and names in tables."""
+    return dotted.replace("[N]", "").replace(".NAME", "")
 
 
 def _path_of(message: str) -> str:
@@ -350,7 +358,7 @@ def _path_of(message: str) -> str:
 def _type_at(kind: Any, path: str) -> Any:
     """The type of the value that `path` leads to from `kind`; what is in a list or a dict counts as
     the whole."""
-    for step in re.sub(r"\[[^\]]*\]", "", path).split("."):
+    for step in ANY_PLACE.sub("", path).split("."):
         if (struct := _struct_in(kind)) is not None:
             fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
             kind = fields.get(step, kind)
@@ -364,9 +372,13 @@ def _struct_in(kind: Any) -> Any:
     return next(filter(None, map(_struct_in, get_args(kind))), None)
 
 
-def _many(kind: Any) -> bool:
-    """Whether the struct inside a type is one of many: in a list or a dict."""
-    return get_origin(kind) in (list, tuple, dict) or any(map(_many, get_args(kind)))
+def _many(kind: Any) -> str:
+    """What leads to the struct inside a type where it is one of many: a place in a list, a name in
+    a table."""
+    origin = get_origin(kind)
+    own = ".NAME" if origin is dict else "[N]" if origin in (list, tuple) else ""
+    inner = (_many(part) for part in get_args(kind) if _struct_in(part) is not None)
+    return own + next(inner, "")
 
 
 def _described(kind: Any) -> str | None:
@@ -381,10 +393,13 @@ def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
     path_word = key_word(path)
     if said.startswith("Invalid enum value ") and (allowed := _allowed(kind)):
         value = said.removeprefix("Invalid enum value ")
-        meant = nearest(value.strip("'"), allowed)
-        fact = f"{value} is not one of {', '.join(allowed)}"
-        fix = f"{path_word}: {shell_word(meant)}" if meant else f"{path_word} to one of them"
-        return fact, f"set {fix}"
+        word = value.strip("'")
+        missing = not_offered(word, allowed)
+        reason = "" if missing is None else f"; {missing.reason}"
+        fact = f"{value} is not one of {', '.join(allowed)}{reason}"
+        meant = suggest(word, allowed) if len(allowed) > 1 else allowed
+        fix = f": {any_of(meant)}" if meant else f" to one of {', '.join(map(shell_word, allowed))}"
+        return fact, f"set {path_word}{fix}"
     if "matching regex" in said and (description := _described(kind)):
         return f"it is not {description}", f"set {path_word} to {description}"
     if match := re.fullmatch(r"Object missing required field `(.+)`", said):

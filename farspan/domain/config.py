@@ -126,7 +126,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     objective: Objective = "time"
     workers: Positive | Literal["auto"] = "auto"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    #: A cluster file, a name of `farspan cluster list`, or `lab:NAME`; None is this machine.
+    #: A cluster file, a name of `farspan cluster list`, or `lab:NAME`; None or `here` is this
+    #: machine.
     cluster: str | None = None
     #: What starts the workers: `local`, `torchrun`, `ray` or `ray:ADDRESS`.
     launcher: str = "local"

@@ -12,8 +12,8 @@ import msgspec
 
 from farspan.domain.cluster import DType
 from farspan.domain.codec import convert, parse_yaml
-from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise
 
 #: What kernels do beside matrix products' arithmetic, by what they go over: a weight's elements, a
 #: table's, the rows of a biased product, those of the residual stream, q and k, q's heads, scores,
@@ -208,13 +208,12 @@ def engine(name: str) -> Engine:
         file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
     )
     if name not in known:
-        match = nearest(name, known)
         raise Refusal(
             "out-of-range",
             what=f"there is no engine {name!r}",
             where="--engine",
             fact=f"known: {', '.join(known)}",
-            remedy=f"--engine {shell_word(match or known[-1])}",
+            remedy=advise(name, known, option="--engine"),
         )
     text = folder.joinpath(f"{name}.yaml").read_text()
     return convert(parse_yaml(text, f"engines/{name}.yaml"), Engine, f"engines/{name}.yaml", text)

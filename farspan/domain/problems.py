@@ -3,7 +3,6 @@ kind."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -62,9 +61,6 @@ EXIT_CODES = {
 }
 
 
-#: Words as like as this, by difflib's ratio, may have been meant for each other.
-LIKE = 0.5
-
 #: What mends a run whose workers need more memory than there is.
 LESS_MEMORY = "set train.recompute: true in run.yaml, or a smaller batch or size"
 
@@ -120,6 +116,22 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
+class Finding(Problem, frozen=True, kw_only=True):
+    """A problem of a machine or a cluster. A `refused` one stops a run, a `warned` one only makes
+    it worse."""
+
+    severity: Literal["refused", "warned"]
+
+    @classmethod
+    def of(cls, problem: Problem, severity: Literal["refused", "warned"]) -> Finding:
+        return cls(severity=severity, **msgspec.structs.asdict(problem))
+
+
+def exit_code_of(findings: Iterable[Finding]) -> int:
+    """That of the first finding that stops a run; 0 where none does."""
+    return next((each.exit_code for each in findings if each.severity == "refused"), 0)
+
+
 class Refusal(Exception):
     """Raised to refuse; carries the Problem that the command line prints and turns into an exit
     code."""
@@ -148,9 +160,3 @@ class Refusal(Exception):
 def command(*words: object) -> str:
     """`farspan WORDS...`, quoted for a shell: what a remedy offers to be copied."""
     return shell_line("farspan", *words)
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None when nothing is close enough to be meant."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=LIKE)
-    return matches[0] if matches else None

@@ -14,11 +14,11 @@ import msgspec
 
 from farspan.domain.codec import load
 from farspan.domain.config import RunConfig
-from farspan.domain.escapes import shell_word
 from farspan.domain.forecast import Forecast
 from farspan.domain.own_files import is_replaced
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command, nearest
+from farspan.domain.problems import Refusal, command
+from farspan.domain.suggest import any_of, suggest
 
 #: The variable of a worker's environment that names the run's folder where farspan was asked to
 #: train: a worker on another host may have a folder of its own.
@@ -200,14 +200,18 @@ class RunFolder:
             )
             runs = [str(file.parent) for file in newest]
             more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
-            meant = nearest(f"runs/{path.name}", runs) or (runs[0] if runs else None)
+            fix = "see them: farspan status" if runs else "start one: farspan train run.yaml"
+            # Their names alone: what all paths begin with makes none of them more like.
+            likely = suggest(path.name, (Path(run).name for run in runs), synonyms=())
+            if likely:
+                fix = f"use {any_of([Path('runs', name) for name in likely])}"
             missing = "it has no plan.json" if path.is_dir() else "there is no such folder"
             raise Refusal(
                 "not-a-run",
                 what="this is not a farspan run",
                 where=path,
                 fact=f"{missing}; runs here: {', '.join(runs[:RUNS_SHOWN]) or 'none'}{more}",
-                remedy=f"use {shell_word(meant)}" if meant else "start one: farspan train run.yaml",
+                remedy=fix,
             )
         return run
 

@@ -86,6 +86,40 @@ def parse_seconds(text: str | int | float) -> float:
     return sum(_scaled(part, {**_SECONDS, "": 1.0}, "5m or 1.5h") for part in parts)
 
 
+def parse_duration(text: str | int | float) -> float:
+    """`parse_seconds` for what people write: of bare numbers only 0 is taken.
+
+    Raises ValueError for others: their writers may mean minutes, or milliseconds.
+    """
+    seconds = parse_seconds(text)
+    if seconds and is_bare(text):
+        raise ValueError(f"{text!r} has no unit; write it like {text}m or {text}s")
+    return seconds
+
+
+def parse_program_seconds(text: str | int | float) -> float:
+    """`parse_duration` for files that programs write too: their bare numbers, with a decimal point,
+    are seconds."""
+    return parse_seconds(text) if isinstance(text, float) else parse_duration(text)
+
+
+def parse_round_trip(text: str | int | float) -> float:
+    """`parse_program_seconds` for times that networks take.
+
+    Raises ValueError for a bare number of 1 or more: its writer means milliseconds.
+    """
+    seconds = parse_program_seconds(text)
+    if seconds >= 1 and is_bare(text):
+        raise ValueError(f"{text!r} has no unit; write it like {text}ms or {text}s")
+    return seconds
+
+
+def is_bare(text: str | int | float) -> bool:
+    """Whether a quantity is a number without a unit."""
+    match = _NUMBER.fullmatch(str(text))
+    return match is not None and not match[2]
+
+
 def parse_bytes(text: str | int | float) -> int:
     """`"24GB"`, `"512 MiB"` or a bare number of bytes, as bytes."""
     return round(_scaled(text, {**_BYTES, "": 1.0}, "24GB or 512MiB"))

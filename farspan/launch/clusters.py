@@ -1,4 +1,4 @@
-"""Clusters by name: a user's file, or one that ships with farspan; `:N` after either takes its
+"""Clusters by name: a user's file, one that ships with farspan, or `here`; `:N` after it takes its
 first N devices."""
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from pathlib import Path
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import missing_path
-from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.escapes import shell_line, shell_word
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import MAX_CANDIDATES, advise, any_of
+from farspan.domain.units import counted
+
+#: What `--cluster` calls this machine as it is.
+HERE = "here"
 
 
 def named() -> dict[str, Path]:
@@ -23,14 +28,14 @@ def named() -> dict[str, Path]:
 
 
 def find(name: str) -> Cluster:
-    """The cluster of a file or of a name, with `:N` its first N devices, or the one that Ray runs
-    at `ray:ADDRESS`."""
+    """The cluster of a file or of a name, with `:N` its first N devices, this machine (`here`), or
+    the one that Ray runs at `ray:ADDRESS`."""
     if name.startswith("ray:"):
         from farspan.launch.launchers.ray import read_cluster
 
         return read_cluster(name.removeprefix("ray:"))
     whole, _, count = name.rpartition(":") if re.search(r":\d+$", name) else (name, "", "")
-    cluster = load_cluster(_path(whole))
+    cluster = this_machine() if whole == HERE else load_cluster(_path(whole))
     if not count:
         return cluster
     if not 1 <= int(count) <= len(cluster.devices):
@@ -46,19 +51,35 @@ def find(name: str) -> Cluster:
     return cluster.first(int(count))
 
 
+def this_machine() -> Cluster:
+    """This machine's devices. Raises Refusal (extra-missing, device-unusable)."""
+    from farspan.launch.probe import Probe
+
+    with Probe() as probe:
+        return probe.describe("auto", None)
+
+
 def _path(name: str) -> Path:
     path, ours = Path(name).expanduser(), named()
     if path.is_file():
         return path
+    if path.is_dir():
+        files = sorted(path.glob("*.yaml"))
+        raise Refusal(
+            "path-unusable",
+            what="a cluster is a file, not a folder",
+            where=f"--cluster {name}",
+            fact=f"it holds {counted(len(files), '.yaml file')}",
+            remedy=any_of(files[:MAX_CANDIDATES], "--cluster") if files else shell_line("ls", path),
+        )
     if name in ours:
         return ours[name]
     if path.suffix in (".yaml", ".yml") or path.exists():
         raise missing_path(path)
-    match = nearest(name, ours)
     raise Refusal(
         "path-missing",
         what=f"there is no cluster {name!r}",
         where="--cluster",
-        fact=f"it is neither a file nor one of {', '.join(ours)}",
-        remedy=f"--cluster {shell_word(match)}" if match else "farspan cluster list",
+        fact=f"it is neither a file nor one of {', '.join(ours)}, {HERE}",
+        remedy=advise(name, (*ours, HERE), option="--cluster", fix="farspan cluster list"),
     )

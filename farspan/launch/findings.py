@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import msgspec
-
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import judge
-from farspan.domain.problems import Problem
+from farspan.domain.install import install_command_there
+from farspan.domain.problems import Finding
 from farspan.domain.units import format_bytes, format_seconds
 from farspan.launch.examine import Examination, HostFacts, HostPath, address
 
@@ -24,19 +23,10 @@ OLDEST_PYTHON = (3, 11, 4)
 PRIVATE = re.compile(r"(lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d*|lxcbr\d*|cni\d*)$")
 
 
-class Finding(Problem, frozen=True, kw_only=True):
-    """A problem of a cluster. A `refused` one stops a run, a `warned` one only makes it worse."""
-
-    severity: str
-
-
 def findings(cluster: Cluster, examined: Examination) -> tuple[Finding, ...]:
     """Every finding, those that stop a run first."""
     everything = [
-        *(
-            Finding(severity="refused", **msgspec.structs.asdict(problem))
-            for problem in examined.unreachable.values()
-        ),
+        *(Finding.of(problem, "refused") for problem in examined.unreachable.values()),
         *(finding for way in examined.ways for finding in _of_way(way, cluster, examined)),
         *(
             finding
@@ -146,7 +136,7 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
     wanted = sum(device.backend == "cuda" for device in host.devices)
     if facts.wheel is not None and (problem := judge(facts.nvidia, facts.wheel, host.name).problem):
         # A file that names the host's CPU alone means that.
-        yield Finding(severity="refused" if wanted else "warned", **msgspec.structs.asdict(problem))
+        yield Finding.of(problem, "refused" if wanted else "warned")
     if wanted > len(facts.nvidia.gpus):
         yield Finding(
             severity="refused",
@@ -174,7 +164,7 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
             what=f"{host.name} lacks {' and '.join(missing)}",
             where=where,
             fact=f"not installed for {host.python} there",
-            remedy=f"on {host_word}: {shell_word(host.python)} -m pip install 'farspan[train]'",
+            remedy=f"on {host_word}: {install_command_there('train', host.python)}",
         )
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from farspan.domain.codec import parse_json, read_bytes
-from farspan.domain.escapes import shell_word
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise, known_names
 from farspan.models._family import Config, Preset, TensorMap
 
 __all__ = [
@@ -172,14 +172,11 @@ def graph(spec: ModelSpec) -> OpGraph:
 
 
 def _unknown(kind: str, key: str, name: str, known: tuple[str, ...]) -> Refusal:
-    match = nearest(name, known)
     return Refusal(
         "out-of-range",
         what=f"there is no {kind} {name!r}",
         where=f"run.yaml, key {key}",
-        fact=f"known: {', '.join(known)}",
-        remedy=f"use {shell_word(match)}"
-        if match
-        else f"use one of {', '.join(map(shell_word, known))}",
+        fact=known_names(name, known),
+        remedy=advise(name, known),
         key=key,
     )

@@ -13,7 +13,8 @@ from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Axis, Edge, GradSync, Mesh, Replica, Stage, row_quantum
 from farspan.domain.planfile import PlanRefusals, ReplicaEntry, StageEntry
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, parse_bytes
 from farspan.planning.quantities import positive
@@ -257,7 +258,7 @@ class StageReader:
                     what=f"the model has no operator {name!r}",
                     where=f"{self._refusals.file}, {place}",
                     fact=f"known: {', '.join(names)}",
-                    remedy=f"use {shell_word(nearest(name, names) or names[0])}",
+                    remedy=advise(name, names, synonyms=()),
                 )
             fits = [
                 "",

@@ -23,7 +23,8 @@ from farspan.domain.escapes import key_word, shell_word, yaml_word
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Inputs, Plan, PlannedDevice, Sync
 from farspan.domain.planfile import ModelEntry, PlanFile, PlanRefusals
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import any_of, suggest
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import counted, parse_count
 from farspan.estimate.compute import product_dtype
@@ -203,12 +204,13 @@ class _Places:
         host = match[1] if match[1] != "localhost" or match[1] in self._counts else platform.node()
         count = self._counts.get(host)
         if count is None:
-            known, best = ", ".join(self._counts), nearest(host, self._counts)
+            meant = suggest(host, self._counts, synonyms=())
+            items = [item.replace(host, best, 1) for best in meant]
             raise self._refusals.value(
                 where,
                 f"there is no host {host!r} with devices",
-                f"known: {known}",
-                f"write {shell_word(item.replace(host, best, 1))}" if best else "name one of them",
+                f"known: {', '.join(self._counts)}",
+                f"write {any_of(items)}" if items else "name one of them",
             )
         first = int(match[2] or 0)
         last = int(match[3] or match[2] or count - 1)

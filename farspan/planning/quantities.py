@@ -12,8 +12,9 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import missing_path
 from farspan.domain.config import Quantity, RunConfig
 from farspan.domain.escapes import key_word, shell_word
-from farspan.domain.problems import Refusal, nearest
-from farspan.domain.units import parse_count, parse_fraction, parse_seconds
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise, any_of
+from farspan.domain.units import is_bare, parse_count, parse_duration, parse_fraction
 from farspan.planning.model_speed import hourly_price
 from farspan.planning.size import KNOBS
 
@@ -51,6 +52,14 @@ def setting_remedy(key: str, value: str) -> str:
     return f"set {key_word(key)}: {value}"
 
 
+def _setting_unit_remedy(key: str, value: Quantity) -> str:
+    """The remedy for a time without a unit: its writer knows whether it is minutes or seconds."""
+    minutes, seconds = f"{value}m", f"{value}s"
+    if key.startswith("--"):
+        return any_of((minutes, seconds), key)
+    return f"set {key_word(key)}: {any_of((minutes, seconds))}"
+
+
 def given_or(value: object, otherwise: str) -> str:
     """Where a value came from: run.yaml, or `otherwise` where that leaves it out."""
     return otherwise if value is None or value == "auto" else "run.yaml"
@@ -66,11 +75,13 @@ def positive(
 ) -> Number:
     """`value` read by `parse`; refuses what does not parse, is not above 0, or is not `within` two
     values."""
-    least, most = TIMES if parse is parse_seconds else within
+    least, most = TIMES if parse is parse_duration else within
     remedy = f"set {key_word(key)} to something like {example}"
     try:
         number = parse(value)
     except (ValueError, OverflowError) as error:
+        if parse is parse_duration and is_bare(value):
+            remedy = _setting_unit_remedy(key, value)
         raise out_of_range(key, value, str(error), remedy, file) from None
     if not number > 0:
         raise out_of_range(key, value, "it must be above 0", remedy, file)
@@ -94,8 +105,7 @@ def asked_parameters(config: RunConfig) -> int | None:
         return SIZES.get(size)
     if not size.removeprefix("-")[:1].isdigit():
         known = ["auto", *SIZES]
-        match = nearest(size, known)
-        fix = f"use {shell_word(match)}" if match else "use auto, or parameters such as 30M"
+        fix = advise(size, known, fix="use auto, or parameters such as 30M")
         raise out_of_range(
             "size", size, f"known: {', '.join(known)}, or parameters such as 30M", fix
         )
@@ -130,18 +140,18 @@ def asked_rows(
 
 
 def save_every_s(config: RunConfig) -> float:
-    return positive(parse_seconds, config.checkpoint.every, "checkpoint.every", "5m")
+    return positive(parse_duration, config.checkpoint.every, "checkpoint.every", "5m")
 
 
 def fit_s(config: RunConfig) -> float:
-    return positive(parse_seconds, config.index.time, "index.time", "5m")
+    return positive(parse_duration, config.index.time, "index.time", "5m")
 
 
 def time_budget_s(config: RunConfig) -> float | None:
     return (
         None
         if config.budget.time is None
-        else positive(parse_seconds, config.budget.time, "budget.time", "1h")
+        else positive(parse_duration, config.budget.time, "budget.time", "1h")
     )
 
 

@@ -12,10 +12,10 @@ import msgspec
 from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import load
-from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise, known_names
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import parse_count
 from farspan.planning.choose_model import DEFAULT_FAMILY
@@ -58,16 +58,16 @@ def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelS
     if name[:1].isdigit():
         count = positive(parse_count, name, flag, "124M", file, PARAMETERS)
         return shape_for(DEFAULT_FAMILY, count, vocab_size=VOCABULARY, context=CONTEXT, knobs={})
-    match, flagged = nearest(name, known) or "gpt2", flag.startswith("--")
+    flagged = flag.startswith("--")
     raise Refusal(
         "out-of-range",
         what=f"there is no model {name!r}",
         where=flag if flagged else f"{file}, key {flag}",
         fact=(
-            "it is no number such as 124M, no folder with config.json, no plan file, and none "
-            f"of {', '.join(known)}"
+            "it is no number such as 124M, no folder with config.json and no plan file; "
+            f"{known_names(name, tuple(known))}"
         ),
-        remedy=f"{key_word(flag)} {shell_word(match)}" if flagged else f"use {shell_word(match)}",
+        remedy=advise(name, known, option=flag if flagged else ""),
     )
 
 
@@ -104,8 +104,12 @@ def _precision(asked: str, cluster: Cluster) -> Precision:
         if asked == precision:
             break
     else:
+        known = ("auto", "fp32", "tf32", "bf16", "fp16")
         raise out_of_range(
-            "--precision", asked, "known: auto, fp32, tf32, bf16, fp16", "--precision auto"
+            "--precision",
+            asked,
+            known_names(asked, known),
+            advise(asked, known, option="--precision", fix="--precision auto"),
         )
     if lacking := cluster.lacking(precision):
         fact = f"{', '.join(lacking)} does not compute it in hardware"

@@ -25,6 +25,8 @@ from farspan.domain.machines import AssumedNetwork
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.results import RESERVE
+from farspan.domain.suggest import any_of
+from farspan.domain.suggest_device import suggest_device
 from farspan.domain.train import TrainSpec
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.model_speed import on_one_device
@@ -165,12 +167,16 @@ def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
             priced[kind] = (device, entry.price)
     for kind in kinds:
         if kind not in priced:
+            likely = [name for name in suggest_device(kind) if name in priced and name != kind]
+            fix = "give it a price in a cluster file, and plan for that"
+            if likely:
+                fix = any_of(likely, "--device")
             raise Refusal(
                 "out-of-range",
                 what=f"the catalogue has no price of {kind!r}",
                 where="--device",
                 fact=f"priced: {', '.join(priced)}",
-                remedy="give it a price in a cluster file, and plan for that",
+                remedy=fix,
             )
     return {kind: pair for kind, pair in priced.items() if not kinds or kind in kinds}
 

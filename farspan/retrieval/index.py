@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from farspan.domain.codec import ContentHash, load
 from farspan.domain.corpus import Place
-from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise
 from farspan.retrieval import stores
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.lexical import Lexical
@@ -279,7 +279,7 @@ def unknown_field(name: str, fields: tuple[str, ...]) -> Refusal:
         what=f"there is no field {name!r} to filter by",
         where="the filter of a search",
         fact=f"fields: {', '.join(fields)}",
-        remedy=f"filter by {shell_word(nearest(name, fields) or 'title')}",
+        remedy=advise(name, fields, verb="filter by", synonyms=()),
     )
 
 

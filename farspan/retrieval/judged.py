@@ -17,7 +17,8 @@ import msgspec
 from farspan.corpus.copies import Copies
 from farspan.domain.corpus import Document
 from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise
 from farspan.domain.units import counted
 from farspan.retrieval.queries import Query
 
@@ -117,13 +118,16 @@ def _unreadable(path: Path, number: int, fact: str, wanted: str) -> Refusal:
 
 
 def _unknown(path: Path, number: int, what: str, name: str, known: list[str]) -> Refusal:
-    like = nearest(name, known)
     return Refusal(
         "out-of-range",
         what=f"there is no such {what}",
         where=f"{path}:{number}",
         fact=f"{name[:80]!r}",
-        remedy=f"the nearest is {shell_word(like)}"
-        if like
-        else f"name one of {len(known):,} that there are, as {shell_word(known[0])}",
+        remedy=advise(
+            name,
+            known,
+            verb="the nearest is",
+            fix=f"name one of {len(known):,} that there are, as {shell_word(known[0])}",
+            synonyms=(),
+        ),
     )

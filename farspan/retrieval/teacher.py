@@ -23,6 +23,7 @@ from torch import Tensor
 
 from farspan.corpus.tokenizer import checked_json
 from farspan.domain.codec import missing_path
+from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 
 _STATIC, _TOKENIZER, _MODULES = "model.safetensors", "tokenizer.json", "modules.json"
@@ -93,7 +94,7 @@ def _encoded(folder: Path, texts: Sequence[str]) -> Tensor:
             what="this teacher needs a library that is not installed",
             where=f"run.yaml, key index.teacher: {folder}",
             fact="there is no module named sentence_transformers",
-            remedy="pip install 'farspan[st]'",
+            remedy=install_command("st"),
             key="index.teacher",
         )
     sentence_transformers: Any = importlib.import_module("sentence_transformers")

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from farspan.domain.codec import missing_path
 from farspan.domain.escapes import shell_word
+from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.retrieval import targets
 from farspan.retrieval.index import field
@@ -109,7 +110,7 @@ def files_of(path: Path) -> list[Path]:
             what="writing Parquet needs pyarrow",
             where=sys.executable,
             fact="pyarrow is not installed there",
-            remedy="pip install 'farspan[parquet]'",
+            remedy=install_command("parquet"),
         )
     return files
 

@@ -7,9 +7,9 @@ import importlib
 import pkgutil
 from typing import Protocol, cast
 
-from farspan.domain.escapes import shell_word
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Problem, Refusal, nearest
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.suggest import advise, known_names
 from farspan.domain.units import counted
 from farspan.estimate.network import NoLink
 from farspan.techniques._task import Task
@@ -33,17 +33,16 @@ def names() -> tuple[str, ...]:
     )
 
 
-def technique(name: str) -> Technique:
+def technique(name: str, key: str = "parallel.technique") -> Technique:
     """The technique file of that name; a Refusal offers the nearest one."""
     if name not in names():
-        match = nearest(name, names())
         raise Refusal(
             "out-of-range",
             what=f"there is no technique {name!r}",
-            where="run.yaml, key parallel.technique",
-            fact=f"known: {', '.join(names())}",
-            remedy=f"use {shell_word(match or 'auto')}",
-            key="parallel.technique",
+            where=f"run.yaml, key {key}",
+            fact=known_names(name, ("auto", *names())),
+            remedy=advise(name, ("auto", *names())),
+            key=key,
         )
     return cast(Technique, importlib.import_module(f"{__name__}.{name}"))
 

@@ -14,8 +14,9 @@ from farspan.domain.engine import Engine
 from farspan.domain.escapes import shell_word
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, Replica, unsound
-from farspan.domain.problems import Problem, Refusal, nearest
+from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
+from farspan.domain.suggest import advise
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.units import parse_count
 from farspan.estimate.price import estimate
@@ -99,13 +100,12 @@ def check_techniques(matrix: Matrix) -> None:
     known = [*techniques.names(), *(PUBLISHED + name for name in fabric().plans)]
     for name in matrix.techniques:
         if name not in known and not (name.endswith(".json") and Path(name).is_file()):
-            match = nearest(name, known)
             raise Refusal(
                 "out-of-range",
                 what=f"there is no technique {name!r}",
                 where="key techniques",
                 fact=f"neither a plan file nor one of {', '.join(known)}",
-                remedy=f"use {shell_word(match or known[0])}",
+                remedy=advise(name, known),
             )
 
 

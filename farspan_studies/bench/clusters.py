@@ -13,11 +13,10 @@ import msgspec
 
 from farspan.app import clusters
 from farspan.domain.cluster import Cluster, Device, Host
+from farspan.launch.clusters import HERE
 from farspan.semantics.identity import cluster_hash
 from farspan_studies.bench.matrix import Matrix
 
-#: The cluster that is this machine.
-HERE = "here"
 #: A lab of a matrix, by its process: several are up at once, and one of the file's own name may be
 #: the user's.
 LAB = "bench-{}-{}"

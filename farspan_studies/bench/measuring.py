@@ -28,7 +28,7 @@ from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder, commit
-from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
+from farspan.domain.units import format_seconds, parse_count, parse_duration, short_time
 from farspan.launch.lock import locked
 from farspan.launch.trial import WARMUP, Limits, TrialQuery, apart, predicted_s
 from farspan.planning.model_speed import hourly_price
@@ -165,7 +165,7 @@ def measure(
 ) -> list[Row]:
     """Measure what is missing and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
-    positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
+    positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
     with contextlib.ExitStack() as stack:
         stack.enter_context(results.held())  # Before anything that would disturb who measures here.
         rows, wanted = results.read(), cells(matrix)
@@ -309,7 +309,7 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         return row_of(
             matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"
         ), None
-    deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
+    deadline_s = positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
     warmup, steps = steps_of(matrix, priced.estimate.step_s)
     within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
     result = apart(

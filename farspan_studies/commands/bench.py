@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from farspan.cli.console import Console
-from farspan.domain.problems import Refusal, command, nearest
+from farspan.domain.problems import Refusal, command
+from farspan.domain.suggest import advise
 
 HELP = "measure a matrix of settings"
 
@@ -58,11 +59,10 @@ def path_of(name: str) -> Path:
     ours = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if Path(name).is_file() or name in ours:
         return Path(name) if Path(name).is_file() else ours[name]
-    match = nearest(name, ours)
     raise Refusal(
         "path-missing",
         what=f"there is no matrix {name!r}",
         where="farspan bench",
         fact=f"neither a file nor one of {', '.join(ours)}",
-        remedy=command("bench", match or "fabric"),
+        remedy=advise(name, ours, option=command("bench")),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import EXIT_CODES
 from tests.cli.conftest import TINY, Farspan
 from tests.examples import slow_after
@@ -541,7 +542,7 @@ def test_without_torch_training_is_refused_and_the_rest_works(
             farspan(*words, PYTHONPATH=str(tmp_path)),
             "extra-missing",
             "torch",
-            "pip install 'farspan[train]'",
+            IN_A_CLONE,
         )
     for words in (
         ["--help"],
@@ -558,9 +559,12 @@ def test_any_other_library_of_an_extra_is_named(run: Path, farspan: Farspan, tmp
         farspan("export", PYTHONPATH=str(tmp_path)),
         "extra-missing",
         "safetensors",
-        "pip install 'farspan[train]'",
+        IN_A_CLONE,
     )
 
+
+#: How an extra is added to a clone, from elsewhere.
+IN_A_CLONE = f"-e {shell_word(f'{Path(__file__).parents[2]}[train]')}"
 
 INTERRUPT = """
 import os, signal, sys

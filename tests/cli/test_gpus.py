@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from farspan.domain.problems import EXIT_CODES
 from tests import smi
 from tests.cli.conftest import Farspan
 
@@ -30,7 +31,7 @@ def test_doctor_reports_driver_wheel_architectures_and_fix_for_unusable_gpus(
     farspan: Farspan, path: str
 ):
     done = farspan("doctor", PATH=path)
-    assert done.returncode == 0
+    assert done.returncode == EXIT_CODES["device-unusable"]
     for part in (
         "device-unusable",
         "550.90.07",

@@ -19,6 +19,7 @@ import zstandard
 from farspan.corpus.documents import PART_CHARS, clean, cut
 from farspan.corpus.sources import available, open_source
 from farspan.domain.corpus import Document, SkipLog, Skipped, by_kind
+from farspan.domain.install import install_command
 from farspan.domain.problems import Problem, Refusal
 
 
@@ -185,7 +186,7 @@ def test_an_extra_that_is_installed_changes_the_fingerprint(
         source = open_source(str(tmp_path))
         assert [d.text for d in source.documents()] == ["plain"]
         assert list(map(str, source.skipped.entries())) == [
-            f"{tmp_path}/b.pdf: needs pip install 'farspan[pdf]'"
+            f"{tmp_path}/b.pdf: needs {install_command('pdf')}"
         ]
         assert open_source(str(tmp_path / "a.txt")).fingerprint() == plain, "it needs no extra"
     assert open_source(str(tmp_path)).fingerprint() != source.fingerprint()

@@ -142,6 +142,16 @@ def test_quantities_are_read_in_their_units(tmp_path):
         (LEAST + "links: [{between: [utah, star], rtt: -5ms}]", "out-of-range", ["links[0].rtt"]),
         (LEAST + "links: [{between: [utah, star], rtt: 0}]", "out-of-range", ["links[0].rtt"]),
         (LEAST + "links: [{between: [utah, star], rtt: 5 parsec}]", "out-of-range", ["parsec"]),
+        (
+            LEAST + "links: [{between: [utah, star], rtt: 57}]",
+            "out-of-range",
+            ["set links[0].rtt: 57ms or 57s"],
+        ),
+        (
+            "sites: {a: {lease: 24, hosts: {x: {devices: [t4]}}}}",
+            "out-of-range",
+            ["set sites.a.lease: 24h or 24s"],
+        ),
         (LEAST + "links: [{between: [utah, star], rtt: 2h}]", "out-of-range", ["links[0].rtt"]),
         (
             LEAST + "links: [{between: [utah, star], rtt: 1ms, bandwidth: 900Tbit/s}]",

@@ -11,6 +11,10 @@ from farspan.domain.units import (
     format_flops,
     format_rate,
     format_seconds,
+    is_bare,
+    parse_duration,
+    parse_program_seconds,
+    parse_round_trip,
     parse_seconds,
     short_time,
 )
@@ -65,6 +69,28 @@ def test_formatted_numbers_within_the_prefixes_use_no_exponent(form):
 )
 def test_times_are_read_as_people_write_them(text, seconds):
     assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["5", 5, "0.5", 0.5, " 90 ", "1e3", "1_000"])
+def test_time_of_a_person_without_a_unit_is_refused(text):
+    assert is_bare(text)
+    with pytest.raises(ValueError, match=r"has no unit; write it like .*m or .*s"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5m", 300), ("0", 0), (0, 0), ("1h30m", 5400)])
+def test_time_of_a_person_has_a_unit_or_is_zero(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+def test_round_trip_without_a_unit_is_seconds_only_where_a_program_wrote_it():
+    assert parse_round_trip(0.057) == 0.057 and parse_round_trip("57ms") == 0.057
+    for text in (57, "57", 57.4, 1, "0.057"):
+        with pytest.raises(ValueError, match="has no unit"):
+            parse_round_trip(text)
+    assert parse_program_seconds(3600.0) == 3600
+    with pytest.raises(ValueError, match="has no unit"):
+        parse_program_seconds(24)
 
 
 @pytest.mark.parametrize("seconds", [30, 200, 7500])

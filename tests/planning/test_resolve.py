@@ -166,7 +166,7 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path):
         },
     ),
     st.fixed_dictionaries(
-        {}, optional={"time": st.sampled_from(["3m", 600, "2h"]), "usd": st.just(0.2)}
+        {}, optional={"time": st.sampled_from(["3m", "600s", "2h"]), "usd": st.just(0.2)}
     ),
     st.sampled_from([{}, {"global": "8k tokens"}, {"global": 7}, {"per_device": 3}]),
     st.integers(1, 3),
@@ -188,7 +188,7 @@ def test_no_limit_is_exceeded(length, budget, batch, devices):
         length.get("epochs", math.inf) * 2_000_000,
     ]
     seconds = [
-        {"3m": 180, 600: 600, "2h": 7200}.get(budget.get("time"), math.inf),
+        {"3m": 180, "600s": 600, "2h": 7200}.get(budget.get("time"), math.inf),
         budget.get("usd", math.inf) / 2 * 3600,
     ]
     assert tokens <= min(caps) or train.steps == 1

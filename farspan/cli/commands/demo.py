@@ -9,7 +9,7 @@ from pathlib import Path
 from farspan.cli.console import Console
 from farspan.domain.config import BudgetConfig, RunConfig
 from farspan.domain.problems import command
-from farspan.domain.units import parse_seconds
+from farspan.domain.units import parse_duration
 
 HELP = "the main job on the built-in corpus"
 
@@ -40,7 +40,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.retrieval.evaluate import table
     from farspan.retrieval.search import search
 
-    positive(parse_seconds, given.time, "--time", "2m")
+    positive(parse_duration, given.time, "--time", "2m")
     config = RunConfig(data="pydocs", name="demo", size=SIZE, budget=BudgetConfig(time=given.time))
     path = _free(Path(given.run))
     console.say("== text, tokens, plan")
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             console.say(f"\n> {query}")
             answers.append(search(index, query, 3))
             say_answer(answers[-1], console)
-    console.say(f"\nyours now: {command('search', '...', '--run', path)}   report: {folder.report}")
+    console.say(f"\nyours now: {command('search', '...', path)}   report: {folder.report}")
     console.answer(
         {"run": str(path), "measurement": report.measurement, "index": manifest, "answers": answers}
     )

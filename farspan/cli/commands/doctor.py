@@ -13,7 +13,7 @@ from farspan.cli.console import Console
 from farspan.cli.paint import width
 from farspan.domain.cluster import Cluster
 from farspan.domain.gpus import judge
-from farspan.domain.problems import Problem
+from farspan.domain.problems import Finding, exit_code_of
 from farspan.domain.units import counted, format_bytes, format_rate, format_seconds
 from farspan.report.tables import table_lines
 
@@ -35,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(given: argparse.Namespace, console: Console) -> None:
+def run(given: argparse.Namespace, console: Console) -> int:
+    """Ends with the exit code of the first finding that would stop a run; warnings leave it 0."""
     from farspan.app.machines import diagnose
 
     if given.cluster:
@@ -44,10 +45,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
     for name, found in diagnosis.rows:
         console.say(f"{name:12} {found}")
     _say_findings(diagnosis.findings, console)
-    return console.answer(diagnosis)
+    console.answer(diagnosis)
+    return exit_code_of(diagnosis.findings)
 
 
-def _cluster(name: str, console: Console) -> None:
+def _cluster(name: str, console: Console) -> int:
     from farspan.app.clusters import find
     from farspan.app.machines import STREAMS, examine
 
@@ -66,6 +68,7 @@ def _cluster(name: str, console: Console) -> None:
     console.answer(
         {**msgspec.to_builtins(examined, str_keys=True), "findings": msgspec.to_builtins(problems)}
     )
+    return exit_code_of(problems)
 
 
 def _say_hosts(cluster: Cluster, examination: Examination, console: Console) -> None:
@@ -105,7 +108,7 @@ def _cell(way: HostPath) -> str:
     return f"{format_seconds(way.rtt_s or 0.0)}, {rates}, {way.interface}"
 
 
-def _say_findings(problems: Sequence[Problem], console: Console) -> None:
+def _say_findings(problems: Sequence[Finding], console: Console) -> None:
     for problem in problems:
         console.say(f"\n{problem}")
     console.say(f"\n{counted(len(problems), 'finding') if problems else 'no findings'}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.cli.arguments import find_run, takes_embedding, takes_run
+from farspan.cli.arguments import check_store, find_run, takes_embedding, takes_run
 from farspan.cli.console import Console
 from farspan.domain.problems import command
 
@@ -34,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
+    check_store(given)
     from farspan.app.indexing import embed, write_vectors
     from farspan.cli.show import Show
     from farspan.retrieval.evaluate import table
@@ -56,7 +57,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         console.say(
             f"vectors: {given.to}; commands that load them: {write_vectors(folder, given.to)}"
         )
-    console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
+    console.say(f"index: {folder.index}; next: {command('search', '...', folder.path)}")
     console.answer(
         {
             "run": str(folder.path),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_run, positive, takes_run
+from farspan.cli.arguments import find_run, positive, refuse_run_as_text, takes_run
 from farspan.cli.console import Console
 
 HELP = "let the model write"
@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="",
         help="what the text begins with (default: nothing)",
     )
-    takes_run(parser, "--run", nargs=None)
+    takes_run(parser)
     parser.add_argument(
         "--tokens", type=positive, default=100, help="tokens to write (default: 100)"
     )
@@ -41,6 +41,7 @@ def not_negative(text: str) -> float:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    refuse_run_as_text(given, "generate", given.prompt)
     folder = find_run(given, console)
     from farspan.app.using import generate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from farspan.cli.console import Console
 from farspan.domain.codec import missing_path, write_atomically
 from farspan.domain.problems import Refusal, command
-from farspan.domain.units import parse_seconds
+from farspan.domain.units import parse_duration
 
 HELP = "write a run.yaml for a folder of text"
 
@@ -31,7 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SOURCE", help="a folder or file of text, pydocs, or hf:NAME[:CONFIG]"
     )
     parser.add_argument("--out", default="run.yaml", help="file to write (default: run.yaml)")
-    parser.add_argument("--time", default="10m", help="time budget to write (default: 10m)")
+    parser.add_argument(
+        "--time", default="10m", help="time budget to write, such as 90s or 2h (default: 10m)"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -40,7 +42,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.corpus.sources import open_source
     from farspan.planning.quantities import positive
 
-    positive(parse_seconds, given.time, "--time", "10m")
+    positive(parse_duration, given.time, "--time", "10m")
     out = Path(given.out)
     if out.exists():
         raise Refusal(

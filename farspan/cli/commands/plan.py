@@ -179,12 +179,13 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if given.model is not None:
         ranking = pricing.price_model(query)
     else:
+        from farspan.app.clusters import is_here
         from farspan.app.resolving import resolve
         from farspan.cli.show import Show
 
         config = load_config(given)
         with Show(console) as show:
-            resolved = resolve(config, show, trial=config.parallel.cluster is None)
+            resolved = resolve(config, show, trial=is_here(config.parallel))
         ranking = pricing.price_resolved(resolved, config.parallel, query)
         if given.resolved:
             for key, (value, origin) in resolved.values.items():

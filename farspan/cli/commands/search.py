@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_run, positive, takes_run
+from farspan.cli.arguments import find_run, positive, refuse_run_as_text, takes_run
 from farspan.cli.console import Console
 from farspan.domain.problems import command
 
@@ -12,8 +12,10 @@ HELP = "search the documents"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("query", metavar="QUERY", nargs="?", help="what to search for")
-    takes_run(parser, "--run", nargs=None)
+    parser.add_argument(
+        "query", metavar="QUERY", nargs="?", help="what to search for; not with --eval"
+    )
+    takes_run(parser)
     parser.add_argument("-k", type=positive, default=5, help="results to show (default: 5)")
     parser.add_argument(
         "--system",
@@ -44,7 +46,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.indexing import refuse_query, search
     from farspan.cli.answers import say_answer
 
-    if not given.eval:
+    if given.eval:
+        # It takes no query: the only word is the run.
+        if given.run is None and given.run_option is None:
+            given.run = given.query
+    else:
+        refuse_run_as_text(given, "search", given.query)
         refuse_query(given.query or "")
     folder = find_run(given, console)
     if given.eval:

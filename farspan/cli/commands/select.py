@@ -19,11 +19,11 @@ from farspan.app.resolving import Resolved, resolve
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.cli.plan_table import paragraph, say_ranking
-from farspan.domain.escapes import shell_word
 from farspan.domain.objective import OBJECTIVES, TOLERANCE
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command, nearest
-from farspan.domain.units import parse_seconds
+from farspan.domain.problems import Refusal, command
+from farspan.domain.suggest import advise, known_names
+from farspan.domain.units import parse_duration
 from farspan.planning.candidate import Refused
 from farspan.planning.quantities import positive
 
@@ -93,7 +93,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             "--tolerance", given.tolerance, "it lies between 0 and 10", f"--tolerance {TOLERANCE}"
         )
     budget_s = (
-        None if given.budget is None else positive(parse_seconds, given.budget, "--budget", "2m")
+        None if given.budget is None else positive(parse_duration, given.budget, "--budget", "2m")
     )
     parallel = config.parallel
     if given.objective:
@@ -131,13 +131,13 @@ def algorithm(name: str) -> ModuleType:
     it."""
     algorithms = extensions("algorithms")
     if name not in algorithms:
-        known = ", ".join((OWN, *algorithms))
+        known = (OWN, *algorithms)
         raise Refusal(
             "usage",
             what=f"there is no algorithm {name!r}",
             where="--algorithm",
-            fact=f"known: {known}",
-            remedy=f"--algorithm {shell_word(nearest(name, (OWN, *algorithms)) or OWN)}",
+            fact=known_names(name, known),
+            remedy=advise(name, known, option="--algorithm"),
         )
     module: ModuleType = algorithms[name].load()
     return module

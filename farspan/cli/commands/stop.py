@@ -25,10 +25,10 @@ def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     from farspan.app.jobs import stop
     from farspan.cli.status_text import outcome
-    from farspan.domain.units import parse_seconds
+    from farspan.domain.units import parse_duration
     from farspan.planning.quantities import positive
 
-    timeout_s = positive(parse_seconds, given.timeout, "--timeout", "10m")
+    timeout_s = positive(parse_duration, given.timeout, "--timeout", "10m")
     standing = stop(folder, console.say, now=given.now, timeout_s=timeout_s)
     console.say(outcome(standing))
     if standing.state != "finished":

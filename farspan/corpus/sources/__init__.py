@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from farspan.domain.corpus import Document, SkipLog
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import any_of, suggest
 
 
 class Source(Protocol):
@@ -46,9 +48,23 @@ def open_source(spec: str) -> Source:
     name, colon, location = spec.partition(":")
     name = "huggingface" if name == "hf" else name
     if name not in available() or (not colon and _is_path(name, spec)):
+        _refuse_misspelt(spec)
         name, location = "folder", spec
     module = importlib.import_module(f"{__name__}.{name}")
     return cast(Source, module.open_source(location))
+
+
+def _refuse_misspelt(spec: str) -> None:
+    """Refuse a word that is neither a path nor a source and means one: `pydoc`."""
+    likely = suggest(spec, (name for name in available() if name not in ("folder", "huggingface")))
+    if likely and not Path(spec).expanduser().exists():
+        raise Refusal(
+            "path-missing",
+            what="there is no such source, file or folder",
+            where=spec,
+            fact=f"{Path.cwd()} has no {spec!r}",
+            remedy=f"use {any_of(likely)}",
+        )
 
 
 def _is_path(name: str, spec: str) -> bool:

@@ -28,6 +28,7 @@ from farspan.corpus.rows import read_json_rows, read_parquet
 from farspan.domain.codec import missing_path
 from farspan.domain.corpus import NAMES_SHOWN, Document, SkipLog, Skipped
 from farspan.domain.escapes import shell_word
+from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 
 #: Libraries that a kind of file needs, and the extra that installs them.
@@ -94,7 +95,8 @@ class Folder:
                 stat = file.stat()
                 self.size_bytes += stat.st_size
                 # With the extra that is asked for, the same files hold more than without it.
-                about = f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{self._missing.get(suffix, '')}"
+                lacking = _lacking(suffix) if suffix in self._missing else ""
+                about = f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{lacking}"
                 about += f"{_READ_AS.get(suffix, '')}\n"
                 digest.update(os.fsencode(file) + about.encode())
         self._digest = digest.hexdigest()
@@ -220,7 +222,13 @@ def _suffix(file: Path) -> str:
 def _missing_extra(suffix: str) -> str | None:
     """The command that installs what files of this kind need, if that is not there."""
     library, extra = _NEEDS[suffix]
-    return f"pip install 'farspan[{extra}]'" if importlib.util.find_spec(library) is None else None
+    return install_command(extra) if importlib.util.find_spec(library) is None else None
+
+
+def _lacking(suffix: str) -> str:
+    """What the fingerprint has of a kind of file that needs an extra: the same wherever farspan is
+    installed."""
+    return f"pip install 'farspan[{_NEEDS[suffix][1]}]'"
 
 
 def _plain(file: Path, encoding: str) -> Iterator[Document]:

@@ -13,6 +13,7 @@ from farspan.corpus.rows import NO_TEXT, TEXT_FIELDS, row_document
 from farspan.domain.codec import missing_path
 from farspan.domain.corpus import Document, SkipLog, Skipped
 from farspan.domain.escapes import shell_word
+from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 
 
@@ -25,7 +26,7 @@ def open_source(location: str) -> HuggingFace:
             what="reading Hugging Face datasets needs a library that is not installed",
             where=f"hf:{location}",
             fact="there is no module named datasets",
-            remedy="pip install 'farspan[hf]'",
+            remedy=install_command("hf"),
         )
     name, _, config = location.partition(":")
     local = Path(name).expanduser() if name.startswith((".", "/", "~")) else None

@@ -11,10 +11,10 @@ import importlib
 import pkgutil
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.escapes import shell_word
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.suggest import advise, known_names
 from farspan.launch.workers import Held, Workers
 
 
@@ -29,13 +29,12 @@ def split(name: str) -> tuple[str, str]:
     Refusal."""
     kind, _, argument = name.partition(":")
     if kind not in names() or (argument and kind != "ray"):
-        match = nearest(kind, names())
         raise Refusal(
             "launcher-unusable",
             what=f"there is no launcher {name!r}",
             where="run.yaml, key parallel.launcher",
-            fact=f"known: {', '.join(names())}, ray:ADDRESS",
-            remedy=f"--launcher {shell_word(match or 'local')}",
+            fact=f"{known_names(kind, names())}, ray:ADDRESS",
+            remedy=advise(kind, names(), option="--launcher"),
             key="parallel.launcher",
         )
     return kind, argument

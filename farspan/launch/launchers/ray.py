@@ -26,6 +26,7 @@ from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import load
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu
+from farspan.domain.install import install_command_there
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.examine import address, agents
@@ -289,7 +290,7 @@ def require_ray(versions: dict[str, str | None]) -> None:
                 what=f"Ray is not installed on {host}",
                 where=f"host {host}",
                 fact="--launcher ray needs it there",
-                remedy="pip install 'farspan[ray]'   (there)",
+                remedy=f"on {shell_word(host)}: {install_command_there('ray')}",
             )
         if tuple(map(int, version.split(".")[:2])) < OLDEST_RAY:
             raise Refusal(
@@ -299,7 +300,7 @@ def require_ray(versions: dict[str, str | None]) -> None:
                 fact=(
                     f"{version}; token authentication exists since {'.'.join(map(str, OLDEST_RAY))}"
                 ),
-                remedy="pip install -U 'farspan[ray]'   (there)",
+                remedy=f"on {shell_word(host)}: {install_command_there('ray')} --upgrade",
             )
 
 

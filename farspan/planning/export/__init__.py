@@ -15,9 +15,9 @@ from typing import Protocol, cast
 
 import msgspec
 
-from farspan.domain.escapes import shell_word
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise, known_names
 from farspan.planning.export._regular import evened
 
 __all__ = ["Exported", "System", "evened", "export", "names", "system"]
@@ -66,13 +66,12 @@ def names() -> tuple[str, ...]:
 def system(name: str) -> System:
     """The file of that system; a Refusal offers the nearest one."""
     if name not in names():
-        match = nearest(name, names()) or names()[0]
         raise Refusal(
             "out-of-range",
             what=f"farspan writes no configuration for {name!r}",
             where="--export",
-            fact=f"known: {', '.join(names())}",
-            remedy=f"--export {shell_word(match)}",
+            fact=known_names(name, names()),
+            remedy=advise(name, names(), option="--export"),
         )
     return cast(System, importlib.import_module(f"{__name__}.{name}"))
 

@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.install import install_command
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise, known_names
 
 #: What `index.store: auto` means; docs/decisions/0001-vector-database.md says why.
 DEFAULT = "qdrant"
@@ -136,19 +137,18 @@ def names() -> list[str]:
     )
 
 
-def resolve(spec: str) -> tuple[str, str]:
-    """The store that a user means and its location; refuses an unknown store, and a location with a
-    password in it: a run's files are shared and copied."""
+def resolve(spec: str, option: str = "") -> tuple[str, str]:
+    """The store that a user means and its location, by run.yaml or by an option; refuses an unknown
+    store, and a location with a password in it: a run's files are shared and copied."""
     name, _, location = (DEFAULT if spec == "auto" else spec).partition(":")
     if name not in names():
-        match = nearest(name, names()) or DEFAULT
         raise Refusal(
             "out-of-range",
             what=f"there is no vector store {name!r}",
-            where="run.yaml, key index.store",
-            fact=f"stores: {', '.join(names())}",
-            remedy=f"set index.store: {shell_word(match)}",
-            key="index.store",
+            where=option or "run.yaml, key index.store",
+            fact=known_names(name, names(), "stores"),
+            remedy=advise(name, names(), verb="set index.store:", option=option),
+            key=None if option else "index.store",
         )
     user, at, _ = location.partition("://")[2].rpartition("@")
     if (at and ":" in user) or "password=" in location:
@@ -177,6 +177,6 @@ def load(name: str) -> StoreModule:
             what=f"the store {name} needs a library that is not installed",
             where=f"index.store: {name}",
             fact=f"there is no module {error.name}",
-            remedy=f"pip install {shell_word(f'farspan[{extra}]')}",
+            remedy=install_command(extra),
             key="index.store",
         ) from None

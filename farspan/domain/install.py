@@ -1,0 +1,72 @@
+"""The command that adds an extra to farspan as it is installed: from a clone with the versions that
+its tests pass with, or from a package.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from farspan.domain.escapes import shell_line, shell_word
+
+#: The file of a clone with the versions that its tests pass with.
+CONSTRAINTS = "constraints.txt"
+#: The extra that has a library, where it is not `train`.
+EXTRAS = {
+    "chromadb": "chroma",
+    "datasets": "hf",
+    "faiss": "faiss",
+    "fastapi": "serve",
+    "pgvector": "pgvector",
+    "psycopg": "pgvector",
+    "pyarrow": "parquet",
+    "pypdf": "pdf",
+    "qdrant_client": "qdrant-server",
+    "ray": "ray",
+    "sentence_transformers": "st",
+    "starlette": "serve",
+    "uvicorn": "serve",
+}
+
+
+def extra_of(module: str) -> str:
+    """The extra that a missing module belongs to."""
+    return EXTRAS.get(module.partition(".")[0], "train")
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra for this interpreter.
+
+    In a clone it keeps the editable install and its versions: without them pip would put a copy of
+    the package in its place, or take the newest of everything.
+    """
+    clone = clone_of(Path(__file__))
+    return f"{_pip()} {_requirement(extra, clone)}"
+
+
+def install_command_there(extra: str, python: str = "python3") -> str:
+    """The command that installs an extra on another host, for an interpreter there."""
+    return f"{shell_word(python)} -m pip install {shell_word(f'farspan[{extra}]')}"
+
+
+def clone_of(file: Path) -> Path | None:
+    """The clone that a file of the package lies in; None where it was installed from a package."""
+    root = file.resolve().parents[2]
+    is_clone = (root / "pyproject.toml").is_file() and (root / CONSTRAINTS).is_file()
+    return root if is_clone else None
+
+
+def _requirement(extra: str, clone: Path | None) -> str:
+    if clone is None:
+        return shell_word(f"farspan[{extra}]")
+    if clone == Path.cwd().resolve():
+        return shell_line("-c", CONSTRAINTS, "-e", f".[{extra}]")
+    return shell_line("-c", clone / CONSTRAINTS, "-e", f"{clone}[{extra}]")
+
+
+def _pip() -> str:
+    """pip of this interpreter: that on the path may be another's. uv makes environments without."""
+    if find_spec("pip") is None:
+        return shell_line("uv", "pip", "install", "--python", sys.executable)
+    return shell_line(sys.executable, "-m", "pip", "install")
