@@ -19,7 +19,14 @@ from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
 from farspan.retrieval.index import Recipe
 from farspan.retrieval.pairs import pairs_of
 from farspan.retrieval.pooling import Processes
-from farspan.retrieval.queries import Queries, Query, body_of, choose_queries, without_questions
+from farspan.retrieval.queries import (
+    Queries,
+    Query,
+    body_of,
+    choose_queries,
+    passage_of,
+    question_lines,
+)
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.teacher import word_vectors
@@ -54,7 +61,8 @@ def fit_corpus(
     ]
     found_by = [body_of(document) for document in documents]
     queries = choose_queries(documents, found_by, train, recipe.seed, own=own)
-    passages = [without_questions(chunk.indexed) for chunk in bodies]
+    questions = [question_lines(document) for document in documents]
+    passages = [passage_of(chunk, questions[chunk.document]) for chunk in bodies]
     pairs = pairs_of(documents[:train], bodies, passages, queries.relevant)
     # What the index holds beside: passages with their questions, and heads.
     rest = [row for row, chunk in enumerate(bodies) if passages[row] != chunk.indexed]
