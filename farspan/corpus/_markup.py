@@ -24,8 +24,7 @@ _SPECIAL = re.compile(
 )
 _CDATA = "[CDATA["
 _REST_OF_TAG = re.compile(r"""(?:[^<>"']|"[^"]*"|'[^']*')*+>""")
-#: What of a comment that is never closed is left out: it ends where it would without `--`.
-_TO_TAG = re.compile(r"[^<>]*>?")
+_TAG_MARK = re.compile("[<>]")
 _END_TAGS = {name: re.compile(rf"</{name}(?=[\s/>])", re.IGNORECASE) for name in _RAW_TEXT}
 #: A tag that comes out as such where none is open, and what closes one whose quote is open.
 _PROBE = "<z>"
@@ -85,7 +84,9 @@ def _close_open_parts(page: str) -> str:
             end = _find(page, "-->", at - 2, absent)
             if end < 0:
                 pieces.append(page[copied : special.start()])
-                copied = at = _TO_TAG.match(page, at).end()
+                shown = _TAG_MARK.search(page, at)
+                # It ends where it would without `--`.
+                copied = at = shown.start() + (shown[0] == ">") if shown else len(page)
             else:
                 at = end + 3
         elif begin == "<![cdata[":
