@@ -24,25 +24,24 @@ LIMIT_S = 10
 #: What is slow before, and what is fast enough now.
 SLOW_S, FAST_S, ENOUGH = 2.0, 1.0, 20
 
-#: Endings of files, and what is repeated in them behind some beginning.
+#: Endings of files, and what is repeated in them between some begin and some end.
 REPEATED = [
-    *((".html", "", piece) for piece in ("<a ", "<a", "<!--", "<!-", "</a", "<![CDATA[", "<?")),
-    *((".html", "", piece) for piece in ('<a href="', "<script", "<script>", "<title>", "<pre>")),
-    *((".html", "", piece) for piece in ("<nav>", "<svg>", "<h1>a", "<div>", "&a", "<pre> ", "<")),
-    *((".html", "<pre>", piece) for piece in (" ", "\t", "\n ", "<b", "a ")),
-    *((".html", "<p>", piece) for piece in ("<", "<b", "&#", "</b")),
-    *((".html", begin, "<b") for begin in ("<title>", "<h1>", "<!--", "<svg>", "<textarea>")),
-    *((".md", "", piece) for piece in ("# ####", "# #", "#", "# ", "# \t", "=", "- ", "* + ")),
-    *((".md", "# a", piece) for piece in (" ", " #", "\t", "# ")),
-    *((".md", "---\ntitle: a", piece) for piece in (" ", "\t", "\na:", "\n---a")),
-    *((".md", "---\na: b\n", piece) for piece in ("title: \n", "#\n", "--- a\n", "title:")),
-    *((".md", "", piece) for piece in ("> ", "```\n", "<!-- \n", "[a", "a\n---\n", "-\t", "a \n")),
-    *((".rst", "", piece) for piece in ("# ####", "# #", "=", "a\n=", "# \t")),
-    *((".rst", "# a", piece) for piece in (" ", " #", "\t")),
-    *((".rst", "a\n====", piece) for piece in (" ", "\t")),
-    *((".txt", "", piece) for piece in (" ", "\n", "a", "\f", "a\n")),
-    *((".jsonl", '{"text": "', piece) for piece in ('\\"', " ", "\\", "a")),
-    *((".jsonl", "", piece) for piece in ("[", "{", '"', "[]", '{"a":')),
+    *((".html", "", piece, "") for piece in ("<a ", "<a", "</a", "<!--", "<!-", "<![CDATA[", "<?")),
+    *((".html", "", piece, "") for piece in ('<a href="', "<script", "<script>", "<title>")),
+    *((".html", "", piece, "") for piece in ("<pre>", "<nav>", "<svg>", "<h1>a", "<div>", "&a")),
+    *((".html", "<pre>", piece, "x") for piece in (" ", "\t", "\n ")),
+    *((".html", "<p>", piece, "") for piece in ("<", "<b", "</b")),
+    *((".html", begin, "<b", "") for begin in ("<title>", "<h1>", "<!--", "<svg>", "<textarea>")),
+    *((".md", "", piece, "x") for piece in ("# ####", "# ", "# #", "#", "- ", "* + ", "> ")),
+    *((".md", "# a", piece, "x") for piece in (" ", "\t", "#", " #", "# ####")),
+    *((".md", "---\na: b\n", piece, "x") for piece in ("# ", "# #", "title: \n", "---a\n", "\n")),
+    *((".md", "---\ntitle: a", piece, "x\n---\n") for piece in (" ", "\t", "\na:")),
+    *((".md", "a\n", piece, "x") for piece in ("# ", "# #", "```\n", "<!-- \n", "a\n---\n")),
+    *((".rst", "# a", piece, "x") for piece in (" ", "\t", "#", " #")),
+    *((".rst", "a\n====", piece, "x") for piece in (" ", "=", "\n===")),
+    *((".txt", "", piece, "") for piece in (" ", "\n", "a", "\f", "a\n")),
+    *((".jsonl", '{"text": "', piece, "") for piece in ('\\"', " ", "a")),
+    *((".jsonl", "", piece, "") for piece in ("[", "{", '"', "[]", '{"a":')),
 ]
 
 CHILD = """
@@ -60,9 +59,10 @@ print(time.process_time() - began)
 
 
 def write_input(folder: Path, number: int, size: int) -> Path:
-    ending, begin, piece = REPEATED[number]
+    ending, begin, piece, end = REPEATED[number]
     file = folder / f"{number:03}{ending}"
-    file.write_text(begin + piece * ((size - len(begin)) // len(piece)), newline="")
+    times = (size - len(begin) - len(end)) // len(piece)
+    file.write_text(begin + piece * times + end, newline="")
     return file
 
 
@@ -89,7 +89,7 @@ def main() -> int:
     checkouts = [ROOT, *([options.before.resolve()] if options.before else [])]
     slow_before = too_slow = 0
     with tempfile.TemporaryDirectory(prefix="farspan-hostile-") as folder:
-        for number, (ending, begin, piece) in enumerate(REPEATED):
+        for number, (ending, begin, piece, _) in enumerate(REPEATED):
             file = write_input(Path(folder), number, size)
             least = [seconds_to_read(checkout, file) for checkout in checkouts]
             for _ in range(RUNS - 1):

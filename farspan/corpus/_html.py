@@ -186,6 +186,9 @@ class _Reader:
             end = noted.pieces
             while end < len(self._pieces) and "\n" not in self._pieces[end]:
                 end += 1
+            # A heading is a line of its own, also in code.
+            if end < len(self._pieces) and self._pieces[end][0] != "\n":
+                self._pieces[end] = f"\n{self._pieces[end]}"
             self._take_heading(noted, end, MAX_UNDERLINED_CHARS)
 
     def _take_heading(self, noted: _Open, end: int, most: int) -> None:

@@ -3,10 +3,12 @@ whole, and headings are those of the page."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
+from farspan.corpus._html import read_html
 from farspan.corpus.documents import PART_CHARS, cut
 from farspan.corpus.sources import open_source
 from farspan.domain.corpus import Document
@@ -153,3 +155,72 @@ def test_later_parts_of_a_long_page_know_their_headings(tmp_path: Path) -> None:
             # The chapter above is the one before the first that begins in the part.
             first = int(inner[0].title.split()[1])
             assert above[1:] == [f"Chapter {first - 1}"]
+
+
+#: Parts of pages, whole and torn.
+PIECES = (
+    *(
+        "<p>",
+        "</p>",
+        "<div>",
+        "</div>",
+        "<h1>",
+        "</h1>",
+        "<h2>",
+        "</h3>",
+        "<pre>",
+        "</pre>",
+        "<br>",
+    ),
+    *(
+        "<nav>",
+        "<svg>",
+        "<title>",
+        "<script>",
+        "<template>",
+        "<textarea>",
+        "<table><td>",
+        "</table>",
+    ),
+    *(
+        "<b>",
+        "</b>",
+        "<ul><li>",
+        "</ul>",
+        "<!--",
+        "<![CDATA[",
+        "]]>",
+        "<a href='",
+        '<a href="x',
+        "<",
+    ),
+    *(
+        "<script/>",
+        "<foreignObject>",
+        "&#13;",
+        "&amp;",
+        "<plaintext>",
+        "\n",
+        "  ",
+        ">",
+        "</",
+        "<?x",
+    ),
+)
+
+
+def test_no_order_of_tags_loses_a_word_or_misplaces_a_heading() -> None:
+    rng = random.Random(0)
+    for _ in range(3000):
+        pieces = rng.choices(PIECES, k=rng.randint(1, 14))
+        for number in range(len(pieces)):
+            pieces[number] += f" word{number} "
+        page = "".join(pieces)
+        found = read_html(page)
+        assert found.text == found.text.strip() and "\n\n\n" not in found.text
+        for heading in found.headings:
+            line = found.text[heading.start :].split("\n")[0]
+            assert line == f"{'#' * heading.level} {heading.title}", page
+        # All but an open comment, tag or script goes on to be read: the last word behind a ">".
+        shown = read_html(f"{page}<p>the end")
+        assert shown.text.endswith("the end"), page
