@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RUNS = 2
-LIMIT_S = 10
+LIMIT_S = 3
 #: What is slow before, and what is fast enough now.
 SLOW_S, FAST_S, ENOUGH = 2.0, 1.0, 20
 
