@@ -44,6 +44,10 @@ REPEATED = [
     *((".jsonl", "", piece, "") for piece in ("[", "{", '"', "[]", '{"a":')),
 ]
 
+#: Texts of these kinds are read by parts: what is to be looked at whole is shorter than one.
+CUT_BELOW = (".md", ".rst")
+CUT_BELOW_BYTES = 200_000
+
 CHILD = """
 import os, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -61,6 +65,8 @@ print(time.process_time() - began)
 def write_input(folder: Path, number: int, size: int) -> Path:
     ending, begin, piece, end = REPEATED[number]
     file = folder / f"{number:03}{ending}"
+    if ending in CUT_BELOW:
+        size = min(size, CUT_BELOW_BYTES)
     times = (size - len(begin) - len(end)) // len(piece)
     file.write_text(begin + piece * times + end, newline="")
     return file
