@@ -39,7 +39,7 @@ from farspan.retrieval.evaluate import evaluate, table
 from farspan.retrieval.fitting import sides_of, untrained
 from farspan.retrieval.index import FitSettings, Recipe
 from farspan.retrieval.pairs import pairs_of
-from farspan.retrieval.queries import body_of, choose_queries, without_questions
+from farspan.retrieval.queries import body_of, choose_queries, passage_of, question_lines
 from farspan.runtime import inference
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"
@@ -65,7 +65,8 @@ def measured(path: Path) -> dict[str, Any]:
     chunks = [
         chunk for chunk in chunk_documents(documents, trained.tokenizer, size) if not chunk.head
     ]
-    passages = [without_questions(chunk.indexed) for chunk in chunks]
+    questions = [question_lines(document) for document in documents]
+    passages = [passage_of(chunk, questions[chunk.document]) for chunk in chunks]
     pairs = pairs_of(documents[:train], chunks, passages, queries.relevant)
     sides, seconds = {}, {}
     for name, model in (("model", trained.model), ("untrained", untrained(trained.model, SEED))):

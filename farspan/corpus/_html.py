@@ -1,90 +1,240 @@
-"""The readable text of an HTML page, its headings marked as in Markdown, with the standard
-library's parser."""
+"""The readable text of an HTML page and its headings, which are marked in it as in Markdown."""
 
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
+from collections import Counter
+from typing import NamedTuple
 
-_SILENT = {"script", "style", "noscript", "template", "svg", "nav", "title"}
-_INLINE = {
-    "a",
-    "abbr",
-    "b",
-    "bdi",
-    "bdo",
-    "cite",
-    "code",
-    "dfn",
-    "em",
-    "font",
-    "i",
-    "kbd",
-    "mark",
-    "q",
-    "s",
-    "samp",
-    "small",
-    "span",
-    "strong",
-    "sub",
-    "sup",
-    "time",
-    "tt",
-    "u",
-    "var",
-    "wbr",
-}
-_HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
-_LINES = {"br", "dd", "div", "dt", "li", "option", "td", "th", "tr"}
+from farspan.corpus._markup import read_markup
+from farspan.corpus.documents import unix
+from farspan.corpus.outline import MAX_HEADING_CHARS, MAX_UNDERLINED_CHARS
+from farspan.domain.corpus import Heading
 
 
-def read_html(page: str) -> tuple[str, str]:
-    """(title, text): the <title> or else the first <h1>; blocks on lines of their own, <pre> as it
-    is written."""
-    parser = _Parser()
-    parser.feed(page)
-    parser.close()
-    text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", "".join(parser.text)))
-    return " ".join("".join(parser.title or parser.heading).split()), text.strip()
+def _tags(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
 
-class _Parser(HTMLParser):
+#: What is shown on lines of its own: a paragraph apart, or on the next line. All else stays in the
+#: line, as the standard has it of elements that it does not know (WHATWG HTML, 15.3).
+_PARAGRAPHS = _tags(
+    "address article aside blockquote body caption center dialog dir dl fieldset figcaption figure"
+    " footer form frameset head header hgroup hr html legend listing main menu nav ol p pre search"
+    " section details summary table tbody tfoot thead ul xmp h1 h2 h3 h4 h5 h6"
+)
+_LINES = _tags("br dd div dt li optgroup option td th tr")
+#: Cells of formulas, which stand side by side.
+_CELLS = frozenset(("mtd", "mtr", "mlabeledtr"))
+#: What is not shown, or not as part of the text.
+_HIDDEN = _tags("script style noscript iframe noembed noframes template svg nav title")
+_HEADINGS = {f"h{level}": level for level in range(1, 7)}
+#: Elements without content, which have no end tag.
+_VOID = frozenset(("br", "hr"))
+#: What ends a drawing that was never closed (WHATWG HTML, 13.2.6.5).
+_NOT_IN_SVG = (
+    _PARAGRAPHS | _LINES | _tags("b big code em i img s small span strong sub sup tt u")
+) - frozenset(("title",))
+#: Parts of a drawing that hold HTML.
+_HTML_IN_SVG = ("foreignobject", "desc")
+#: Elements whose end tag also ends what is open in them.
+_CONTAINERS = _PARAGRAPHS - _VOID - {"p"} | _LINES - _VOID | {*_HIDDEN, *_HTML_IN_SVG}
+
+_BLANK = re.compile(r"\s+")
+
+
+class Page(NamedTuple):
+    """`title` is the page's <title>, or else its first <h1>."""
+
+    title: str
+    text: str
+    headings: tuple[Heading, ...]
+
+
+def read_html(page: str) -> Page:
+    """The text of a page, blocks on lines of their own, <pre> as it is written.
+
+    An element whose end tag is missing hides nothing, and is a heading to its first block alone.
+    """
+    reader = _Reader()
+    for part in read_markup(page):
+        if not part.tag:
+            reader.add_text(part.text)
+        elif part.is_end:
+            reader.end(part.tag)
+        else:
+            reader.start(part.tag)
+    return reader.finish()
+
+
+class _Open(NamedTuple):
+    """An element whose end matters: its depth among the open ones, and the pieces of text and the
+    headings before it."""
+
+    tag: str
+    depth: int
+    pieces: int
+    headings: int
+
+
+class _Found(NamedTuple):
+    """A heading, which is the piece of text of this number."""
+
+    piece: int
+    level: int
+    title: str
+
+
+class _Reader:
+    """What was read of a page so far: its text in pieces, and the elements that are open."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.text: list[str] = []
-        self.title: list[str] = []
-        self.heading: list[str] = []
+        self._title = ""
+        self._pieces: list[str] = []
+        self._headings: list[_Found] = []
         self._open: list[str] = []
-        #: What goes before the first word of the heading that is open.
-        self._mark = ""
+        self._counts: Counter[str] = Counter()
+        self._noted: list[_Open] = []
 
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag in _SILENT or tag in ("pre", "h1"):
-            self._open.append(tag)
-        self._break(tag)
-        self._mark = _HEADINGS.get(tag, self._mark)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._open:  # whatever was left open inside it ends with it
-            del self._open[len(self._open) - 1 - self._open[::-1].index(tag) :]
-        self._break(tag)
+    def start(self, tag: str) -> None:
+        if self._counts["svg"] and tag in _NOT_IN_SVG:
+            self._close_drawing()
         if tag in _HEADINGS:
-            self._mark = ""
+            self._close_heading()
+        self._break(tag)
+        if tag not in _CONTAINERS:
+            return
+        if tag in _HIDDEN or tag in _HEADINGS or tag == "pre":
+            self._noted.append(_Open(tag, len(self._open), len(self._pieces), len(self._headings)))
+        self._open.append(tag)
+        self._counts[tag] += 1
+
+    def end(self, tag: str) -> None:
+        if tag in _HEADINGS:
+            # Any of their end tags ends a heading.
+            tag = next((noted.tag for noted in self._noted[-1:] if noted.tag in _HEADINGS), tag)
+        if self._counts[tag]:
+            self._close(tag)
+        self._break(tag)
+
+    def add_text(self, text: str) -> None:
+        if text and not self._counts["pre"]:
+            text = _BLANK.sub(" ", text)
+            if text[0] == " " and self._pieces and self._pieces[-1].endswith((" ", "\n")):
+                text = text[1:]
+        if text:
+            self._pieces.append(text)
+
+    def finish(self) -> Page:
+        while self._noted:
+            self._leave_open(self._noted.pop())
+        self._headings.sort()
+        first = next((heading.title for heading in self._headings if heading.level == 1), "")
+        text, headings = _join(self._pieces, self._headings)
+        return Page(self._title or first, text, headings)
 
     def _break(self, tag: str) -> None:
-        if tag not in _INLINE:
-            self.text.append("\n" if tag in _LINES else "\n\n")
+        if tag in _CELLS:
+            self.add_text(" ")
+            return
+        line_end = "\n" if tag in _LINES else "\n\n" if tag in _PARAGRAPHS else ""
+        # Blank lines on end are one.
+        if line_end and not (self._pieces and self._pieces[-1] == "\n\n"):
+            self._pieces.append(line_end)
 
-    def handle_data(self, data: str) -> None:
-        if "title" in self._open and "svg" not in self._open:  # a drawing's title is not the page's
-            self.title.append(data)
-        elif not _SILENT & {*self._open}:
-            if "h1" in self._open:
-                self.heading.append(data)
-            if "pre" not in self._open:
-                data = re.sub(r"\s+", " ", data)
-                data = data.lstrip() if self.text and self.text[-1].endswith(("\n", " ")) else data
-            if self._mark and data.strip():
-                data, self._mark = self._mark + data.lstrip(), ""
-            self.text.append(data)
+    def _close(self, tag: str, *, is_whole: bool = True) -> None:
+        """Close the innermost element of this name, and what is open in it."""
+        name = ""
+        while name != tag:
+            name = self._open.pop()
+            self._counts[name] -= 1
+            if self._noted and self._noted[-1].depth == len(self._open):
+                noted = self._noted.pop()
+                if name == tag and is_whole:
+                    self._take(noted)
+                else:
+                    self._leave_open(noted)
+
+    def _close_heading(self) -> None:
+        """A heading that is open ends where the next one begins."""
+        if self._noted and self._noted[-1].tag in _HEADINGS:
+            self._close(self._noted[-1].tag, is_whole=False)
+
+    def _close_drawing(self) -> None:
+        """A drawing that is open ends where text begins, but for its parts that hold text."""
+        if not any(self._counts[tag] for tag in _HTML_IN_SVG):
+            while self._counts["svg"]:
+                self._close("svg", is_whole=False)
+
+    def _take(self, noted: _Open) -> None:
+        """Take the content of an element that is whole for what it is."""
+        if noted.tag in _HEADINGS:
+            self._unmark_headings(noted)
+            self._take_heading(noted, len(self._pieces), MAX_HEADING_CHARS)
+        elif noted.tag == "pre":
+            # What looks like a heading in code is none.
+            self._unmark_headings(noted)
+        else:
+            if noted.tag == "title" and not self._title and not self._counts["svg"]:
+                self._title = " ".join("".join(self._pieces[noted.pieces :]).split())
+            del self._pieces[noted.pieces :]
+            del self._headings[noted.headings :]
+
+    def _leave_open(self, noted: _Open) -> None:
+        """Take the content of an element that was never closed for text of the page."""
+        if noted.tag in _HEADINGS:
+            end = noted.pieces
+            while end < len(self._pieces) and "\n" not in self._pieces[end]:
+                end += 1
+            # A heading is a line of its own, also in code.
+            if end < len(self._pieces) and self._pieces[end][0] != "\n":
+                self._pieces[end] = f"\n{self._pieces[end]}"
+            self._take_heading(noted, end, MAX_UNDERLINED_CHARS)
+
+    def _take_heading(self, noted: _Open, end: int, most: int) -> None:
+        """Put the text of a heading in one piece, with its mark; one of more than `most` characters
+        is a text."""
+        content = self._pieces[noted.pieces : end]
+        title = " ".join("".join(content).split())
+        if title and len(title) <= most:
+            level = _HEADINGS[noted.tag]
+            # The numbers of the pieces behind it stay what they are.
+            blank = [""] * (len(content) - 1)
+            self._pieces[noted.pieces : end] = [f"{'#' * level} {title}", *blank]
+            self._headings.append(_Found(noted.pieces, level, title))
+
+    def _unmark_headings(self, noted: _Open) -> None:
+        """Make text of the headings in an element."""
+        for heading in self._headings[noted.headings :]:
+            self._pieces[heading.piece] = heading.title
+        del self._headings[noted.headings :]
+
+
+def _join(pieces: list[str], found: list[_Found]) -> tuple[str, tuple[Heading, ...]]:
+    """The text without blank space at the ends of lines and more than one blank line on end, and
+    the places of its headings, each of which is a line."""
+    text = "".join(pieces)
+    if "\r" in text or "\0" in text:
+        # A page may write them as `&#13;`.
+        pieces = list(map(unix, pieces))
+        text = "".join(pieces)
+    numbers: list[int] = []
+    number = copied = 0
+    for heading in found:
+        number += "".join(pieces[copied : heading.piece]).count("\n")
+        numbers.append(number)
+        copied = heading.piece
+    kept: list[str] = []
+    places: dict[int, int] = {}
+    place = 0
+    for number, line in enumerate(text.split("\n")):
+        line = line.rstrip() if kept else line.strip()
+        if line or (kept and kept[-1]):
+            kept.append(line)
+            places[number] = place
+            place += len(line) + 1
+    headings = tuple(
+        Heading(places[number], heading.level, heading.title)
+        for number, heading in zip(numbers, found, strict=True)
+    )
+    return "\n".join(kept).rstrip(), headings

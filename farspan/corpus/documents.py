@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
+from farspan.corpus.outline import Sections
 from farspan.domain.corpus import Document, encodable
 from farspan.domain.own_files import open_own
 
@@ -28,10 +29,11 @@ _OUTER = "\ufeff \t\n\v\f"
 def clean(text: str) -> str:
     """Text that UTF-8 can hold, with Unix line ends, without byte-order mark, NUL or outer blank
     space."""
-    return _unix(text).strip(_OUTER)
+    return unix(text).strip(_OUTER)
 
 
-def _unix(text: str) -> str:
+def unix(text: str) -> str:
+    """Text that UTF-8 can hold, with Unix line ends and without NUL."""
     return encodable(text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
@@ -44,6 +46,8 @@ def parts(blocks: Iterable[str]) -> Iterator[str]:
         while len(held) > PART_CHARS:
             marks = (held.rfind(mark, PART_CHARS // 2, PART_CHARS) for mark in ("\n\n", "\n", " "))
             end = next((mark for mark in marks if mark > 0), PART_CHARS)
+            # Two characters may be one line end.
+            end -= held[end - 1 : end + 1] == "\r\n"
             yield held[:end]
             held = held[end:]
     yield held
@@ -56,16 +60,21 @@ def numbered(title: str, number: int) -> str:
 
 def cut(document: Document) -> Iterator[Document]:
     """The document cleaned, in parts that are not blank, each with the line and page that it begins
-    on."""
+    on, and the headings in it and above it."""
     title, origin = " ".join(clean(document.title).split()), encodable(document.origin)
     title = title[:MAX_TITLE_CHARS]
     metadata = {clean(key): clean(value) for key, value in document.metadata.items()}
-    whole, line, page = _unix(document.text).rstrip(_OUTER), document.line, document.page
+    whole, line, page = unix(document.text).rstrip(_OUTER), document.line, document.page
     outer = len(whole) - len(whole.lstrip(_OUTER))
     blank, text = whole[:outer], whole[outer:]
+    sections = Sections(document.headings or ())
+    at = outer
     for number, part in enumerate(parts([text]), 1):
         inner = part.strip("\n")
-        blank += part[: len(part) - len(part.lstrip("\n"))]
+        skipped = len(part) - len(part.lstrip("\n"))
+        blank += part[:skipped]
+        headings = sections.take(at + skipped, at + len(part))
+        at += len(part)
         line, page = _after(blank, line, page)
         # Some blank space, such as U+3000, is not what `clean` takes away; a part of nothing else
         # says nothing.
@@ -77,8 +86,9 @@ def cut(document: Document) -> Iterator[Document]:
                 metadata=metadata,
                 line=line,
                 page=page,
+                headings=document.headings and headings,
             )
-        blank = part[len(part) - len(part.lstrip("\n")) :]
+        blank = part[skipped:]
 
 
 def _after(text: str, line: int, page: int) -> tuple[int, int]:
@@ -92,14 +102,22 @@ def divide(document: Document, at: int) -> tuple[Document, Document]:
     head, tail = document.text[:at], document.text[at:]
     skipped = len(tail) - len(tail.lstrip(_OUTER))
     line, page = _after(document.text[: at + skipped], document.line, document.page)
+    sections = Sections(document.headings or ())
+    head_headings = sections.take(0, at)
+    tail_headings = sections.take(at + skipped, len(document.text))
     return (
-        msgspec.structs.replace(document, text=head.rstrip(_OUTER)),
+        msgspec.structs.replace(
+            document,
+            text=head.rstrip(_OUTER),
+            headings=document.headings and head_headings,
+        ),
         msgspec.structs.replace(
             document,
             title=f"{document.title} (end)",
             text=tail[skipped:],
             line=line,
             page=page,
+            headings=document.headings and tail_headings,
         ),
     )
 

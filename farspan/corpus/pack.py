@@ -64,7 +64,10 @@ def _content(document: Document) -> bytes:
     """All of a document but its place, so that a corpus keeps its hash when places come to be
     known."""
     names = ("title", "text", "origin", "metadata")
-    return msgspec.json.encode({name: getattr(document, name) for name in names})
+    content = {name: getattr(document, name) for name in names}
+    if document.headings is not msgspec.UNSET:
+        content["headings"] = document.headings
+    return msgspec.json.encode(content)
 
 
 def _shardful(documents: Iterator[Document]) -> list[Document]:

@@ -63,8 +63,8 @@ _GUESSED = (
 #: What pages that declare one of these are read as, as browsers do.
 _DECLARED = {"iso8859-1": "cp1252", "ascii": "cp1252", "shift_jis": "cp932", "gb2312": "gb18030"}
 _DECLARATION = re.compile(
-    rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})"
-    rb"|<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([\w.:-]{1,40})",
+    rb"<meta[^>]{0,200}?charset\s*+=\s*+[\"']?\s*+([\w.:-]{1,40})"
+    rb"|<\?xml[^>]{0,200}?encoding\s*+=\s*+[\"']([\w.:-]{1,40})",
     re.IGNORECASE,
 )
 
@@ -117,12 +117,12 @@ def open_utf8(file: Path, encoding: str) -> IO[bytes]:
     return io.BufferedReader(_Recoded(stream, encoding), CHUNK_BYTES)
 
 
-def read_lines(file: Path, encoding: str, most: int) -> Iterator[str]:
-    """Lines of a text file, those of more than `most` bytes in pieces."""
+def read_text(file: Path, encoding: str) -> Iterator[str]:
+    """A text file in pieces of bounded size."""
     decoder = codecs.getincrementaldecoder(UTF8)()
     with open_utf8(file, encoding) as stream:
-        for line in iter(partial(stream.readline, most), b""):
-            yield decoder.decode(line)
+        for chunk in iter(partial(stream.read, CHUNK_BYTES), b""):
+            yield decoder.decode(chunk)
 
 
 def read_whole(file: Path, encoding: str) -> str:

@@ -32,7 +32,8 @@ _COLUMNS_SHOWN = 8
 #: Rows of a Parquet file that are decoded at a time; one where so many take too much memory.
 _PARQUET_ROWS = (256, 1)
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+#: A string, which may go on to the end of the row: what never ends is then looked at once.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 #: What matters to the extent of a JSON value, outside and inside a string.
 _OUTSIDE = re.compile(rb'["\[\]{},]')
 _INSIDE = re.compile(rb'["\\]')

@@ -242,6 +242,18 @@ def token_file_sizes(manifest: CorpusManifest) -> list[int]:
     ]
 
 
+class Heading(msgspec.Struct, frozen=True, array_like=True):
+    """A heading of a text: its place there, its level from 1 on, and what it says.
+
+    The place is that of its first character, where line ends are one character each, or -1 for one
+    that stands above the text.
+    """
+
+    start: int
+    level: int
+    title: str
+
+
 class Document(msgspec.Struct, frozen=True, kw_only=True):
     """One text. `origin` says where it came from: a path, a dataset row, a qualified name.
 
@@ -255,6 +267,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     #: Line and page of the source on which the text begins, from 1 on; 0 where it has none.
     line: int = 0
     page: int = 0
+    #: In order, where the source knows the format; left out where it does not.
+    headings: tuple[Heading, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 def cite(origin: str, line: int, page: int) -> str:

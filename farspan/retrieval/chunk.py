@@ -20,12 +20,19 @@ import msgspec
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import to_json
 from farspan.domain.corpus import Document
-from farspan.retrieval.outline import outline, path
+from farspan.retrieval.outline import HeadingPaths, outline
 
 _LINE = re.compile(r"[^\n]+")
 _WORD = re.compile(r"\s*\S+|\s+")
+#: Blank space between two lines that is looked at: a long run of it would be gone through from each
+#: of its places.
+_MAX_BLANKS = 200
 #: Where to cut before, best first: the end of a paragraph, of a line or sentence, of a word.
-_ENDS = (re.compile(r"\s*\n\s*\n"), re.compile(r"\n|(?<=[.!?:;])\s"), re.compile(r"\s"))
+_ENDS = (
+    re.compile(rf"\s{{0,{_MAX_BLANKS}}}\n\s{{0,{_MAX_BLANKS}}}\n"),
+    re.compile(r"\n|(?<=[.!?:;])\s"),
+    re.compile(r"\s"),
+)
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +95,8 @@ def chunk_document(
     document: Document, number: int, tokenizer: Tokenizer, size: int
 ) -> Iterator[Chunk]:
     """The chunks of one document, whose number they bear."""
-    cut, headings, seen = head_length(document), outline(document.text), Counter[str]()
-    starts = [heading.start for heading in headings]
+    cut, headings, seen = head_length(document), outline(document), Counter[str]()
+    starts, paths = [heading.start for heading in headings], HeadingPaths(headings)
     for head, offset, part in ((True, 0, document.text[:cut]), (False, cut, document.text[cut:])):
         for start, stop in _windows(part, tokenizer, size, [at - offset for at in starts]):
             at, text = offset + start, part[start:stop]
@@ -110,7 +117,7 @@ def chunk_document(
                 start=at,
                 line=line,
                 page=page,
-                headings=path(headings, first),
+                headings=paths.at(first),
             )
 
 

@@ -21,7 +21,14 @@ from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
 from farspan.retrieval.index import Recipe
 from farspan.retrieval.pairs import pairs_of
 from farspan.retrieval.pooling import Processes
-from farspan.retrieval.queries import Queries, Query, body_of, choose_queries, without_questions
+from farspan.retrieval.queries import (
+    Queries,
+    Query,
+    body_of,
+    choose_queries,
+    passage_of,
+    question_lines,
+)
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.teacher import word_vectors
@@ -63,8 +70,9 @@ def fit_corpus(
     bodies = [chunks[row] for row in fitted_rows]
     found_by = [body_of(document) for document in documents]
     queries = choose_queries(documents, found_by, train, recipe.seed, own=own, copies=copies)
-    passages = [without_questions(chunk.indexed) for chunk in bodies]
-    copied = [without_questions(chunks[row].indexed) for row in copied_rows]
+    questions = [question_lines(document) for document in documents]
+    passages = [passage_of(chunk, questions[chunk.document]) for chunk in bodies]
+    copied = [passage_of(chunks[row], questions[chunks[row].document]) for row in copied_rows]
     pairs = pairs_of(documents[:train], bodies, passages, queries.relevant)
     # What the index holds beside: passages with their questions, and heads.
     found_rows = [*fitted_rows, *copied_rows]

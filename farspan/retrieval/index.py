@@ -77,7 +77,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Whether it is measured how well the index searches.
     evaluate: bool = True
     #: Raised whenever the same fields come to give another index.
-    version: int = 6
+    version: int = 7
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,15 +8,16 @@ as people ask, and every corpus has some. What is asked is left out of what can 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from farspan.corpus.copies import Copies
 from farspan.domain.corpus import Document
-from farspan.retrieval.chunk import bare, head_length
+from farspan.retrieval.chunk import Chunk, bare, head_length
 from farspan.retrieval.lexical import words
 from farspan.retrieval.outline import outline
 from farspan.retrieval.rank import query_form
@@ -58,16 +59,47 @@ class Queries(msgspec.Struct, frozen=True):
 def body_of(document: Document) -> str:
     """The text without its first line, without the title where the text repeats it, and without
     questions."""
-    return without_questions(document.text[head_length(document) :])
+    start = head_length(document)
+    return without_questions(document.text[start:], start, question_lines(document))
 
 
-def without_questions(text: str) -> str:
-    """The text with blanks in place of headings that are questions: places of the rest stay."""
-    for heading in outline(text) if "?" in text else ():
-        if _is_question(heading.title):
-            end = heading.start + len(text[heading.start :].split("\n", 1)[0])
-            text = text[: heading.start] + " " * (end - heading.start) + text[end:]
-    return text
+def passage_of(chunk: Chunk, questions: Sequence[Line]) -> str:
+    """What is embedded of a chunk, without questions of its document."""
+    before = len(chunk.indexed) - len(chunk.text)
+    return without_questions(chunk.indexed, chunk.start - before, questions)
+
+
+class Line(NamedTuple):
+    """Where a line of a document's text begins and ends."""
+
+    start: int
+    end: int
+
+
+def question_lines(document: Document) -> list[Line]:
+    """The lines of headings that are questions, in order."""
+    lines: list[Line] = []
+    for heading in outline(document) if "?" in document.text else ():
+        if heading.start >= 0 and _is_question(heading.title):
+            # A title may go over several lines.
+            end = document.text.find("\n", heading.start + len(heading.title))
+            lines.append(Line(heading.start, end if end >= 0 else len(document.text)))
+    return lines
+
+
+def without_questions(text: str, start: int, questions: Sequence[Line]) -> str:
+    """The text, which begins at a place of its document, with blanks in place of questions: places
+    of the rest stay."""
+    pieces: list[str] = []
+    copied = 0
+    first = bisect_right(questions, start, key=lambda line: line.end)
+    for line in questions[first:]:
+        if line.start >= start + len(text):
+            break
+        begin, end = max(line.start - start, 0), min(line.end - start, len(text))
+        pieces += (text[copied:begin], " " * (end - begin))
+        copied = end
+    return "".join((*pieces, text[copied:]))
 
 
 def questions_of(document: Document) -> list[str]:
@@ -76,7 +108,11 @@ def questions_of(document: Document) -> list[str]:
         return [document.title]
     if "?" not in document.text:
         return []
-    return [heading.title for heading in outline(document.text) if _is_question(heading.title)]
+    return [
+        heading.title
+        for heading in outline(document)
+        if heading.start >= 0 and _is_question(heading.title)
+    ]
 
 
 def opening_of(document: Document) -> str:

@@ -19,7 +19,7 @@ from farspan.corpus.documents import PART_CHARS, divide, read_copies, read_docum
 from farspan.corpus.prepare import prepare
 from farspan.corpus.split import below_share, of_least_hash, place_to_cut
 from farspan.domain.config import DataConfig, TokenizerConfig
-from farspan.domain.corpus import CorpusManifest, Document
+from farspan.domain.corpus import CorpusManifest, Document, Heading
 from tests.corpus.test_dedup import planted, true_jaccard
 
 HASHES = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=30)
@@ -204,3 +204,19 @@ def test_a_paragraph_is_a_better_place_than_a_line_and_a_line_than_a_sentence() 
     assert text[place_to_cut(text, 36, 4) :].startswith("eight")
     assert place_to_cut("一二三。四五六七八九十", 6, 3) == 4
     assert place_to_cut("x" * 30, 17, 5) == 17
+
+
+def test_both_parts_of_a_divided_document_keep_the_headings_that_they_stand_under() -> None:
+    text = "# One\n\nfirst words\n\n## Two\n\nmore words\n\n# Three\n\nlast words"
+    headings = tuple(
+        Heading(text.index(f"{'#' * level} {title}"), level, title)
+        for level, title in ((1, "One"), (2, "Two"), (1, "Three"))
+    )
+    document = Document(title="t", text=text, origin="t.md", headings=headings)
+    head, tail = divide(document, text.index("more words"))
+    assert head.headings == headings[:2]
+    assert tail.headings == (
+        Heading(-1, 1, "One"),
+        Heading(-1, 2, "Two"),
+        Heading(tail.text.index("# Three"), 1, "Three"),
+    )

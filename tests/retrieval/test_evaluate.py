@@ -242,7 +242,7 @@ def test_questions_and_openings_are_asked_and_left_out_of_what_is_found():
     documents = [
         Document(
             title=f"faq {n}",
-            origin=str(n),
+            origin=f"{n}.md",
             text=f"faq {n}\nHow this part {n} is used every day.\n\nSome words stand before it.\n\n"
             f"# Why does thing {n} fail?\n\nBecause part {n} was left out of the box.\n",
         )

@@ -120,7 +120,7 @@ def test_a_small_corpus_keeps_half_of_its_training_documents_to_be_fitted_to(ask
         Document(
             title=f"name{n}",
             text=f"First line of it {n}.\n\n{head}Body {n} has five words or more.",
-            origin="",
+            origin=f"{n}.md",
         )
         for n in range(80)
     ]

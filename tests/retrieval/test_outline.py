@@ -1,12 +1,12 @@
 """Headings are found as a reader sees them, and a passage lies under those that a reader would
 name."""
 
-import pytest
-
+from farspan.corpus.documents import cut
+from farspan.corpus.sources import open_source
 from farspan.corpus.tokenizer import train
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, Heading
 from farspan.retrieval.chunk import chunk_documents
-from farspan.retrieval.outline import outline, path
+from farspan.retrieval.outline import HeadingPaths, outline
 
 MARKDOWN = """# Tea
 
@@ -28,47 +28,80 @@ Two leaves.
 
 A night.
 """
-RST = """Tea
-===
-
-Plucking
---------
-
-Leaves.
-
-| a | b |
-=========
-
-Withering
----------
-A night.
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "headings"),
-    [
-        (MARKDOWN, [(1, "Tea"), (2, "Plucking"), (3, "By hand"), (2, "Withering")]),
-        (RST, [(1, "Tea"), (2, "Plucking"), (1, "| a | b |"), (2, "Withering")]),
-        ("a paragraph\n\n---\n\nanother", []),
-        ("#hashtag and\n####### seven\n# \n", []),
-        ("~~~\n# in a fence that is open", []),
-        ("x" * 200 + "\n=====", []),
-        ("", []),
-    ],
-)
-def test_headings(text: str, headings: list[tuple[int, str]]):
-    found = outline(text)
-    assert [(heading.level, heading.title) for heading in found] == headings
-    assert all(text[heading.start :].lstrip("# ").startswith(heading.title) for heading in found)
 
 
 def test_the_path_is_of_the_headings_above():
-    found = outline(MARKDOWN)
-    assert path(found, MARKDOWN.index("Intro")) == ("Tea",)
-    assert path(found, MARKDOWN.index("Two leaves")) == ("Tea", "Plucking", "By hand")
-    assert path(found, MARKDOWN.index("A night")) == ("Tea", "Withering")
-    assert path(found, 0) == ("Tea",) and path([], 5) == ()
+    document = Document(title="Tea", text=MARKDOWN, origin="tea.md")
+    paths = HeadingPaths(outline(document))
+    assert paths.at(MARKDOWN.index("Intro")) == ("Tea",)
+    assert paths.at(MARKDOWN.index("Two leaves")) == ("Tea", "Plucking", "By hand")
+    assert paths.at(MARKDOWN.index("A night")) == ("Tea", "Withering")
+    assert paths.at(0) == ("Tea",) and HeadingPaths([]).at(5) == ()
+
+
+def test_headings_are_those_of_the_source_where_it_knows_them():
+    text = "# comment\n\nTitle\n=====\n"
+    found = {
+        origin: [heading.title for heading in outline(Document(title="", text=text, origin=origin))]
+        for origin in ("a.md", "a.txt", "rows.jsonl:1", "torch.nn.Linear")
+    }
+    assert found.pop("a.md") == ["comment", "Title"]
+    assert all(titles == ["Title"] for titles in found.values())
+    own = (Heading(0, 1, "Its own"),)
+    assert outline(Document(title="", text=text, origin="a.md", headings=own)) == own
+    assert outline(Document(title="", text=text, origin="a.md", headings=())) == ()
+
+
+PAGES = {
+    "a.md": """# Guide
+
+Intro words.
+
+## Setup
+
+```sh
+# install it
+Run
+===
+```
+
+Then so.
+""",
+    "b.html": "<h1>Guide</h1><p>Intro words.<h2>Setup</h2>"
+    "<pre># install it\nRun\n===</pre><p>Then so.",
+    "c.rst": "Guide\n=====\n\nIntro.\n\nSetup\n-----\n\n::\n\n  # install it\n\nThen so.\n",
+    "d.txt": "Guide\n\nIntro words.\n\nSetup\n\n# install it\n\nThen so.\n",
+}
+
+
+def test_no_passage_is_cited_below_a_comment_in_code(tmp_path):
+    for name, text in PAGES.items():
+        (tmp_path / name).write_text(text)
+    documents = list(open_source(str(tmp_path)).documents())
+    words = train([document.text for document in documents], 300)
+    for document in documents:
+        chunks = list(chunk_documents(cut(document), words, 8))
+        paths = {chunk.headings for chunk in chunks}
+        if document.origin.endswith(".txt"):
+            assert paths == {()}
+        else:
+            assert paths <= {("Guide",), ("Guide", "Setup")}
+            (last,) = {chunk.headings for chunk in chunks if "Then" in chunk.text}
+            assert last == ("Guide", "Setup")
+
+
+def test_passages_of_a_later_part_are_cited_below_the_headings_of_the_document(tmp_path):
+    text = "# Book\n\n## Chapter\n\n" + "A sentence of the chapter.\n\n" * 12_000
+    (tmp_path / "a.md").write_text(text)
+    parts = [part for document in open_source(str(tmp_path)).documents() for part in cut(document)]
+    assert len(parts) == 2
+    words = train([text[:2000]], 300)
+    later = Document(
+        title="part 2", text=parts[1].text[:500], origin="a.md", headings=parts[1].headings
+    )
+    assert {chunk.headings for chunk in chunk_documents([later], words, 64)} == {
+        ("Book", "Chapter")
+    }
 
 
 def test_passages_begin_at_headings_and_carry_their_line_and_heading_path():

@@ -6,14 +6,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from farspan.corpus.documents import PART_CHARS, clean, numbered, parts
+import msgspec
+
+from farspan.corpus.documents import numbered, parts, unix
 from farspan.corpus.guarded import GuardedReader, Reader
+from farspan.corpus.markdown import MarkdownOutline
+from farspan.corpus.outline import Outline, UnderlinedOutline
 from farspan.corpus.reading import (
     MAX_DOCUMENT_BYTES,
     TOO_LONG,
@@ -21,12 +25,12 @@ from farspan.corpus.reading import (
     UnreadableFile,
     find_encoding,
     first_words,
-    read_lines,
+    read_text,
     read_whole,
 )
 from farspan.corpus.rows import read_json_rows, read_parquet
 from farspan.domain.codec import missing_path
-from farspan.domain.corpus import NAMES_SHOWN, Document, SkipLog, Skipped
+from farspan.domain.corpus import NAMES_SHOWN, Document, Heading, SkipLog, Skipped
 from farspan.domain.escapes import shell_word
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
@@ -37,19 +41,12 @@ _NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}
 #: holds now.
 _READ_AS = {
     ".pdf": "whole words",
-    ".html": "headings",
-    ".htm": "headings",
+    ".html": "outline",
+    ".htm": "outline",
+    ".md": "outline",
+    ".rst": "outline",
     ".jsonl.zst": "to its end",
 }
-_HEADING = re.compile(
-    r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE
-)
-#: YAML at the top of a Markdown file; it begins with a key, which text between two rules does not.
-_FRONT_MATTER = re.compile(
-    r"\A---[ \t]*\n(?=(?:#.*\n)*[\w-]+[ \t]*:)((?s:.*?))^(?:---|\.\.\.)[ \t]*$", re.MULTILINE
-)
-#: A title on one line; `>` and `|` begin one of several lines.
-_FRONT_TITLE = re.compile(r"^title[ \t]*:[ \t]*([^\s>|].*?)[ \t]*$", re.MULTILINE)
 
 
 def open_source(location: str) -> Folder:
@@ -232,40 +229,47 @@ def _lacking(suffix: str) -> str:
 
 
 def _plain(file: Path, encoding: str) -> Iterator[Document]:
-    """A text file, in parts if it is long, titled by its first heading (.md, .rst) or its name."""
-    title, line, page = file.stem, 1, 0
-    for number, text in enumerate(parts(read_lines(file, encoding, PART_CHARS)), 1):
+    """A text file, in parts if it is long, titled by what it names as its title, its first heading,
+    or its name."""
+    make_outline = _OUTLINES.get(file.suffix.lower())
+    outline = make_outline() if make_outline else None
+    title, line, page, at = file.stem, 1, 0, 0
+    for number, text in enumerate(parts(_outlined(file, encoding, outline)), 1):
         # A text with form feeds, as `pdftotext` writes it, has pages.
         page = page or int("\f" in text)
-        if number == 1 and file.suffix.lower() != ".txt":
-            # Headings are looked for between Unix line ends, and not behind a byte-order mark.
-            title = _heading(clean(text), file.suffix.lower()) or title
+        headings: tuple[Heading, ...] | msgspec.UnsetType = msgspec.UNSET
+        if outline:
+            size = len(unix(text))
+            headings = outline.take(at, at + size)
+            at += size
+            title = (outline.title or title) if number == 1 else title
         yield Document(
-            title=numbered(title, number), text=text, origin=str(file), line=line, page=page
+            title=numbered(title, number),
+            text=text,
+            origin=str(file),
+            line=line,
+            page=page,
+            headings=headings,
         )
         line, page = line + text.count("\n"), page and page + text.count("\f")
 
 
-def _heading(text: str, suffix: str) -> str:
-    """The title in a Markdown file's front matter, else the first heading behind that; empty
-    without either."""
-    front = _FRONT_MATTER.match(text) if suffix == ".md" else None
-    if front and (named := _FRONT_TITLE.search(front[1])) and (title := _unquoted(named[1])):
-        return title
-    heading = _HEADING.search(text, front.end() if front else 0)
-    return (heading[1] or heading[2]) if heading else ""
-
-
-def _unquoted(value: str) -> str:
-    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-    return value[1:-1] if quoted else value
+def _outlined(file: Path, encoding: str, outline: Outline | None) -> Iterator[str]:
+    """The text of a file in pieces, which the outline has read."""
+    line_ends = io.IncrementalNewlineDecoder(None, translate=True)
+    for text in read_text(file, encoding):
+        if outline:
+            outline.add(line_ends.decode(text).replace("\0", ""))
+        yield text
 
 
 def _html(file: Path, encoding: str) -> Iterator[Document]:
     from farspan.corpus._html import read_html
 
-    title, text = read_html(read_whole(file, encoding))
-    yield Document(title=title or file.stem, text=text, origin=str(file))
+    page = read_html(read_whole(file, encoding))
+    yield Document(
+        title=page.title or file.stem, text=page.text, origin=str(file), headings=page.headings
+    )
 
 
 def _pdf(file: Path) -> Iterator[Document | None]:
@@ -290,6 +294,8 @@ def _pdf(file: Path) -> Iterator[Document | None]:
     yield Document(title=pdf_title(title, text, file.stem), text=text, origin=str(file), page=1)
 
 
+#: What finds the headings of a text file. Others have none that can be told from their text.
+_OUTLINES: dict[str, Callable[[], Outline]] = {".md": MarkdownOutline, ".rst": UnderlinedOutline}
 #: Readers of text, given a file and its encoding; they also give the rows that they leave out.
 _TEXT_READERS: dict[str, Callable[[Path, str], Iterator[Document | Skipped]]] = {
     ".txt": _plain,
