@@ -1,12 +1,12 @@
-"""What verifying the blocks of token files costs a step: the same run with checksums and without.
+"""What verifying the blocks of token files costs a step.
 
-    python benchmarks/verifying.py [--pairs 5] [--steps 25]
+    python benchmarks/verifying.py [--pairs 9] [--steps 25]
 
-A model of 3 M parameters on this machine, one worker, in the first epoch, where nearly every block
-is new: of a larger model the share is less. Runs alternate, each in fresh processes. `ratios` are
-the mean steps of the pairs, with checksums over without. On a busy machine they are noise, so
-`share` says it directly: the CPU seconds that reading the same windows takes more with checksums,
-over the least mean step without.
+A model of 3 M parameters on one thread, in the first epoch, where nearly every block is new: of a
+larger model the share is less. In turns the windows of the first steps are read with checksums and
+without, each for the first time. The difference in CPU seconds is set against those of a step's
+forward and backward passes, which other programs on the machine hardly change. The result goes to
+results/verifying.json.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
 from farspan.app import training
 from farspan.app.plans import best_plan
 from farspan.app.resolving import resolve
-from farspan.app.supervisor import Supervisor
 from farspan.app.updates import silent
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load, save
@@ -31,51 +31,43 @@ from farspan.domain.config import BatchConfig, ModelConfig, ParallelConfig, RunC
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
-from farspan.domain.results import Event, Step
 from farspan.domain.run import RunFolder, RunRecord, commit
+from farspan.runtime.model.decoder import Decoder, drawn
 from farspan.runtime.training.data import Order, Windows
-from farspan_lab.chaos import twin
 
 RESULTS = Path(__file__).parent / "results" / "verifying.json"
-#: Steps that warm up, and times that reading is measured, of which the least counts.
-WARMUP, REPEATS = 5, 5
+#: Steps of the model whose CPU seconds are taken; the least counts.
+MODEL_STEPS = 5
 
 
 class Verifying(msgspec.Struct, frozen=True, kw_only=True):
     commit: str | None
     parameters: int
-    steps: int
     tokens_per_step: int
+    steps: int
     threads: int
-    #: Of each pair, in seconds: the mean step without checksums, and with them.
+    #: CPU seconds of reading all steps' windows, of each pair without checksums and with them.
     plain_s: tuple[float, ...]
     verified_s: tuple[float, ...]
-    #: CPU seconds of verifying in a step, and their share of the least mean step.
-    verifying_s: float
-    share: float
+    #: CPU seconds of each step of the model.
+    model_steps_s: tuple[float, ...]
 
     @property
-    def ratios(self) -> list[float]:
-        return [a / b for a, b in zip(self.verified_s, self.plain_s, strict=True)]
+    def verifying_s(self) -> list[float]:
+        """Of each pair, the CPU seconds of verifying in a step."""
+        pairs = zip(self.verified_s, self.plain_s, strict=True)
+        return [(verified - plain) / self.steps for verified, plain in pairs]
 
 
-def mean_step(run: RunFolder) -> float:
-    """Seconds of a step in the mean."""
-    events = list[Event]()
-    Supervisor(run, silent, events.append).train()
-    steps = [event for event in events if isinstance(event, Step)]
-    return (steps[-1].at - steps[WARMUP - 1].at) / (len(steps) - WARMUP)
-
-
-def reading_s(run: RunFolder, manifest: CorpusManifest) -> float:
-    """CPU seconds of reading the windows of all steps, each for the first time."""
+def reading_s(run: RunFolder, manifest: CorpusManifest, steps: int) -> float:
+    """CPU seconds of reading the windows of the first steps."""
     train = run.load_plan().train
     folder = load(run.record, RunRecord).corpus_folder
     windows = Windows(TokenFile.open(folder, "train", manifest).tokens, train.seq_len)
     order = Order(windows.count, train.seed)
     chosen = [
         order.window(np.arange(step * train.batch, (step + 1) * train.batch))
-        for step in range(train.steps)
+        for step in range(steps)
     ]
     began = time.thread_time()
     for window in chosen:
@@ -83,63 +75,60 @@ def reading_s(run: RunFolder, manifest: CorpusManifest) -> float:
     return time.thread_time() - began
 
 
+def model_step_s(plan: Plan) -> float:
+    """CPU seconds of the forward and backward passes of a step on this thread."""
+    model = Decoder(plan.model)
+    model.load_state_dict(dict(drawn(plan.model, plan.train.seed)))
+    tokens = torch.randint(0, plan.model.vocab_size, (plan.train.batch, plan.train.seq_len))
+    began = time.process_time()
+    logits = model(tokens).flatten(0, 1).float()
+    torch.nn.functional.cross_entropy(logits, tokens.flatten()).backward()
+    return time.process_time() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=25)
     given = parser.parse_args()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        first = RunFolder(Path(folder, "first"))
+        run = RunFolder(Path(folder, "run"))
         config = RunConfig(
             data="pydocs",
             size="tiny",
             model=ModelConfig(context=256),
-            train=TrainConfig(
-                steps=given.steps,
-                batch=BatchConfig(global_=8),
-                precision="fp32",
-                validate_every=given.steps,
-            ),
+            train=TrainConfig(steps=given.steps, batch=BatchConfig(global_=8), precision="fp32"),
             parallel=ParallelConfig(technique="data", workers=1),
         )
         training.make(
-            first.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
+            run.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
         )
-        manifest = load(first.corpus, CorpusManifest)
-        plain_s, verified_s = list[float](), list[float]()
-        for pair in range(given.pairs):
-            bare = twin(first, Path(folder, f"plain-{pair}"))
-            save(manifest.without_checksums(), bare.corpus)
-            plain_s.append(mean_step(bare))
-            verified_s.append(mean_step(twin(first, Path(folder, f"verified-{pair}"))))
-            print(
-                f"pair {pair + 1}: {plain_s[-1]:.4f} s a step, {verified_s[-1]:.4f} s with "
-                "checksums",
-                flush=True,
+        manifest, plan = load(run.corpus, CorpusManifest), run.load_plan()
+        pairs = [
+            tuple(
+                reading_s(run, one, given.steps) for one in (manifest.without_checksums(), manifest)
             )
-        least = [
-            min(reading_s(first, one) for _ in range(REPEATS))
-            for one in (manifest, manifest.without_checksums())
+            for _ in range(given.pairs)
         ]
-        plan = load(first.plan, Plan)
-        verifying_s = (least[0] - least[1]) / given.steps
         done = Verifying(
             commit=commit(),
             parameters=parameters(plan.model),
-            steps=given.steps,
             tokens_per_step=plan.train.tokens_per_step,
-            threads=plan.devices[0].threads,
-            plain_s=tuple(plain_s),
-            verified_s=tuple(verified_s),
-            verifying_s=verifying_s,
-            share=verifying_s / min(plain_s),
+            steps=given.steps,
+            threads=1,
+            plain_s=tuple(plain for plain, _ in pairs),
+            verified_s=tuple(verified for _, verified in pairs),
+            model_steps_s=tuple(model_step_s(plan) for _ in range(MODEL_STEPS)),
         )
     save(done, RESULTS)
+    cost_s, step_s = done.verifying_s, min(done.model_steps_s)
     print(
-        f"median {statistics.median(done.ratios):.4f}; {verifying_s * 1e6:.0f} us a step, "
-        f"{done.share:.3%} of it; {done.threads} threads, commit {done.commit}"
+        f"{statistics.median(cost_s) * 1e6:.0f} us of {step_s:.3f} s a step "
+        f"({min(cost_s) * 1e6:.0f} to {max(cost_s) * 1e6:.0f}), "
+        f"{statistics.median(cost_s) / step_s:.4%}; commit {done.commit}"
     )
 
 

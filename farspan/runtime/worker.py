@@ -495,7 +495,8 @@ def leave_word(problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None 
 
 
 def leave_group(run: RunFolder, rank: int) -> None:
-    """Tell the launcher the control group that counts this worker if the kernel kills it."""
+    """Make the folder of logs, and tell the launcher there which control group counts this worker
+    if the kernel kills it."""
     with suppress(OSError):  # The disk may be full.
         # A host with a disk of its own may not have the folder yet.
         run.logs.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Site
 from farspan.domain.codec import load, save
-from farspan.domain.corpus import TOKEN_FILES
+from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunRecord
@@ -109,6 +109,34 @@ def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, fa
     ) as workers:
         events = list(workers)
     assert isinstance(events[-1], Finished) and events[-1].reason == "done"
+
+
+def test_a_copy_of_the_corpus_that_lacks_bytes_is_sent_again_and_only_from_a_whole_one(
+    far, far_run, tmp_path
+):
+    plan = far_run.load_plan()
+    away = RemoteRun(far, plan, far_run, run_folder(far, plan, far_run))
+    away.send()
+    copy = on_disk(load(on_disk(away._there.record, tmp_path), RunRecord).corpus, tmp_path)
+    source = tmp_path / "corpus"
+    whole = (source / "train.bin").read_bytes()
+    for damage in (lambda file: file.write_bytes(whole[:10]), Path.unlink):
+        damage(copy / "train.bin")
+        away.send()
+        assert (copy / "train.bin").read_bytes() == whole
+    (copy / "train.bin").unlink()
+    manifest = load(source / "corpus.json", CorpusManifest)
+    save(tiny.with_checksums(manifest, source), source / "corpus.json")
+    (source / "train.bin").write_bytes(bytes(4000) + whole[4000:])
+    with pytest.raises(Refusal) as refusal:
+        away.send()
+    problem = refusal.value.problem
+    assert (problem.code, problem.where) == ("corpus-damaged", str(source / "train.bin"))
+    assert problem.remedy == f"farspan prepare {far_run.config}"
+    shutil.rmtree(source)
+    with pytest.raises(Refusal, match=r"error\[path-missing\]"):
+        away.send()
+    assert not (copy / "train.bin").exists()
 
 
 def test_first_weights_that_are_gone_are_named(far, far_run, tmp_path):

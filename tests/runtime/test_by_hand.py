@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from msgspec.structs import replace
 
+from farspan.domain.codec import save
 from farspan.domain.plan import Mesh, Plan
 from farspan.domain.problems import EXIT_CODES
 from farspan.domain.results import Event, Finished, Saved, Step, read_events
@@ -184,6 +185,22 @@ worker.fingerprint = fingerprint
         assert workers[0].wait(LIMIT_S) == EXIT_CODES["plan-mismatch"]
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
     assert problem["what"] == "the workers have unlike tokens" and problem["where"] == "rank 1"
+
+
+def test_damaged_tokens_are_named_by_whichever_worker_reads_them_first(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
+    corpus = tmp_path / "corpus"
+    save(tiny.corpus(corpus, verified=True), run.corpus)
+    content = (corpus / "train.bin").read_bytes()
+    (corpus / "train.bin").write_bytes(content[:2000] + bytes(4000))
+    with by_hand(run, 2) as workers:
+        codes = [worker.wait(LIMIT_S) for worker in workers]
+    assert EXIT_CODES["corpus-damaged"] in codes
+    rank = codes.index(EXIT_CODES["corpus-damaged"])
+    problem = json.loads((run.logs / f"rank-{rank}.problem.json").read_text())
+    assert problem["where"] == str(corpus / "train.bin")
+    assert "the block at byte 0 " in problem["fact"]
+    assert problem["remedy"] == f"farspan prepare {run.config}"
 
 
 def divided(plan: Plan) -> Plan:
