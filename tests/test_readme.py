@@ -41,7 +41,7 @@ def write_papers(folder: Path) -> None:
         ]
         title, suffix = " ".join(topic[:4]), ("md", "txt")[number % 2]
         (folder / f"paper-{number:02}.{suffix}").write_text(
-            f"# {title}\n\n" + "\n".join(lines) + "\n"
+            f"# The sample of {title}\n\n" + "\n".join(lines) + "\n"
         )
 
 
