@@ -32,7 +32,6 @@ from farspan.semantics.identity import training_key
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.examples import slow_after
-from tests.launch.test_killed import processes
 from tests.launch.test_launchers import TRAIN
 from tests.runtime import stored_tensors
 from tests.runtime.test_worker import _tensors
@@ -311,8 +310,7 @@ def test_spares_that_stand_still_end_with_the_run(tmp_path):
     run = made(tmp_path / "run", TWO)
     with Lease(run) as lease, closing(Spares()) as spares:
         spares.fill(TWO, tiny.this_machine(TWO).hosts, run.logs, lease.keep_open)
-        found = processes("farspan.runtime.spare")
-        pids = [pid for pid, parent in found.items() if parent == os.getpid()]
+        pids = [spare.pid for waiting in spares._waiting.values() for spare in waiting]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -348,7 +348,7 @@ def test_checkpoints_come_while_the_run_trains_and_are_whole(
 
 def test_a_start_from_an_earlier_checkpoint_has_no_later_one() -> None:
     started = train_events(make_plan(4), first=0, last=4, at=START, reason="done")[0]
-    so_far = SoFar(10)
+    so_far = SoFar(make_plan(10).train)
     for step in (2, 4, 6):
         so_far.take(Saved(at=1.0, step=step, path="run", size_bytes=1, seconds=1.0))
     for step, newest in ((6, 6), (5, 4), (1, None)):

@@ -3,12 +3,10 @@ leads to; also on hosts with a disk of their own."""
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +87,18 @@ def embed_block(run: RunFolder) -> None:
 
 
 def take_place(run: RunFolder) -> None:
-    spare.main()
+    """Let this process be a spare that is given a place."""
+    task = SpareTask(plan="", run="", environment={}, log=str(run.logs / "rank-1.log"))
+    reading, writing = os.pipe()
+    os.write(writing, msgspec.json.encode(task) + b"\n")
+    before = os.dup(0)
+    os.dup2(reading, 0)
+    try:
+        spare.main()
+    finally:
+        os.dup2(before, 0)
+        for descriptor in (before, reading, writing):
+            os.close(descriptor)
 
 
 WRITERS: dict[str, Callable[[RunFolder], object]] = {
@@ -110,12 +119,9 @@ WRITERS: dict[str, Callable[[RunFolder], object]] = {
 def test_a_link_in_the_place_of_a_file_of_a_run_is_not_written_through(
     run: RunFolder,
     diary: Path,
-    monkeypatch: pytest.MonkeyPatch,
     name: str,
     target: str,
 ) -> None:
-    task = SpareTask(plan="", run="", environment={}, log=str(run.logs / "rank-1.log"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO(msgspec.json.encode(task).decode() + "\n"))
     link = run.path / name
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(diary.parent / target)
