@@ -110,9 +110,9 @@ class MarkdownOutline(Outline):
             return
         self._front = None
         for line in inner:
-            if (named := _FRONT_TITLE.match(line)) and (title := _unquoted(named[1])):
-                self.title = title
-                return
+            named = _FRONT_TITLE.match(line)
+            if named and not self.title:
+                self.title = _unquoted(named[1])
 
     def _decide(self) -> None:
         lines, self._front = self._front or (), None
@@ -169,11 +169,13 @@ class MarkdownOutline(Outline):
             if not text:
                 self._is_item_empty = True
                 return
-        if text[0] == "#" and (found := _atx(text)) is not None:
+        heading = _atx(text) if text[0] == "#" else None
+        length = _fence_length(text) if text[0] in "`~" else 0
+        if heading is not None:
             self._end_paragraph()
-            if found.title:
-                self._add_heading(start, found.level, found.title)
-        elif text[0] in "`~" and (length := _fence_length(text)):
+            if heading.title:
+                self._add_heading(start, heading.level, heading.title)
+        elif length:
             self._end_paragraph()
             self._fence = _Fence(text[0], length, self._item_column)
         elif text[0] == "<" and self._begins_html(text):
