@@ -12,6 +12,7 @@ from typing import Any
 
 from farspan.app.plans import Planned
 from farspan.app.updates import Ended, Faulted, Note, Progress, Training, Tried, silent
+from farspan.domain.escapes import escape_controls
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Warned
 from farspan.domain.units import format_seconds
@@ -117,7 +118,7 @@ class NotebookBar:
         """Show the bar as it is now."""
         self._drawn_at = self._clock()
         if not self._html:
-            print(f"\r{self.line:{LINE_CHARS}.{LINE_CHARS}}", end="", file=sys.stderr, flush=True)
+            print(escape_controls(self._padded), end="\r", file=sys.stderr, flush=True)
             return
         display = importlib.import_module("IPython.display")
         shown = {"text/html": self.html, "text/plain": "\n".join([self.line, *self._warnings])}
@@ -131,9 +132,10 @@ class NotebookBar:
         """Leave the last line as it stands; a call that showed none leaves none."""
         if self._drawn_at == float("-inf"):
             return
-        self.draw()
-        if not self._html:
-            print(file=sys.stderr)
+        if self._html:
+            self.draw()
+        else:
+            print(escape_controls(self._padded), file=sys.stderr)
 
     @property
     def line(self) -> str:
@@ -142,6 +144,11 @@ class NotebookBar:
             return self._text
         filled = round(BAR_CHARS * self._share)
         return f"[{'#' * filled}{'.' * (BAR_CHARS - filled)}] {self._share:4.0%} {self._text}"
+
+    @property
+    def _padded(self) -> str:
+        """The line as wide as any: it covers the one before it."""
+        return self.line[:LINE_CHARS].ljust(LINE_CHARS)
 
     @property
     def html(self) -> str:

@@ -296,7 +296,7 @@ SOURCES = [
     ({"a.txt": b"PK\0\xff"}, "source-unreadable", ["1 .txt: binary data, not text (a.txt)"]),
     ({"a.jsonl": b'{"text": \n'}, "source-unreadable", ["a.jsonl:1: Expecting value"]),
     ({"a.jsonl": b'{"txt": "a"}\n'}, "source-unreadable", ["its columns are txt"]),
-    ({"a.txt": b"one document alone"}, "no-documents", ["validation"]),
+    ({"a.txt": b"a"}, "no-documents", ["validation"]),
 ]
 
 
@@ -491,7 +491,8 @@ def test_a_truncated_plan_is_named(run: Path, farspan: Farspan, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("command", "name"), [("embed", "plan.json"), ("embed", "run.json"), ("report", "corpus.json")]
+    ("command", "name"),
+    [("embed", "plan.json"), ("embed", "corpus.json"), ("report", "corpus.json")],
 )
 @pytest.mark.parametrize(
     "content", [b"[" * 100_000, b'{"inputs":' * 100_000, b'{"corpus": "a\\u0000b"}']

@@ -77,7 +77,7 @@ def packed_line_that_is_no_json(folder: Path, name: str) -> tuple[str, ...]:
 
 
 def text_that_is_not_utf8(folder: Path, name: str) -> tuple[str, ...]:
-    return document(folder, f"{name}.txt", b"caf\xe9\n" * 40)
+    return document(folder, f"{name}.txt", bytes(range(128, 256)) * 9)
 
 
 def file_that_is_not_what_it_says(folder: Path, name: str) -> tuple[str, ...]:
