@@ -415,7 +415,7 @@ def _fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
     columns = Counter(
         name
         for document in documents
-        for where in (document, *document.places)
+        for where in document.everywhere
         for name in where.metadata
         if FIELD.fullmatch(name)
     )

@@ -258,7 +258,7 @@ class Index:
         def has_values(document: IndexedDocument | Place) -> bool:
             return all(field(document, name) == value for name, value in where.items())
 
-        equal = [any(map(has_values, (document, *document.places))) for document in self.documents]
+        equal = [any(map(has_values, document.everywhere)) for document in self.documents]
         return np.array(equal, bool)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from farspan.corpus.copies import Copies
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, Place
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise
@@ -48,7 +48,8 @@ def read_judged(
     named: dict[str, list[int]] = {}
     for row, document in enumerate(documents):
         places = copies.places.get(row, ()) if copies else ()
-        for name in {name for one in (document, *places) for name in (one.title, one.origin)}:
+        everywhere: tuple[Document | Place, ...] = (document, *places)
+        for name in {name for one in everywhere for name in (one.title, one.origin)}:
             named.setdefault(name, []).append(row)
     relevant: dict[str, set[int]] = {}
     for number, line in _lines(qrels):

@@ -60,6 +60,11 @@ class IndexedDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     #: Where exact copies of it stand.
     places: tuple[Place, ...] = ()
 
+    @property
+    def everywhere(self) -> tuple[IndexedDocument | Place, ...]:
+        """The document and its exact copies, each with its title, origin and metadata."""
+        return (self, *self.places)
+
 
 def indexed_document(document: Document, places: tuple[Place, ...] = ()) -> IndexedDocument:
     return IndexedDocument(
