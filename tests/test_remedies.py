@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("farspan", "farspan_lab", "farspan_studies")
+PACKAGES = ("farspan", "farspan_exports", "farspan_lab", "farspan_studies")
 #: Functions whose answer a shell takes for words alone, whatever they are given.
 QUOTERS = {"shell_word", "shell_line", "yaml_word", "key_word", "command", "any_of", "any_key"}
 #: Functions whose answer is a number, or one with a unit.

@@ -52,9 +52,7 @@ def asked_of(given: argparse.Namespace) -> PlanQuery:
 def answered(given: argparse.Namespace, query: PlanQuery, console: Console) -> bool:
     """Answers a question of this page that needs no ranking; whether there was one."""
     if given.export:
-        from farspan.planning.export import system
-
-        system(given.export)
+        pricing.exporter(given.export)
     if given.plan and not given.export:
         raise Refusal(
             "usage",

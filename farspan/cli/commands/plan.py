@@ -196,7 +196,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if given.model is not None:
         pricing.demand_a_fit(query, ranking)
     if given.export:
-        plan = pricing.exportable(ranking, given.export)
+        plan = pricing.exporter(given.export).exportable(ranking)
         answer["export"] = {} if plan is None else offers.write_export(plan, given, console)
     if resolved is not None:
         values = resolved.values.items()
