@@ -61,8 +61,6 @@ OWN_WORDS: dict[str, set[str]] = {
     "farspan/domain/gpus.py": {"tag", "cpu", "newer"},
     "farspan/domain/suggest.py": {"lead"},
     "farspan/planning/outcome.py": {"limit.typed"},
-    "farspan/planning/plan_stages.py": {"example", "even"},
-    "farspan/planning/planfile.py": {"precision", "common_precisions(cluster.only(places))[0]"},
     "farspan/planning/quantities.py": {"example", "value"},
     "farspan/retrieval/judged.py": {"wanted"},
 }

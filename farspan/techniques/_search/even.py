@@ -6,22 +6,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from farspan.domain.graph import OpGraph
 from farspan.domain.plan import GradSync, Mesh, Replica, Stage
 from farspan.techniques._search.one_stage import BUCKET_BYTES
 from farspan.techniques._task import Task
 
 
+def megatron_splits(graph: OpGraph) -> dict[str, str]:
+    """Return the dim of each operator that Megatron-LM splits (arXiv 1909.08053): heads, d_ff and
+    the vocabulary."""
+    operators = (*graph.embedding, *graph.block, *graph.head)
+    return {op.name: op.divisible for op in operators if op.divisible}
+
+
 def even_splits(task: Task, counts: Sequence[int]) -> Iterator[Replica]:
-    """Every even split in every number of microbatches of `counts`, ZeRO 0 and 1. Operators are
-    split as Megatron-LM splits them (arXiv 1909.08053): heads, d_ff and the vocabulary."""
+    """Every even split in every number of microbatches of `counts`, ZeRO 0 and 1."""
     n, graph, hosts = len(task.ranks), task.graph, task.costs.network.hosts
     in_host = min(hosts.count(host) for host in hosts)
-    megatron = {
-        op.name: op.divisible
-        for unit in (graph.embedding, graph.block, graph.head)
-        for op in unit
-        if op.divisible
-    }
+    megatron = megatron_splits(graph)
     for tensor, depth in itertools.product(range(1, in_host + 1), range(1, n + 1)):
         if n % (tensor * depth) or graph.layers % depth or in_host % tensor:
             continue
