@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
@@ -34,6 +34,7 @@ from farspan.report.tables import table_lines
 if TYPE_CHECKING:
     from farspan.report.plan_page import Told
     from farspan.report.plan_picture import Picture
+    from farspan.report.plan_terminal import Line
 
 #: So many candidates are shown, and each technique's best, unless all are asked for.
 SHOWN = 8
@@ -242,12 +243,16 @@ def say_picture(shown: Picture, candidate: Candidate, console: Console) -> None:
     """A candidate's plan on the cluster, a step in time, and memory."""
     from farspan.report.plan_terminal import show
 
-    colours = painter(json=console.json)
     console.say(f"\n{called(candidate)}:")
-    for line in show(shown, width()):
-        console.say(
-            "".join(paint(text, tint, colours) for text, tint in line).rstrip(), painted=True
-        )
+    say_drawing(show(shown, width()), console)
+
+
+def say_drawing(lines: Iterable[Line], console: Console) -> None:
+    """Print lines of a picture in their tints."""
+    colours = painter(json=console.json)
+    for line in lines:
+        text = "".join(paint(piece, tint, colours) for piece, tint in line)
+        console.say(text.rstrip(), painted=True)
 
 
 def say_why(reasons: Why, console: Console) -> None:

@@ -105,13 +105,13 @@ def test_people_read_the_step_its_parts_memory_and_what_is_assumed(
     text = done.stdout
     assert max(map(len, text.splitlines())) <= columns
     for words in (
-        "gpt2, 24 layers x 1024",
-        "stage 1 on vm1:0-1: embedding, blocks 1-14",
-        "stage 2 on vm2:0-1: blocks",
-        "4 microbatches a step",
-        "A step takes ",
-        " compute",
-        "tokens a second",
+        "gpt2 of 355 M parameters",
+        "stage 1: embedding, blocks 1-14",
+        "stage 2: blocks 15-24",
+        "4, in flight 2/1",
+        "exposed communication",
+        "tokens/s",
+        "Memory at its peak",
         "It fits",
         "What it sends",
         "activations between stages",
