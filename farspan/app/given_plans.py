@@ -23,11 +23,10 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
-from farspan.domain.words import joined
 from farspan.estimate.compute import product_dtype
 from farspan.estimate.network import NoLink
 from farspan.estimate.price import estimate
-from farspan.planning.model_speed import common_precisions
+from farspan.planning.question import precision_of
 from farspan.planning.short_plan import read_short_plan
 
 #: A file, a table in short form or a whole one, or a plan.
@@ -103,7 +102,9 @@ def price_given(
         else:
             plan = read_short_plan(document, where, there, text)
         check_devices(plan, there, where, "give --cluster the one that the plan is for")
-        _check_precision(plan, there, where)
+        places = [(host.name, i) for host in there.hosts for i in range(len(host.devices))]
+        used = there.only([places.index((at.host, at.index)) for at in plan.devices])
+        precision_of(plan.train.precision, used, "train.precision", where)
         if engine is None:
             return plan
         return msgspec.structs.replace(plan, engine=find_engine(engine).name)
@@ -151,22 +152,6 @@ def _devices(plan: Plan, cluster: Cluster) -> list[Device]:
     """Return the cluster's device of each rank."""
     hosts = {host.name: host for host in cluster.hosts}
     return [hosts[at.host].devices[at.index] for at in plan.devices]
-
-
-def _check_precision(plan: Plan, cluster: Cluster, where: str) -> None:
-    """Refuse a precision that a device of the plan does not compute in hardware."""
-    precision = plan.train.precision
-    places = [(host.name, i) for host in cluster.hosts for i in range(len(host.devices))]
-    used = cluster.only([places.index((at.host, at.index)) for at in plan.devices])
-    if lacking := used.lacking(precision):
-        common = common_precisions(used)
-        raise Refusal(
-            "out-of-range",
-            what=f"{joined(lacking)} cannot compute {precision} in hardware",
-            where=f"{where}, train.precision",
-            fact=f"the plan's devices have {', '.join(common)} in common",
-            remedy=f"set train.precision: {shell_word(common[0])}",
-        )
 
 
 def _check_rates(plan: Plan, cluster: Cluster) -> None:

@@ -19,17 +19,14 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert
 from farspan.domain.config import Positive, Quantity
 from farspan.domain.engine import Engine, engine
-from farspan.domain.escapes import shell_word
+from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Zero
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise
-from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted
-from farspan.planning.model_speed import common_precisions
-from farspan.planning.quantities import asked_rows
-from farspan.planning.question import model_of
+from farspan.planning.question import Question, model_of, train_of
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task
 from farspan.techniques._search.even import megatron_splits
@@ -97,7 +94,8 @@ class _Reader:
         model = short.model
         if isinstance(model, str):
             model = model_of(model, "model", self.where)
-        train = self._train(model, self.cluster.only(used))
+        asked = Question(model="", tokens="1", **msgspec.structs.asdict(short.train))
+        train = train_of(asked, model, self.cluster.only(used), self.where)
         graph = models.graph(model)
         task = Task(model, graph, self.cluster, train, self._engine(), only=tuple(used))
         # Each stage's blocks and mesh decide how a step's sequences are divided.
@@ -149,66 +147,41 @@ class _Reader:
     def _places(self) -> list[list[int]]:
         """Return each stage's devices as places in the cluster; none may be named twice."""
         hosts = self.cluster.machines
-        names = [f"{host.name}:{i}" for host in hosts for i in range(len(host.devices))]
+        devices = [(host.name, i) for host in hosts for i in range(len(host.devices))]
         places = []
-        users: dict[str, int] = {}
+        users: dict[int, str] = {}
         for s, stage in enumerate(self.short.stages):
-            own: list[str] = []
+            key = f"stages[{s}].on"
+            own: list[int] = []
             for item in (stage.on,) if isinstance(stage.on, str) else stage.on:
-                own += self._devices(f"stages[{s}].on", item)
-            for name in own:
-                if name in users:
-                    raise self._refusal(
-                        "plan-mismatch",
-                        f"stages[{s}].on",
-                        f"the device {name} is used twice",
-                        f"stages[{users[name]}] has it already",
-                        f"take {shell_word(name)} out of stages[{s:d}].on",
-                    )
-                users[name] = s
-            places.append(list(map(names.index, own)))
+                own += self._item_places(key, item, devices)
+            for place in own:
+                if place in users:
+                    host, index = devices[place]
+                    what = f"the device {host}:{index} is used twice"
+                    fact = f"{users[place]} has it already"
+                    remedy = f"take {shell_word(host)}:{index:d} out of {key_word(key)}"
+                    raise self._refusal("plan-mismatch", key, what, fact, remedy)
+                users[place] = key
+            places.append(own)
         return places
 
-    def _devices(self, key: str, item: str) -> list[str]:
-        """Return the names of `host`, `host:2` or `host:0-3`; `localhost` is this machine."""
-        counts = {host.name: len(host.devices) for host in self.cluster.machines}
-        match = re.fullmatch(r"\s*(.*?)(?::(\d+)(?:-(\d+))?)?\s*", item, re.DOTALL)
+    def _item_places(self, key: str, item: str, devices: list[tuple[str, int]]) -> list[int]:
+        """Return the places of `host`, `host:2` or `host:0-3`; `localhost` is this machine."""
+        match = re.fullmatch(r"(.*?)(?::(\d+)(?:-(\d+))?)?", item, re.DOTALL)
         assert match is not None
         host, first, last = match.groups()
-        if host == "localhost" and host not in counts:
+        if host == "localhost":
             host = platform.node()
-        count = counts.get(host, 0)
-        places = range(int(first or 0), int(last or first or count - 1) + 1)
-        if not places or places[-1] >= count:
-            known = [f"{name}:0-{most - 1}" for name, most in counts.items()]
-            raise self._refusal(
-                "out-of-range",
-                key,
-                f"there are no devices {item!r}",
-                f"known: {', '.join(known)}",
-                advise(host, counts, synonyms=()),
-            )
-        return [f"{host}:{place}" for place in places]
-
-    def _train(self, model: ModelSpec, used: Cluster) -> TrainSpec:
-        asked = self.short.train
-        seq_len = asked.seq_len or model.context
-        if seq_len > model.context:
-            raise self._refusal(
-                "out-of-range",
-                "train.seq_len",
-                f"the model cannot read {seq_len} tokens at once",
-                f"it has {model.context} positions",
-                f"set train.seq_len: {model.context:d}",
-            )
-        precision = asked.precision
-        return TrainSpec(
-            steps=1,
-            batch=asked_rows(asked.batch, seq_len, "train.batch", self.where),
-            seq_len=seq_len,
-            precision=common_precisions(used)[0] if precision == "auto" else precision,
-            attention=asked.attention,
-        )
+        counts = {name: index + 1 for name, index in devices}
+        end = int(last or first or counts.get(host, 0) - 1)
+        wanted = [(host, index) for index in range(int(first or 0), end + 1)]
+        if not wanted or wanted[-1] not in devices:
+            known = ", ".join(f"{name}:0-{count - 1}" for name, count in counts.items())
+            remedy = advise(host, counts, synonyms=())
+            what = f"there are no devices {item!r}"
+            raise self._refusal("out-of-range", key, what, f"known: {known}", remedy)
+        return list(map(devices.index, wanted))
 
     def _check_batch(self, batch: int, groups: list[int]) -> None:
         """Refuse a batch that does not divide; one stage without microbatches takes any that gives
