@@ -105,16 +105,9 @@ def say(found: PricedPlan, console: Console, *, pictures: bool) -> None:
 
 
 def _verdict(found: PricedPlan) -> str:
-    needed = [part.total for part in found.memory]
-    short = [
-        (used - most, name)
-        for used, most, name in zip(needed, found.capacity, found.devices, strict=True)
-        if used > most
-    ]
-    if not short:
+    pairs = zip(found.memory, found.capacity, strict=True)
+    lacking = [part.total - most for part, most in pairs if part.total > most]
+    if not lacking:
         return "It fits: every device has room for what it holds."
-    lacking, name = max(short)
-    return (
-        f"It does not fit: {counted(len(short), 'device')} short of memory, {name} of "
-        f"{format_bytes(lacking)} most."
-    )
+    short = counted(len(lacking), "device")
+    return f"It does not fit: {short} short of memory, of {format_bytes(max(lacking))} at most."

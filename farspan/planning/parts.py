@@ -43,7 +43,7 @@ def _groups(cluster: Cluster) -> list[tuple[str, list[int]]]:
     by_site = defaultdict[str, list[int]](list)
     by_host = defaultdict[str, list[int]](list)
     by_kind = defaultdict[str, list[int]](list)
-    host_names = []
+    host_names: list[str] = []
     for site in cluster.sites:
         for host in site.hosts:
             for device in host.devices:

@@ -19,7 +19,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert
 from farspan.domain.config import Positive, Quantity
 from farspan.domain.engine import Engine, engine
-from farspan.domain.escapes import key_word, shell_word
+from farspan.domain.escapes import key_word
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Zero
@@ -146,42 +146,46 @@ class _Reader:
 
     def _places(self) -> list[list[int]]:
         """Return each stage's devices as places in the cluster; none may be named twice."""
-        hosts = self.cluster.machines
-        devices = [(host.name, i) for host in hosts for i in range(len(host.devices))]
+        next_place = itertools.count()
+        by_host = {
+            host.name: list(itertools.islice(next_place, len(host.devices)))
+            for host in self.cluster.machines
+        }
         places = []
         users: dict[int, str] = {}
         for s, stage in enumerate(self.short.stages):
             key = f"stages[{s}].on"
             own: list[int] = []
             for item in (stage.on,) if isinstance(stage.on, str) else stage.on:
-                own += self._item_places(key, item, devices)
-            for place in own:
-                if place in users:
-                    host, index = devices[place]
-                    what = f"the device {host}:{index} is used twice"
-                    fact = f"{users[place]} has it already"
-                    remedy = f"take {shell_word(host)}:{index:d} out of {key_word(key)}"
-                    raise self._refusal("plan-mismatch", key, what, fact, remedy)
-                users[place] = key
+                named = self._named(key, item, by_host)
+                for place in named:
+                    if place in users:
+                        what = f"a device of {item} is used twice"
+                        fact = f"{users[place]} has it already"
+                        remedy = f"take it out of {key_word(key)}"
+                        raise self._refusal("plan-mismatch", key, what, fact, remedy)
+                    users[place] = key
+                own += named
             places.append(own)
         return places
 
-    def _item_places(self, key: str, item: str, devices: list[tuple[str, int]]) -> list[int]:
+    def _named(self, key: str, item: str, by_host: dict[str, list[int]]) -> list[int]:
         """Return the places of `host`, `host:2` or `host:0-3`; `localhost` is this machine."""
         match = re.fullmatch(r"(.*?)(?::(\d+)(?:-(\d+))?)?", item, re.DOTALL)
         assert match is not None
         host, first, last = match.groups()
         if host == "localhost":
             host = platform.node()
-        counts = {name: index + 1 for name, index in devices}
-        end = int(last or first or counts.get(host, 0) - 1)
-        wanted = [(host, index) for index in range(int(first or 0), end + 1)]
-        if not wanted or wanted[-1] not in devices:
-            known = ", ".join(f"{name}:0-{count - 1}" for name, count in counts.items())
-            remedy = advise(host, counts, synonyms=())
+        places = by_host.get(host, [])
+        low = int(first or 0)
+        high = int(last or first or len(places) - 1)
+        named = places[low : high + 1]
+        if not named or len(named) <= high - low:
+            known = ", ".join(f"{name}:0-{len(own) - 1}" for name, own in by_host.items())
+            remedy = advise(host, by_host, synonyms=())
             what = f"there are no devices {item!r}"
             raise self._refusal("out-of-range", key, what, f"known: {known}", remedy)
-        return list(map(devices.index, wanted))
+        return named
 
     def _check_batch(self, batch: int, groups: list[int]) -> None:
         """Refuse a batch that does not divide; one stage without microbatches takes any that gives

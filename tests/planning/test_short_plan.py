@@ -207,8 +207,8 @@ REFUSED = [
     (stage(1, layers="12-30"), "plan-mismatch", "stages[1].layers", "0-24", "12-24"),
     (stage(0, layers="twelve"), "out-of-range", "", "stages[0].layers", "0-12"),
     # Devices.
-    (stage(1, on=["b:0-2", "a:3"]), "plan-mismatch", "stages[1].on", "a:3", "a:3"),
-    (stage(1, on=["b:0-1", "b:1-2"]), "plan-mismatch", "stages[1].on", "b:1", "b:1"),
+    (stage(1, on=["b:0-2", "a:3"]), "plan-mismatch", "stages[1].on", "a:3", "stages[1].on"),
+    (stage(1, on=["b:0-1", "b:1-2"]), "plan-mismatch", "stages[1].on", "b:1-2", "stages[1].on"),
     (stage(1, on=["b:2-5"]), "out-of-range", "stages[1].on", "b:0-4", "b"),
     (stage(1, on=["b:3-1"]), "out-of-range", "stages[1].on", "b:0-4", "b"),
     (stage(1, on=["b:9"]), "out-of-range", "stages[1].on", "b:0-4", "b"),
