@@ -90,21 +90,20 @@ def price_given(
     if cluster is None and config is not None:
         cluster = clusters.given_cluster(config, reach=False)
     document, where, text = _document(given)
-    is_whole = isinstance(document, dict) and "devices" in document
+    if isinstance(document, dict) and "devices" in document:
+        # By what it was made from nothing is priced.
+        inputs = {"cluster": "", "corpus": ""}
+        document = whole_plan({"inputs": inputs, **document}, Path(where))
 
     def plan_on(there: Cluster) -> Plan:
         if isinstance(document, Plan):
             plan = document
-        elif is_whole:
-            # By what it was made from nothing is priced.
-            inputs = {"cluster": "", "corpus": ""}
-            plan = whole_plan({"inputs": inputs, **document}, Path(where))
+            check_devices(plan, there, where, "give --cluster the one that the plan is for")
+            places = [(host.name, i) for host in there.hosts for i in range(len(host.devices))]
+            used = there.only([places.index((at.host, at.index)) for at in plan.devices])
+            precision_of(plan.train.precision, used, "train.precision", where)
         else:
             plan = read_short_plan(document, where, there, text)
-        check_devices(plan, there, where, "give --cluster the one that the plan is for")
-        places = [(host.name, i) for host in there.hosts for i in range(len(host.devices))]
-        used = there.only([places.index((at.host, at.index)) for at in plan.devices])
-        precision_of(plan.train.precision, used, "train.precision", where)
         if engine is None:
             return plan
         return msgspec.structs.replace(plan, engine=find_engine(engine).name)
@@ -119,7 +118,7 @@ def price_given(
         # This machine, its devices as fast as a trial of the plan's model shows.
         cluster = tried_here(config or RunConfig(data="pydocs"), asked, progress)
     plan = plan_on(cluster)
-    if not (is_whole or isinstance(document, Plan)):
+    if not isinstance(document, Plan):
         _check_rates(plan, cluster)
     try:
         priced = estimate(plan, models.graph(plan.model), cluster, find_engine(plan.engine))
@@ -132,8 +131,7 @@ def price_given(
             fact="the plan has both, and no link leads from one to the other",
             remedy=f"add to links: {{between: [{host_words}], rtt: 20ms, bandwidth: 1Gbit/s}}",
         ) from None
-    figures = {name: getattr(priced, name) for name in Estimate.__struct_fields__}
-    return PricedPlan(plan=plan, cluster=cluster, **figures)
+    return PricedPlan(plan=plan, cluster=cluster, **msgspec.structs.asdict(priced))
 
 
 def _document(given: Given) -> tuple[Any, str, str]:
