@@ -125,14 +125,14 @@ def say(found: PricedPlan, console: Console) -> None:
         console.say(line, painted=True)
     console.say(paragraph(_verdict(found)))
     parts = (
-        ("What it sends", _sent(found)),
-        ("Assumed", [f"{said}." for said in found.assumptions]),
+        ("What it sends", _sent(found, colours=colours)),
+        ("Assumed", [paragraph(f"- {assumption}", hang=2) for assumption in found.assumptions]),
     )
-    for heading, sentences in parts:
-        if sentences:
+    for heading, lines in parts:
+        if lines:
             console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
-        for sentence in sentences:
-            console.say(paragraph(f"- {sentence}", hang=2))
+        for line in lines:
+            console.say(line, painted=True)
 
 
 def _question(found: PricedPlan) -> str:
@@ -262,11 +262,12 @@ def _verdict(found: PricedPlan) -> str:
     )
 
 
-def _sent(found: PricedPlan) -> list[str]:
-    """A sentence for everything that devices send each other in a step, before anything hides
-    it."""
+def _sent(found: PricedPlan, *, colours: bool) -> list[str]:
+    """Return a table of all that devices send each other in a step, before anything hides it."""
     from farspan.estimate.traffic import traffic
-    from farspan.planning.why import costs_of, exchange_line
+    from farspan.planning.why import costs_of, exchange_row
 
     costs = costs_of(found.plan, found.cluster)
-    return [f"{exchange_line(exchange, costs)}." for exchange in traffic(found.plan, costs)]
+    rows = [exchange_row(exchange, costs) for exchange in traffic(found.plan, costs)]
+    heads = ("", "between", "a step", "rate", "latency", "takes")
+    return table_lines(heads, rows, right=range(2, 6), width=width(), wrap=(1,), colours=colours)
