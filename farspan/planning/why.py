@@ -154,7 +154,8 @@ def _row(ranking: Ranking, candidate: Candidate, plan: str) -> Reason:
         costs = costs_of(candidate.plan, cluster)
         slowest = traffic(candidate.plan, costs)[0]
         facts.append(" ".join(filter(None, exchange_row(slowest, costs))))
-    return Reason(plan, format_seconds(candidate.time_s), *shown, facts=", ".join(facts))
+    time = format_seconds(candidate.time_s)
+    return Reason(plan, time, shown[0], shown[1], shown[2], ", ".join(facts))
 
 
 def _facts(ranking: Ranking, candidate: Candidate) -> dict[str, bool]:

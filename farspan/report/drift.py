@@ -17,7 +17,6 @@ import msgspec
 
 from farspan.domain.plan import Replica
 from farspan.domain.results import IN_STEP, Estimate, Span
-from farspan.domain.units import short_time
 from farspan.domain.words import joined
 from farspan.estimate.between_stages import edges
 from farspan.estimate.schedule import Hop
@@ -27,6 +26,11 @@ from farspan.report.expected import Expected
 from farspan.report.history import RunHistory
 from farspan.report.traces import Traces
 
+LABELS = {
+    "device": "compute of",
+    "messages": "round trip between",
+    "gradients": "exposed gradient sync of",
+}
 #: Nothing is told of runs with fewer steps.
 LEAST_STEPS = 10
 #: Nor of what makes less than this share of a step.
@@ -54,18 +58,10 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     def factor(self) -> float:
         return self.measured_s / self.predicted_s
 
-    def __str__(self) -> str:
-        long = f"{self.factor:.2g}x as long as the plan assumed"
-        times = f"{short_time(self.measured_s)}, not {short_time(self.predicted_s)}"
-        if self.what == "device":
-            each = ("computes", "") if len(self.paces) == 1 else ("compute", " each")
-            return f"{self.who} {each[0]} {long}: {times} a step{each[1]}"
-        if self.what == "messages":
-            round_trip = (
-                f"{short_time(self.measured_s)} there and back, not {short_time(self.predicted_s)}"
-            )
-            return f"messages between {self.who} take {long}: {round_trip}"
-        return f"the sums of gradients among {self.who} hold a step up {long}: {times}"
+    @property
+    def label(self) -> str:
+        """Return what takes longer or less long than predicted: `compute of rank 2`."""
+        return f"{LABELS[self.what]} {self.who}"
 
 
 def drifts(

@@ -12,9 +12,9 @@ from farspan.domain.codec import content_hash, write_atomically
 from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
-from farspan.report import charts, compared_text, losses, plan_terminal, text
+from farspan.report import charts, compare_text, losses, plan_terminal, text
 from farspan.report.charts import TINTS, Chart, thin
-from farspan.report.compared import Comparison
+from farspan.report.compare import Comparison
 from farspan.report.endings import ending
 from farspan.report.figures import figures
 from farspan.report.history import RunHistory
@@ -51,7 +51,7 @@ def page(run: RunHistory, comparison: Comparison | None = None) -> str:
             name=run.folder.resolve().name,
             chart_style=chart_style(),
             loss_notes=losses.notes(run, measured) if measured else [],
-            comparison=text.comparison(run, measured),
+            compared=compare_text.tables(run, measured, comparison),
             references=text.references(run, measured),
             timeline=timeline(run),
             environments=_environments(run),
@@ -91,10 +91,7 @@ def environment(*more: Path) -> jinja2.Environment:
         "capitalised": lambda words: words[:1].upper() + words[1:],
     }
     shown = (
-        compared_text.sentences,
-        compared_text.part_rows,
-        compared_text.memory_rows,
-        compared_text.traced_line,
+        compare_text.traced_line,
         ending,
         charts.scales,
         charts.ticks,
