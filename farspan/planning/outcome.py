@@ -91,8 +91,8 @@ def nothing_runs(
     if limit is not None:
         size = format_count(limit.amount)
         fits = f"{size} parameters fit, with {limit.technique} on {limit.where}"
-        family = yaml_word(asked.model.family)
-        remedy = f"in run.yaml, model: {{family: {family}, params: {limit.typed}}}"
+        family_word = yaml_word(asked.model.family)
+        remedy = f"in run.yaml, model: {{family: {family_word}, params: {limit.typed}}}"
     fact = f"{problem.fact}; {fits}"
     return Refusal(problem.code, what=problem.what, where=problem.where, fact=fact, remedy=remedy)
 
