@@ -57,12 +57,6 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
         return self.candidates + self.refused
 
 
-def step_s(candidate: Candidate) -> float:
-    """Seconds of a step, and of the further ones that the same loss takes where a token counts for
-    less than one."""
-    return candidate.estimate.step_s / candidate.estimate.token_efficiency
-
-
 def by_money(ranking: Ranking) -> bool:
     """Whether the objective compares money."""
     return ranking.objective in ("cost", "loss_per_dollar")
