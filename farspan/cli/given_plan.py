@@ -77,7 +77,7 @@ def say(found: PricedPlan, console: Console, *, pictures: bool) -> None:
     assumes; with `pictures` also a step in time."""
     from farspan.estimate.traffic import traffic
     from farspan.planning.diff import PlanSide, configuration, figures
-    from farspan.planning.why import costs_of, exchange_line
+    from farspan.planning.why import costs_of, exchange_row
     from farspan.report.plan_picture import picture
     from farspan.report.plan_terminal import cluster, memory, show
 
@@ -95,13 +95,15 @@ def say(found: PricedPlan, console: Console, *, pictures: bool) -> None:
         console.say()
         say_drawing(view(drawn, width()), console)
     console.say(paragraph(_verdict(found)))
-    sent = [f"{exchange_line(exchange, costs)}." for exchange in traffic(plan, costs)]
-    parts = {"What it sends": sent, "Assumed": [f"{said}." for said in found.assumptions]}
-    for heading, sentences in parts.items():
-        if sentences:
+    sent = [exchange_row(exchange, costs) for exchange in traffic(plan, costs)]
+    heads = ("", "between", "a step", "rate", "latency", "takes")
+    table = table_lines(heads, sent, right=range(2, 6), width=width(), wrap=(1,), colours=colours)
+    assumed = [paragraph(f"- {assumption}", hang=2) for assumption in found.assumptions]
+    for heading, lines in (("What it sends", table if sent else []), ("Assumed", assumed)):
+        if lines:
             console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
-        for sentence in sentences:
-            console.say(paragraph(f"- {sentence}", hang=2))
+        for line in lines:
+            console.say(line, painted=True)
 
 
 def _verdict(found: PricedPlan) -> str:

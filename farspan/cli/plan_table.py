@@ -28,6 +28,7 @@ from farspan.planning.ranking import (
     step_shares,
     verdict,
 )
+from farspan.planning.why import HEADS as REASON_HEADS
 from farspan.planning.why import Why, choice, why
 from farspan.report.tables import table_lines
 
@@ -191,9 +192,9 @@ def told(ranking: Ranking, index: int | None) -> Told:
 
     reasons = why(ranking)
     parts = (
-        ("Why", reasons.against),
-        ("What is left out", reasons.left_out),
-        ("What is not known", reasons.unknown),
+        ("Why", tuple(map(str, reasons.against))),
+        ("What is left out", tuple(map(str, reasons.left_out))),
+        ("What is not known", tuple(map(str, reasons.unknown))),
     )
     candidate = None if index is None else ranking.candidates[index]
     instead = "" if index == ranking.chosen else "Another is chosen: "
@@ -256,18 +257,22 @@ def say_drawing(lines: Iterable[Line], console: Console) -> None:
 
 
 def say_why(reasons: Why, console: Console) -> None:
-    """Every sentence, under a heading each."""
+    """Print the reasons as a table under each heading, a name that is repeated once."""
     parts = (
-        ("Against the others", reasons.against),
+        ("Against the others: compute, exposed communication, waiting a step", reasons.against),
         ("What is left out", reasons.left_out),
         ("What is not known", reasons.unknown),
     )
-    for heading, sentences in parts:
-        if sentences:
-            title = paint(heading, "strong", painter(json=console.json))
-            console.say(f"\n{title}", painted=True)
-        for sentence in sentences:
-            console.say(paragraph(f"- {sentence}", hang=2))
+    colours = painter(json=console.json)
+    for heading, rows in parts:
+        if not rows:
+            continue
+        console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
+        figures = any(row.time for row in rows)
+        heads = REASON_HEADS if figures else ("", "")
+        cells = [row if figures else (row.plan, row.facts) for row in rows]
+        for line in table_lines(heads, cells, width=width(), gap=1, colours=colours):
+            console.say(line, painted=True)
 
 
 def say_difference(difference: PlanDifference, console: Console) -> None:
