@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -32,7 +31,6 @@ from farspan.retrieval.lexical import spread
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
-from farspan.retrieval.rerank import log_likelihoods
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
@@ -138,10 +136,6 @@ class Embedder:
         """Unit vectors (N, E) of queries: they are short and unlike passages, so they have a mean
         and a map apart."""
         return self.vectors(self.read(texts), "query")
-
-    def likelihoods(self, query: str, passages: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Of a query behind each passage (N), in nats a token."""
-        return log_likelihoods(self._model, self._tokenizer, query, passages)
 
     def bags(self, texts: Sequence[str]) -> list[list[int]]:
         """The distinct tokens of each text's words in small letters, names split."""

@@ -11,14 +11,13 @@ the old one. Nothing here imports PyTorch: words alone are searched without a mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from farspan.domain.codec import ContentHash, load
 from farspan.domain.corpus import Place
@@ -149,9 +148,6 @@ class QueryEmbedder(Protocol):
     """What makes vectors of queries: `farspan.retrieval.embed.Embedder`."""
 
     def queries(self, texts: list[str]) -> Vectors: ...
-
-    def likelihoods(self, query: str, passages: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Of a query behind each passage (N), in nats a token."""
 
 
 class Index:

@@ -10,18 +10,14 @@ import numpy.typing as npt
 
 from farspan.retrieval.lexical import parts
 
-System = Literal["bm25", "model", "fused", "reranked"]
+System = Literal["bm25", "model", "fused"]
 SYSTEM_NAMES: dict[System, str] = {
     "bm25": "keyword search (BM25)",
     "model": "vector search",
     "fused": "hybrid search (BM25 and vectors)",
-    "reranked": "hybrid search, reranked by the model",
 }
 #: Documents that vectors propose for a query; others get nothing from them.
 DEPTH = 100
-#: Documents that are reranked by how likely the query is (`rerank.py`), and what a nat a token
-#: counts there: of 0.02 to 0.4 what did least harm with a model of 3 M parameters (docs/log.md).
-RERANKED, NAT = 50, 0.1
 
 Scores = npt.NDArray[np.float32]
 

@@ -19,12 +19,9 @@ from farspan.domain.units import counted
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import NAME, content_words, words
-from farspan.retrieval.metrics import Ints
 from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.rank import (
     DEPTH,
-    NAT,
-    RERANKED,
     SYSTEM_NAMES,
     Scores,
     System,
@@ -140,13 +137,11 @@ def search(
         scores_N = _vector_scores(index, vector_E, within, mask_N)
     if not known and system is None:
         scores_N[scores_N <= chance_cosine(index, query, within)] = 0
-    if chosen in ("fused", "reranked"):
+    if chosen == "fused":
         scores_N = fuse(words_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
     # A document that is blank but for its title has no passage to show.
     found = np.flatnonzero((scores_N > 0) & index.passages.shown_N)
     found = found[np.argsort(-scores_N[found], kind="stable")]
-    if chosen == "reranked":
-        found = _reranked(index, query, found, scores_N, vector_E)
     best = found[offset : offset + k].tolist()
     results = (_result(index, query, number, scores_N, words_N, vector_E) for number in best)
     return Answer(
@@ -270,21 +265,6 @@ def _rows_by_copies(index: Index, mask_N: npt.NDArray[np.bool_]) -> list[int]:
     """Rows of the passages of the documents in `mask_N` that have copies elsewhere."""
     numbers = [number for number in np.flatnonzero(mask_N) if index.documents[number].places]
     return [row for number in numbers for row in index.passages.of_document(int(number))]
-
-
-def _reranked(
-    index: Index, query: str, found: Ints, scores_N: Scores, vector_E: Vectors | None
-) -> Ints:
-    """The documents `found`, best first, whose first are put into the order of new scores: those
-    whose passages make the query likelier come first, and none falls behind the rest."""
-    first = found[:RERANKED]
-    passages = [
-        index.passages.chunk(_best(index, query, number, vector_E)[0]).indexed
-        for number in first.tolist()
-    ]
-    likely = index.embedder.likelihoods(query, passages)
-    scores_N[first] += NAT * (likely - likely.min(initial=0))
-    return np.concatenate([first[np.argsort(-scores_N[first], kind="stable")], found[RERANKED:]])
 
 
 def _result(
