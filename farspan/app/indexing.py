@@ -68,19 +68,13 @@ def embed(
     from farspan.retrieval.pooling import Processes
     from farspan.retrieval.stores import load as load_store
     from farspan.retrieval.stores import resolve
-    from farspan.retrieval.teacher import digest
     from farspan.retrieval.work import IndexWork
     from farspan.runtime.inference import load as load_model
     from farspan.runtime.inference import on_device
 
     require_own_links(run)
     config = load_yaml(run.config, RunConfig)
-    teacher = Path(config.index.teacher).expanduser() if config.index.teacher else None
-    recipe = Recipe(
-        store=store or config.index.store,
-        evaluate=evaluate,
-        teacher=digest(teacher) if teacher else "",
-    )
+    recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
@@ -107,7 +101,6 @@ def embed(
                 refit=tune,
                 own=own,
                 fit_s=fit_s(config),
-                teacher=teacher,
                 processes=stack.enter_context(Processes(processes)) if shared_out else None,
             )
         )

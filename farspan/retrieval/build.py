@@ -90,8 +90,6 @@ class Task:
     #: A person's queries, which a fit is judged by too, and the seconds that it takes at most.
     own: Sequence[Query] = ()
     fit_s: float = math.inf
-    #: The model whose words a fit begins at: that of `recipe.teacher`.
-    teacher: Path | None = None
     processes: Processes | None = None
 
     def known_copies(self) -> Copies:
@@ -355,7 +353,6 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
         task.processes,
         task.own,
         task.fit_s,
-        task.teacher,
         task.known_copies(),
     )
     fit = Fit(

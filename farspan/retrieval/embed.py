@@ -93,10 +93,9 @@ class Embedder:
         pairs: Pairs,
         fit: FitSettings,
         seconds: float = math.inf,
-        taught_VT: Tensor | None = None,
     ) -> Embedder:
         """Another one, fitted to passages and to what is asked for them, in so many `seconds` at
-        most, and beginning at what a teacher says of tokens (`teacher.py`)."""
+        most."""
         spec = self._model.spec
         tuned = tune(
             (passages.bags, asked.bags),
@@ -107,18 +106,9 @@ class Embedder:
             fit,
             self._work,
             seconds,
-            taught_VT,
         )
         fitted = {"weights": self._fitted["weights"], **tuned}
         return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)
-
-    def token_texts(self) -> list[str]:
-        """Each token of the vocabulary (V) as text; blank for one that is part of a letter."""
-        texts = [self._tokenizer.decode([token]) for token in range(self._model.spec.vocab_size)]
-        return [
-            "" if "\ufffd" in text or token == self._tokenizer.end_of_text else text
-            for token, text in enumerate(texts)
-        ]
 
     def read(self, texts: Sequence[str]) -> Read:
         return Read(self.bags(texts), self.pool(texts))

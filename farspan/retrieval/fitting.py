@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -31,7 +30,6 @@ from farspan.retrieval.queries import (
 )
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.stores import Vectors
-from farspan.retrieval.teacher import word_vectors
 from farspan.retrieval.tuning import steps_to_fit
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialise
@@ -49,13 +47,12 @@ def fit_corpus(
     processes: Processes | None = None,
     own: Sequence[Query] = (),
     seconds: float = math.inf,
-    teacher: Path | None = None,
     copies: Copies | None = None,
 ) -> tuple[Embedder, Vectors, Evaluation | None]:
     """What embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks for one
     and a document has a body to be found by. The first `train` documents are the training split;
-    `own` queries are judged too, and the fit takes so many `seconds` at most and begins at a
-    `teacher`'s words. Near `copies` are found, and nothing is fitted to them."""
+    `own` queries are judged too, and the fit takes so many `seconds` at most. Near `copies` are
+    found, and nothing is fitted to them."""
     copies = copies or Copies.none(len(documents))
     kept = [row for row, chunk in enumerate(chunks) if chunk.document < copies.kept]
     # Heads hold titles, and some bodies questions: what is fitted must not know them, or the
@@ -100,8 +97,7 @@ def fit_corpus(
     start = Embedder.unfitted(model, tokenizer, passages, work, processes)
     texts, belonging = start.read(passages), start.read(pairs.asked)
     copied_texts = start.read(copied)
-    taught_VT = word_vectors(teacher, start.token_texts()) if teacher else None
-    embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds, taught_VT)
+    embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds)
     evaluation = None
     if recipe.evaluate and queries.reported:
         sides = {
@@ -110,7 +106,6 @@ def fit_corpus(
                 belonging,
                 pairs,
                 msgspec.structs.replace(recipe.fit, steps=0),
-                taught_VT=taught_VT,
             ),
             "model": embedder,
         }

@@ -70,8 +70,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fit: FitSettings = FitSettings()
     #: `NAME` or `NAME:LOCATION`, as in run.yaml.
     store: str = "auto"
-    #: What the teacher's model is known by (`teacher.py`); empty where there is none.
-    teacher: str = ""
     seed: int = 0
     #: Whether it is measured how well the index searches.
     evaluate: bool = True

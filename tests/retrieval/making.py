@@ -82,7 +82,6 @@ def make(
     refit: bool = False,
     source: str = "",
     own: Sequence[Query] = (),
-    taught_by: Path | None = None,
     say=lambda line: None,
     copies: Copies | None = None,
     **recipe,
@@ -108,7 +107,6 @@ def make(
             refit=refit,
             source=source,
             own=own,
-            teacher=taught_by,
             copies=copies,
         )
     )
