@@ -61,7 +61,7 @@ def embed(
     `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises
     Refusal, also (device-missing) for a device that is not there.
     """
-    from farspan.launch.trust import require_own_links, seal_server
+    from farspan.launch.trust import require_own_links
     from farspan.planning.quantities import fit_s
     from farspan.retrieval.build import Task, build
     from farspan.retrieval.index import Recipe
@@ -104,8 +104,6 @@ def embed(
                 processes=stack.enter_context(Processes(processes)) if shared_out else None,
             )
         )
-    if manifest.table:
-        seal_server(run.index / manifest.files / "seal", manifest.recipe.store)
     if work.kept:
         progress(
             Note(
@@ -193,11 +191,9 @@ def write_vectors(run: RunFolder, path: Path) -> Path:
     and beside it the commands that load it elsewhere: the path of these. Refuses (no-index) where
     there is no index, and like `farspan.retrieval.transfer.write_vectors`."""
     from farspan.retrieval import transfer
-    from farspan.retrieval.index import passages_of, read_manifest
 
-    manifest = read_manifest(run.index, command("embed", run.path))
-    passages = passages_of(run.index, run.index, manifest)
-    transfer.write_vectors(path, transfer.rows(passages, manifest.fields), manifest.about)
+    with opened(run) as index:
+        transfer.write_vectors(path, transfer.rows(index), index.manifest.about)
     return path.with_name(f"{path.name}.load.md")
 
 
@@ -207,7 +203,7 @@ def opened(
     """The run's index, ready to be searched; without `vectors` by words alone. `trained`: the run's
     model, where it is loaded already."""
     from farspan.launch.trust import require_own_links, require_server
-    from farspan.retrieval.index import Index, read_manifest
+    from farspan.retrieval.index import SEAL, Index, read_manifest
 
     # Some stores write when they are opened.
     require_own_links(run)
@@ -222,12 +218,11 @@ def opened(
 
     remedy = command("embed", run.path)
     manifest = read_manifest(run.index, remedy)
-    if manifest.table and vectors:
-        store = manifest.recipe.store
+    if manifest.servers and vectors:
         require_server(
-            run.index / manifest.files / "seal",
-            store,
-            f"look whether it is yours, then: {remedy} --store {shell_word(store)}",
+            run.index / manifest.files / SEAL,
+            manifest.servers,
+            f"look whether it is yours, then: {remedy} --store {shell_word(manifest.recipe.store)}",
         )
     return closing(Index.open(run.index, embedder, remedy=remedy, vectors=vectors))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,9 +32,8 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.retrieval import targets
-from farspan.retrieval.index import field
-from farspan.retrieval.passages import Passages
-from farspan.retrieval.stores import About, Payload
+from farspan.retrieval.index import Index, IndexFingerprint, field
+from farspan.retrieval.stores import Payload
 
 #: Rows that are held at a time.
 _BATCH = 1024
@@ -50,19 +49,23 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     payload: Payload
 
 
-def rows(passages: Passages, fields: Sequence[str]) -> Iterator[Row]:
+def rows(index: Index) -> Iterator[Row]:
     """The passages of an index in their order. What a document does not have in a field is empty
     text."""
-    for row, chunk in enumerate(passages):
-        document = passages.documents[chunk.document]
-        payload: dict[str, str | int] = {name: field(document, name) or "" for name in fields}
-        payload |= {"line": chunk.line, "page": chunk.page, "headings": " > ".join(chunk.headings)}
-        yield Row(
-            id=chunk.id, vector=np.array(passages.vectors_NE[row]), text=chunk.text, payload=payload
-        )
+    for start in range(0, index.manifest.chunks, _BATCH):
+        batch = np.arange(start, min(start + _BATCH, index.manifest.chunks))
+        for row, vector in zip(batch.tolist(), index.vectors(batch), strict=True):
+            chunk = index.passages.chunk(row)
+            document = index.documents[chunk.document]
+            payload: dict[str, str | int] = {
+                name: field(document, name) or "" for name in index.manifest.fields
+            }
+            above = " > ".join(chunk.headings)
+            payload |= {"line": chunk.line, "page": chunk.page, "headings": above}
+            yield Row(id=chunk.id, vector=vector, text=chunk.text, payload=payload)
 
 
-def write_vectors(path: Path, rows: Iterable[Row], about: About) -> None:
+def write_vectors(path: Path, rows: Iterable[Row], about: IndexFingerprint) -> None:
     """Write rows to `path`, and beside it how databases load them; what is written appears whole.
 
     The payload of each row has the keys of the first. Refuses as `files_of` does. Raises ValueError
@@ -160,14 +163,14 @@ def _keys(row: Row) -> dict[str, Any]:
     return {**row.payload, "id": str(row.id), "text": row.text}
 
 
-def _write_jsonl(files: list[Path], rows: Iterator[Row], about: About) -> None:
+def _write_jsonl(files: list[Path], rows: Iterator[Row], about: IndexFingerprint) -> None:
     encoder = msgspec.json.Encoder()
     with open(files[0], "wb") as file:
         for row in rows:
             file.write(encoder.encode(_keys(row) | {"vector": row.vector.tolist()}) + b"\n")
 
 
-def _write_npy(files: list[Path], rows: Iterator[Row], about: About) -> None:
+def _write_npy(files: list[Path], rows: Iterator[Row], about: IndexFingerprint) -> None:
     encoder, count = msgspec.json.Encoder(), 0
     with ExitStack() as stack:
         vectors, keys = (stack.enter_context(open(file, "wb")) for file in files[:2])
@@ -188,7 +191,7 @@ def _write_header(file: IO[bytes], count: int, dim: int) -> int:
     return file.tell()
 
 
-def _write_parquet(files: list[Path], rows: Iterator[Row], about: About) -> None:
+def _write_parquet(files: list[Path], rows: Iterator[Row], about: IndexFingerprint) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -215,7 +218,7 @@ def _write_parquet(files: list[Path], rows: Iterator[Row], about: About) -> None
             )
 
 
-_FORMATS: dict[str, Callable[[list[Path], Iterator[Row], About], None]] = {
+_FORMATS: dict[str, Callable[[list[Path], Iterator[Row], IndexFingerprint], None]] = {
     ".jsonl": _write_jsonl,
     ".npy": _write_npy,
     ".parquet": _write_parquet,

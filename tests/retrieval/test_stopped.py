@@ -62,7 +62,7 @@ def vectors(folder: Path) -> list[list[tuple[int, float]]]:
     """What the store finds for some vectors: ids and scores."""
     index = making.opened(folder)
     queries = np.random.default_rng(0).normal(size=(5, index.manifest.dim)).astype(np.float32)
-    found = [[(hit.id, hit.score) for hit in index.store.search(query, 2000)] for query in queries]
+    found = [[*zip(*index.store.search(query, 2000), strict=True)] for query in queries]
     index.close()
     return found
 
@@ -146,10 +146,10 @@ def test_open_index_keeps_answering_after_another_replaces_it(tmp_path: Path):
     making.make(folder, evaluate=False)
     old = making.opened(folder)
     query = np.ones(old.manifest.dim, np.float32)
-    before = old.store.search(query, 10)
+    before = old.store.search(query, 10).ids.tolist()
     making.make(folder)
     assert len([entry for entry in folder.iterdir() if entry.is_dir()]) == 1
-    assert old.store.search(query, 10) == before and old.lexical.scores("socket").any()
+    assert old.store.search(query, 10).ids.tolist() == before and old.lexical.scores("socket").any()
     old.close()
 
 
@@ -163,7 +163,7 @@ def test_searches_while_an_index_is_replaced_find_the_old_or_the_new(tmp_path: P
     opened = 0
     while other.is_alive() or not opened:
         index = making.opened(folder)
-        assert index.store.count() == index.manifest.chunks
+        assert len(index.store.ids()) == index.manifest.chunks
         index.close()
         opened += 1
     other.join()

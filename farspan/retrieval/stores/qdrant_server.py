@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import numpy as np
@@ -20,16 +21,16 @@ from qdrant_client.http.exceptions import ApiException
 
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
-from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
+from farspan.retrieval.stores import Hits, Ids, Payload, StoreLocation, Vectors
 from farspan.retrieval.stores._common import (
     MARK,
-    check_keys,
-    check_vectors,
-    claimed,
-    foreign,
-    marked,
+    bad_location,
+    checked_filter,
+    in_order,
     missing,
+    refuse_foreign,
     rows_to_add,
+    sorted_ids,
     unreachable,
 )
 
@@ -41,16 +42,15 @@ MOST_NUMBERS = 65_536
 #: Vectors in one request: as JSON, some megabytes.
 AT_ONCE = 500
 ANSWER_S, FINISH_S = 30, 3600
-_METRIC = qdrant.Distance.DOT
 
 
 class QdrantServerStore:
-    def __init__(self, client: QdrantClient, spot: Spot, about: About) -> None:
-        self._client, self._about = client, about
-        self._name, self._where = spot.name, spot.location
+    def __init__(self, client: QdrantClient, place: StoreLocation) -> None:
+        self._client, self._place = client, place
+        self._name, self._where = place.name, place.location
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
+        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._place.dim)
         for start in range(0, len(numbers), AT_ONCE):
             some = slice(start, start + AT_ONCE)
             batch = qdrant.Batch(
@@ -65,10 +65,8 @@ class QdrantServerStore:
             with _answers(self._where):
                 self._client.delete(self._name, qdrant.PointIdsList(points=numbers), wait=True)
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
-        check_vectors(vector_D, self._about.dim)
-        equal = dict(where or {})
-        check_keys({*equal})
+    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
+        equal = checked_filter(vector_D, where, self._place.dim)
         must = [
             qdrant.FieldCondition(key=key, match=qdrant.MatchValue(value=value))
             for key, value in equal.items()
@@ -78,14 +76,28 @@ class QdrantServerStore:
                 self._name,
                 query=vector_D.tolist(),
                 limit=k,
-                with_payload=True,
+                with_payload=False,
                 query_filter=qdrant.Filter(must=must),
                 search_params=qdrant.SearchParams(hnsw_ef=max(SEARCH_EF, k)),
             ).points
-        return [
-            Hit(id=int(point.id), score=point.score, payload=point.payload or {})
-            for point in points
-        ]
+        return Hits(
+            np.array([point.id for point in points], np.int64),
+            np.array([point.score for point in points], np.float32),
+        )
+
+    def vectors(self, ids: Sequence[int]) -> Vectors:
+        found: dict[int | str, Any] = {}
+        numbers = [int(number) for number in ids]
+        for start in range(0, len(numbers), AT_ONCE):
+            with _answers(self._where):
+                records = self._client.retrieve(
+                    self._name,
+                    numbers[start : start + AT_ONCE],
+                    with_payload=False,
+                    with_vectors=True,
+                )
+            found |= {record.id: record.vector for record in records}
+        return in_order(numbers, found, self._place.dim)
 
     def ids(self) -> Ids:
         every: list[int] = []
@@ -97,14 +109,7 @@ class QdrantServerStore:
                 )
             every += [int(record.id) for record in records]
             if offset is None:
-                return np.sort(np.array(every, np.int64))
-
-    def count(self) -> int:
-        with _answers(self._where):
-            return self._client.count(self._name, exact=True).count
-
-    def describe(self) -> About:
-        return self._about
+                return sorted_ids(every)
 
     def finish(self) -> None:
         """Wait until the server has built its graph; after an hour it goes on building by
@@ -129,109 +134,74 @@ def _answers(where: str) -> Iterator[None]:
         raise unreachable(where, error, f"curl {shell_word(where)}/healthz") from None
 
 
-def _client(spot: Spot) -> QdrantClient:
-    if not spot.location:
-        raise Refusal(
-            "out-of-range",
-            what="qdrant_server needs the location of a Qdrant server",
-            where="run.yaml, key index.store",
-            fact="there is none; the store qdrant keeps vectors in the run's folder",
-            remedy="set index.store: qdrant",
-            key="index.store",
+@contextmanager
+def _client(place: StoreLocation) -> Iterator[QdrantClient]:
+    """A client of the server, which is closed where the collection is refused."""
+    if not place.location:
+        raise bad_location(
+            "qdrant_server needs the location of a Qdrant server",
+            "there is none; the store qdrant keeps vectors in the run's folder",
+            "qdrant",
         )
-    if not spot.location.startswith(("http://", "https://")):
-        raise Refusal(
-            "out-of-range",
-            what="this is no location of a Qdrant server",
-            where="run.yaml, key index.store",
-            fact=f"location: {spot.location}",
-            remedy="set index.store: qdrant_server:http://localhost:6333",
-            key="index.store",
+    if not place.location.startswith(("http://", "https://")):
+        raise bad_location(
+            "this is no location of a Qdrant server",
+            f"location: {place.location}",
+            "qdrant_server:http://localhost:6333",
         )
     key = os.environ.get("QDRANT_API_KEY")
-    return QdrantClient(url=spot.location, api_key=key, timeout=ANSWER_S, check_compatibility=False)
+    client = QdrantClient(
+        url=place.location, api_key=key, timeout=ANSWER_S, check_compatibility=False
+    )
+    try:
+        with _answers(place.location):
+            yield client
+    except Refusal:
+        client.close()
+        raise
 
 
-def _claim(client: QdrantClient, spot: Spot, wanted: About | None = None) -> About:
-    """What the collection is about; refuses (store-foreign) one that is not farspan's or of other
-    vectors."""
-    with _answers(spot.location):
-        config = client.get_collection(spot.name).config
-    where = f"{spot.location}, collection {spot.name}"
-    about = claimed((config.metadata or {}).get(MARK), where, wanted)
-    vectors = config.params.vectors
-    if not isinstance(vectors, qdrant.VectorParams) or (vectors.size, vectors.distance) != (
-        about.dim,
-        _METRIC,
-    ):
-        raise foreign(
-            where,
-            "the collection is not of vectors as farspan makes them",
-            f"its vectors: {vectors}",
-        )
-    return about
-
-
-def shared(location: str) -> bool:
-    """Yes: it is a server."""
+def _exists(client: QdrantClient, place: StoreLocation) -> bool:
+    """Whether there is such a collection; refuses (store-foreign) one that is not farspan's."""
+    if not client.collection_exists(place.name):
+        return False
+    metadata = client.get_collection(place.name).config.metadata or {}
+    refuse_foreign(metadata.get(MARK), f"{place.location}, collection {place.name}")
     return True
 
 
-def create(spot: Spot, about: About) -> QdrantServerStore:
-    """A new collection, or the one that is there for `about`."""
-    if about.dim > MOST_NUMBERS:
-        raise Refusal(
-            "out-of-range",
-            what="Qdrant cannot hold such long vectors",
-            where="run.yaml, key index.store",
-            fact=f"{about.dim} numbers a vector, at most {MOST_NUMBERS:,}",
-            remedy="set index.store: faiss",
-            key="index.store",
+def create(place: StoreLocation) -> QdrantServerStore:
+    """A new collection, or the one that is there."""
+    if place.dim > MOST_NUMBERS:
+        raise bad_location(
+            "Qdrant cannot hold such long vectors",
+            f"{place.dim} numbers a vector, at most {MOST_NUMBERS:,}",
+            "faiss",
         )
-    client = _client(spot)
-    try:
-        with _answers(spot.location):
-            if not client.collection_exists(spot.name):
-                client.create_collection(
-                    spot.name,
-                    vectors_config=qdrant.VectorParams(size=about.dim, distance=_METRIC),
-                    optimizers_config=qdrant.OptimizersConfigDiff(
-                        indexing_threshold=EXACT_BYTES // 1000
-                    ),
-                    metadata={MARK: marked(about)},
-                )
-        _claim(client, spot, about)
-    except Refusal:
-        client.close()
-        raise
-    return QdrantServerStore(client, spot, about)
+    with _client(place) as client:
+        if not _exists(client, place):
+            client.create_collection(
+                place.name,
+                vectors_config=qdrant.VectorParams(size=place.dim, distance=qdrant.Distance.DOT),
+                optimizers_config=qdrant.OptimizersConfigDiff(
+                    indexing_threshold=EXACT_BYTES // 1000
+                ),
+                metadata={MARK: MARK},
+            )
+    return QdrantServerStore(client, place)
 
 
-def open_store(spot: Spot) -> QdrantServerStore:
+def open(place: StoreLocation) -> QdrantServerStore:
     """The collection that `create` made."""
-    client = _client(spot)
-    try:
-        with _answers(spot.location):
-            there = client.collection_exists(spot.name)
-        if not there:
-            raise missing(spot.location, f"there is no collection {spot.name}")
-        about = _claim(client, spot)
-    except Refusal:
-        client.close()
-        raise
-    return QdrantServerStore(client, spot, about)
+    with _client(place) as client:
+        if not _exists(client, place):
+            raise missing(place.location, f"there is no collection {place.name}")
+    return QdrantServerStore(client, place)
 
 
-def drop(spot: Spot) -> None:
+def drop(place: StoreLocation) -> None:
     """Remove the collection, if it is farspan's."""
-    client = _client(spot)
-    try:
-        with _answers(spot.location):
-            if client.collection_exists(spot.name):
-                _claim(client, spot)
-                client.delete_collection(spot.name)
-    except Refusal as refusal:
-        if refusal.problem.code != "store-foreign":
-            raise
-    finally:
-        client.close()
+    with _client(place) as client:
+        if _exists(client, place):
+            client.delete_collection(place.name)
+    client.close()
