@@ -63,7 +63,8 @@ def embed(
     """
     from farspan.launch.trust import require_own_links
     from farspan.planning.quantities import fit_s
-    from farspan.retrieval.build import Task, build
+    from farspan.retrieval.build import build
+    from farspan.retrieval.fitting import Task
     from farspan.retrieval.index import Recipe
     from farspan.retrieval.pooling import Processes
     from farspan.retrieval.stores import load as load_store

@@ -15,7 +15,6 @@ gone is deleted after, and a search passes over ids that its index does not know
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections import Counter
@@ -28,11 +27,10 @@ from typing import IO
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from farspan.corpus.copies import Copies
-from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import content_hash, load, save
-from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
 from farspan.launch.lock import locked
@@ -41,7 +39,7 @@ from farspan.retrieval import passages, stores
 from farspan.retrieval.chunk import Chunk, chunk_document
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.evaluate import Evaluation
-from farspan.retrieval.fitting import fit_corpus
+from farspan.retrieval.fitting import Task, fit_corpus
 from farspan.retrieval.index import (
     FITTED,
     LEXICAL,
@@ -67,11 +65,8 @@ from farspan.retrieval.passages import (
     indexed_document,
     text_hash,
 )
-from farspan.retrieval.pooling import Processes
-from farspan.retrieval.queries import Query
+from farspan.retrieval.pooling import bf16_is_fast
 from farspan.retrieval.stores import FIELD, Ids, Payload, Store, Vectors
-from farspan.retrieval.work import IndexWork
-from farspan.runtime.model.decoder import Decoder
 
 #: Columns that searches can be narrowed by, at most, and what payloads hold beside them.
 _FIELDS, _NOT_COLUMNS = 64, {"title", "origin", "text"}
@@ -91,35 +86,6 @@ class ServerTables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Those that a build found or made; in the end all but the new index's are dropped."""
 
     tables: tuple[ServerTable, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """An index to be made at `path`, and of what. The first `train` documents are the training
-    split; `say` gets lines for people, and `work` is told how far it is."""
-
-    path: Path
-    model: Decoder
-    tokenizer: Tokenizer
-    documents: Sequence[Document]
-    train: int
-    origin: Origin
-    recipe: Recipe
-    say: Callable[[str], None]
-    work: IndexWork
-    #: Which of the documents are copies, and where exact copies stand; none without it.
-    copies: Copies | None = None
-    #: Fingerprint of where the documents were read from.
-    source: str = ""
-    #: Fit to the documents of today, whatever the old index was fitted to.
-    refit: bool = False
-    #: A person's queries, which a fit is judged by too, and the seconds that it takes at most.
-    own: Sequence[Query] = ()
-    fit_s: float = math.inf
-    processes: Processes | None = None
-
-    def known_copies(self) -> Copies:
-        return self.copies or Copies.none(len(self.documents))
 
 
 @dataclass(frozen=True)
@@ -172,7 +138,7 @@ def build(task: Task) -> IndexManifest:
         return manifest
     with _alone(building, path):
         manifest, before = _current(task, corpus), _manifest(path)
-        kept = building / content_hash(task.origin)
+        kept = building / _features_name(task)
         _sweep(building, {"lock", kept.name, _TABLES}, building)
         _sweep(path, {MANIFEST, before.files if before else ""}, building)
         if manifest is None:
@@ -184,6 +150,12 @@ def build(task: Task) -> IndexManifest:
         _clear_servers(path, building, manifest, task.say)
         shutil.rmtree(building, ignore_errors=True)
     return manifest
+
+
+def _features_name(task: Task) -> str:
+    """The folder for what a model has embedded, in the way of this process."""
+    device = task.model.tok.weight.device
+    return content_hash(task.origin, str(torch.__version__), device.type, bf16_is_fast(device))
 
 
 def _resolved(task: Task) -> Task:
@@ -405,20 +377,7 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
         f"embedding {counted(len(chunked.chunks), 'chunk')} of "
         f"{counted(len(chunked.documents), 'document')}"
     )
-    embedder, vectors_NE, evaluation = fit_corpus(
-        task.model,
-        task.tokenizer,
-        task.documents,
-        chunked.chunks,
-        task.train,
-        task.recipe,
-        task.say,
-        task.work,
-        task.processes,
-        task.own,
-        task.fit_s,
-        task.known_copies(),
-    )
+    embedder, vectors_NE, evaluation = fit_corpus(task, chunked.chunks)
     fit = Fit(
         id=_fit_id(task, corpus),
         documents=len(chunked.documents),

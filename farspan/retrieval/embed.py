@@ -11,7 +11,6 @@ size of a vector, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -25,12 +24,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farspan.corpus.tokenizer import Tokenizer
-from farspan.domain.codec import to_json
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.lexical import spread
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
-from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
+from farspan.retrieval.pooling import Processes, pool_batch
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
@@ -212,29 +210,11 @@ class Embedder:
         yield from self._processes.pooled(self._model, weights_V, end, batches)
 
     def _name(self, ids: Sequence[Tensor]) -> str:
-        """The features of these texts are named by all that they are computed from."""
-        digest = hashlib.sha256(self._model_digest)
-        digest.update(self._fitted["weights"].numpy().tobytes())
+        """The features of these texts are named by what one model computes them from."""
+        digest = hashlib.sha256(self._fitted["weights"].numpy().tobytes())
         for text in ids:
             digest.update(len(text).to_bytes(8, "little") + text.numpy().tobytes())
         return digest.hexdigest()
-
-    @functools.cached_property
-    def _model_digest(self) -> bytes:
-        device = self._model.tok.weight.device
-        how = [
-            torch.__version__,
-            device.type,
-            bf16_is_fast(device),
-            _ROWS,
-            self._tokenizer.end_of_text,
-        ]
-        digest = hashlib.sha256(to_json([self._model.spec, *map(str, how)]))
-        for name, tensor in self._model.state_dict().items():
-            digest.update(
-                name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes()
-            )
-        return digest.digest()
 
 
 def _read_fitted(path: Path) -> dict[str, Tensor]:

@@ -111,7 +111,8 @@ class IndexWork:
 
     @contextmanager
     def features(self, name: str) -> Iterator[Features]:
-        """What is kept under a name, which must tell by itself what the features are of."""
+        """What is kept under a name, which tells what the features are of; the folder is one
+        model's."""
         if self.folder is None:
             yield Features(None)
             return

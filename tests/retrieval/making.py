@@ -20,8 +20,9 @@ from farspan.corpus.copies import Copies
 from farspan.corpus.tokenizer import Tokenizer, train
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
-from farspan.retrieval.build import Task, build
+from farspan.retrieval.build import build
 from farspan.retrieval.embed import Embedder
+from farspan.retrieval.fitting import Task
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
 from farspan.retrieval.queries import Query
 from farspan.retrieval.work import IndexWork
@@ -84,6 +85,7 @@ def make(
     own: Sequence[Query] = (),
     say=lambda line: None,
     copies: Copies | None = None,
+    origin: Origin = ORIGIN,
     **recipe,
 ) -> tuple[IndexWork, IndexManifest]:
     """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
@@ -100,7 +102,7 @@ def make(
             tokenizer=TOKENIZER,
             documents=documents,
             train=170,
-            origin=ORIGIN,
+            origin=origin,
             recipe=Recipe(**recipe),
             say=say,
             work=work,

@@ -7,7 +7,7 @@ import pytest
 
 from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
-from farspan.retrieval.build import Task, build
+from farspan.retrieval.build import build
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, read_manifest

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from farspan.domain.problems import Refusal
+from farspan.retrieval.index import Origin
 from farspan.retrieval.work import IndexWork
 from tests.retrieval import making
 from tests.waiting import LIMIT_S
@@ -105,11 +106,11 @@ def test_damaged_or_incomplete_features_are_computed_again(tmp_path: Path, whole
     assert content(folder) == content(whole[0]) and vectors(folder) == vectors(whole[0])
 
 
-def test_features_of_other_weights_are_never_used(tmp_path: Path):
+def test_features_of_another_model_are_never_used(tmp_path: Path):
     folder = tmp_path / "index"
     interrupt(folder, 200)
-    # The same origin is claimed for other weights.
-    assert making.make(folder, seed=6, evaluate=False)[0].kept == 0
+    other = Origin(model="another", tokenizer="t")
+    assert making.make(folder, seed=6, evaluate=False, origin=other)[0].kept == 0
 
 
 def test_features_computed_for_an_evaluation_are_reused_without_one(tmp_path: Path):
