@@ -10,6 +10,7 @@ from farspan.domain.problems import Refusal
 from farspan.retrieval.build import build
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation
+from farspan.retrieval.fitting import Task
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, read_manifest
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.search import SNIPPET_CHARS, chance_cosine, marks, search, snippet

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +11,77 @@ import numpy as np
 
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal, command
-from farspan.retrieval.stores import FIELD, Ids, Payload, StoreLocation, Vectors
+from farspan.retrieval.stores import FIELD, Hits, Ids, Payload, StoreLocation, Vectors
 
 #: Under which key a server keeps that a table or collection is farspan's.
 MARK = "farspan"
+Fields = dict[str, str | int]
 
 
-def rows_to_add(
-    ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload], dim: int
-) -> tuple[list[int], Vectors, list[dict[str, str | int]]]:
-    """Return ids, vectors and payloads as a store writes them.
+class CheckedStore(ABC):
+    """A store that checks what it is given, and shares it out in requests of `at_once` vectors."""
 
-    Refuses (store-mismatch) vectors of another length than `dim`, a NaN or infinity, and an id
-    below 0.
-    """
-    numbers, vectors_ND = [int(number) for number in ids], np.asarray(vectors_ND, np.float32)
-    if numbers:
-        check_vectors(vectors_ND, dim)
+    at_once = 2**63
+
+    def __init__(self, place: StoreLocation) -> None:
+        self.place = place
+
+    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
+        numbers, vectors_ND = [int(number) for number in ids], np.asarray(vectors_ND, np.float32)
+        if not numbers:
+            return
+        check_vectors(vectors_ND, self.place.dim)
         if min(numbers) < 0:
             raise _mismatch("an id is below 0", f"ids from {min(numbers)}")
-    check_keys({key for payload in payloads for key in payload})
-    return numbers, np.ascontiguousarray(vectors_ND), [dict(payload) for payload in payloads]
+        check_keys({key for payload in payloads for key in payload})
+        for some in self._requests(len(numbers)):
+            self.write(numbers[some], vectors_ND[some], [dict(one) for one in payloads[some]])
 
+    def delete(self, ids: Sequence[int]) -> None:
+        for some in self._requests(len(ids)):
+            self.remove([int(number) for number in ids[some]])
 
-def checked_filter(vector_D: Vectors, where: Payload | None, dim: int) -> dict[str, str | int]:
-    """Return the fields and values of a filter. Refuses a query's vector like `check_vectors`, and
-    (out-of-range) a field."""
-    check_vectors(vector_D, dim)
-    check_keys({*(where or {})})
-    return dict(where or {})
+    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
+        check_vectors(vector_D, self.place.dim)
+        check_keys({*(where or {})})
+        ids, scores = self.nearest(np.asarray(vector_D, np.float32), k, dict(where or {}))
+        return Hits(np.array(ids, np.int64), np.array(scores, np.float32))
+
+    def vectors(self, ids: Sequence[int]) -> Vectors:
+        vectors_ND = np.zeros((len(ids), self.place.dim), np.float32)
+        for some in self._requests(len(ids)):
+            found = dict(self.read([int(number) for number in ids[some]]))
+            for row, number in enumerate(ids[some], some.start):
+                if number in found:
+                    vectors_ND[row] = found[number]
+        return vectors_ND
+
+    def ids(self) -> Ids:
+        return np.sort(np.array(self.numbers(), np.int64))
+
+    def _requests(self, count: int) -> Iterator[slice]:
+        for start in range(0, count, self.at_once):
+            yield slice(start, min(start + self.at_once, count))
+
+    @abstractmethod
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        """Add vectors, of one request."""
+
+    @abstractmethod
+    def remove(self, ids: list[int]) -> None:
+        """Delete vectors, of one request."""
+
+    @abstractmethod
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[Sequence[Any], Any]:
+        """Ids of the k nearest with these fields, best first, and their scores."""
+
+    @abstractmethod
+    def read(self, ids: list[int]) -> Iterable[tuple[Any, Any]]:
+        """Ids that are there, of one request, and their vectors."""
+
+    @abstractmethod
+    def numbers(self) -> Sequence[Any]:
+        """Every id."""
 
 
 def check_vectors(vectors_ND: Vectors, dim: int) -> None:
@@ -63,19 +106,6 @@ def check_keys(keys: set[str]) -> None:
                 fact="a field is a word of letters, digits and underscores",
                 remedy="name another field",
             )
-
-
-def in_order(ids: Sequence[int], found: Mapping[Any, Any], dim: int) -> Vectors:
-    """Return the vectors (N, D) that were found of ids; zeros for the rest."""
-    vectors_ND = np.zeros((len(ids), dim), np.float32)
-    for row, number in enumerate(ids):
-        if number in found:
-            vectors_ND[row] = found[number]
-    return vectors_ND
-
-
-def sorted_ids(ids: Sequence[int]) -> Ids:
-    return np.sort(np.array(ids, np.int64))
 
 
 def _mismatch(what: str, fact: str) -> Refusal:

@@ -3,7 +3,7 @@ server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,15 @@ from chromadb.errors import ChromaError, NotFoundError
 
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
-from farspan.retrieval.stores import Hits, Ids, Payload, StoreLocation, Vectors
+from farspan.retrieval.stores import StoreLocation, Vectors
 from farspan.retrieval.stores._common import (
     MARK,
+    CheckedStore,
+    Fields,
     bad_location,
-    checked_filter,
     foreign,
-    in_order,
     missing,
     refuse_foreign,
-    rows_to_add,
-    sorted_ids,
     unreachable,
 )
 
@@ -40,37 +38,24 @@ GRAPH = {"space": "ip", "max_neighbors": 32, "ef_construction": 200, "ef_search"
 NO_FUNCTION = (None, {"type": "legacy"}, {"type": "unknown"})
 
 
-class ChromaStore:
+class ChromaStore(CheckedStore):
     def __init__(self, client: Any, collection: Any, place: StoreLocation) -> None:
-        self._client, self._collection, self._dim = client, collection, place.dim
+        super().__init__(place)
+        self._client, self._collection = client, collection
         self._where = place.location or str(place.folder)
-        self._at_once = int(client.get_max_batch_size())
+        self.at_once = int(client.get_max_batch_size())
 
-    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._dim)
-        for start in range(0, len(numbers), self._at_once):
-            some = slice(start, start + self._at_once)
-            with _answers(self._where):
-                self._collection.upsert(
-                    ids=[str(number) for number in numbers[some]],
-                    embeddings=vectors_ND[some],
-                    metadatas=[payload or None for payload in kept[some]],
-                )
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        fields = [payload or None for payload in payloads]
+        with _answers(self._where):
+            self._collection.add(ids=_texts(ids), embeddings=vectors_ND, metadatas=fields)
 
-    def delete(self, ids: Sequence[int]) -> None:
-        for texts in self._batches(ids):
-            with _answers(self._where):
-                self._collection.delete(ids=texts)
+    def remove(self, ids: list[int]) -> None:
+        with _answers(self._where):
+            self._collection.delete(ids=_texts(ids))
 
-    def _batches(self, ids: Sequence[int]) -> Iterator[list[str]]:
-        """Ids as Chroma has them, as many as it takes at once."""
-        texts = [str(int(number)) for number in ids]
-        for start in range(0, len(texts), self._at_once):
-            yield texts[start : start + self._at_once]
-
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
-        equal = checked_filter(vector_D, where, self._dim)
-        terms = [{key: {"$eq": value}} for key, value in equal.items()]
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[str], Vectors]:
+        terms = [{key: {"$eq": value}} for key, value in where.items()]
         with _answers(self._where):
             found = self._collection.query(
                 query_embeddings=[vector_D],
@@ -79,26 +64,27 @@ class ChromaStore:
                 where=terms[0] if len(terms) == 1 else {"$and": terms} if terms else None,
             )
         # Its distance is 1 less the inner product.
-        scores_H = 1 - np.array(found["distances"][0], np.float32)
-        return Hits(np.array(found["ids"][0], np.int64), scores_H)
+        return found["ids"][0], 1 - np.array(found["distances"][0], np.float32)
 
-    def vectors(self, ids: Sequence[int]) -> Vectors:
-        found: dict[int, Any] = {}
-        for texts in self._batches(ids):
-            with _answers(self._where):
-                some = self._collection.get(ids=texts, include=["embeddings"])
-            found |= dict(zip(map(int, some["ids"]), some["embeddings"], strict=True))
-        return in_order(ids, found, self._dim)
-
-    def ids(self) -> Ids:
+    def read(self, ids: list[int]) -> Iterable[tuple[Any, Any]]:
         with _answers(self._where):
-            return sorted_ids(self._collection.get(include=[])["ids"])
+            found = self._collection.get(ids=_texts(ids), include=["embeddings"])
+        return zip(map(int, found["ids"]), found["embeddings"], strict=True)
+
+    def numbers(self) -> list[str]:
+        with _answers(self._where):
+            texts: list[str] = self._collection.get(include=[])["ids"]
+            return texts
 
     def finish(self) -> None:
         """Nothing is left to do: Chroma builds its graph as vectors come."""
 
     def close(self) -> None:
         self._client.close()
+
+
+def _texts(ids: list[int]) -> list[str]:
+    return [str(number) for number in ids]
 
 
 @contextmanager

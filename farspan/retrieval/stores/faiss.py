@@ -6,24 +6,18 @@ What was added is on disk after `finish`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import faiss
 import msgspec
 import numpy as np
 
 from farspan.domain.own_files import open_own
-from farspan.retrieval.stores import Hits, Ids, Payload, StoreLocation, Vectors
-from farspan.retrieval.stores._common import (
-    checked_filter,
-    in_order,
-    missing,
-    refuse_location,
-    rows_to_add,
-    sorted_ids,
-)
+from farspan.retrieval.stores import Ids, StoreLocation, Vectors
+from farspan.retrieval.stores._common import CheckedStore, Fields, missing, refuse_location
 
 #: Up to so many bytes of vectors every one is compared: exact, and some 0.03 s a search at the
 #: most.
@@ -40,22 +34,21 @@ class _Rows(msgspec.Struct, array_like=True):
     payloads: list[dict[str, str | int]]
 
 
-class FaissStore:
+class FaissStore(CheckedStore):
     def __init__(self, place: StoreLocation, index: faiss.Index, rows: _Rows) -> None:
-        self._place, self._index, self._rows = place, index, rows
+        super().__init__(place)
+        self._index, self._rows = index, rows
 
-    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._place.dim)
-        if numbers:
-            self._index.add(vectors_ND)
-            self._rows.ids += numbers
-            self._rows.payloads += kept
-            self._forget()
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        self._index.add(np.ascontiguousarray(vectors_ND))
+        self._rows.ids += ids
+        self._rows.payloads += payloads
+        self._forget()
 
-    def delete(self, ids: Sequence[int]) -> None:
-        kept = np.flatnonzero(~np.isin(self._rows.ids, np.asarray(ids, np.int64)))
+    def remove(self, ids: list[int]) -> None:
+        kept = np.flatnonzero(~np.isin(self._rows.ids, ids))
         if len(kept) < len(self._rows.ids):
-            self._index = self._rebuilt(faiss.IndexFlatIP(self._place.dim), kept)
+            self._index = self._rebuilt(faiss.IndexFlatIP(self.place.dim), kept)
             self._rows.ids = [self._rows.ids[row] for row in kept]
             self._rows.payloads = [self._rows.payloads[row] for row in kept]
             self._forget()
@@ -65,26 +58,22 @@ class FaissStore:
         for name in ("_rows_with", "_row_of"):
             self.__dict__.pop(name, None)
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
-        equal = checked_filter(vector_D, where, self._place.dim)
-        index, how = self._index, None
-        most = len(self._rows.ids)
-        if equal:
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[int], Any]:
+        index, most, how = self._index, len(self._rows.ids), None
+        if where:
             # A graph finds little of what a filter leaves: then every vector that it leaves is
             # compared.
-            rows = set.intersection(*(self._rows_with[field] for field in equal.items()))
-            most, index = len(rows), self._flat()
+            rows = set.intersection(*(self._rows_with[field] for field in where.items()))
+            index, most = self._flat(), len(rows)
             how = faiss.SearchParameters(sel=faiss.IDSelectorBatch(sorted(rows)))
         elif isinstance(index, faiss.IndexHNSWFlat):
             how = faiss.SearchParametersHNSW(efSearch=max(SEARCH_EF, k))
         if not most:
-            return Hits(np.empty(0, np.int64), np.empty(0, np.float32))
+            return [], []
         with _one_thread():
-            query_1D = np.asarray(vector_D, np.float32)[None]
-            scores_1K, rows_1K = index.search(query_1D, min(k, most), params=how)
+            scores_1K, rows_1K = index.search(vector_D[None], min(k, most), params=how)
         found = rows_1K[0] >= 0
-        ids = [self._rows.ids[row] for row in rows_1K[0][found]]
-        return Hits(np.array(ids, np.int64), scores_1K[0][found])
+        return [self._rows.ids[row] for row in rows_1K[0][found]], scores_1K[0][found]
 
     @cached_property
     def _rows_with(self) -> defaultdict[tuple[str, str | int], set[int]]:
@@ -109,24 +98,23 @@ class FaissStore:
             index.add(self._flat().reconstruct_batch(rows))
         return index
 
-    def vectors(self, ids: Sequence[int]) -> Vectors:
-        found = [int(number) for number in ids if number in self._row_of]
-        rows = np.array([self._row_of[number] for number in found], np.int64)
-        vectors_ND = self._flat().reconstruct_batch(rows) if found else ()
-        return in_order(ids, dict(zip(found, vectors_ND, strict=True)), self._place.dim)
+    def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
+        for number in ids:
+            if number in self._row_of:
+                yield number, self._flat().reconstruct(self._row_of[number])
 
-    def ids(self) -> Ids:
-        return sorted_ids(self._rows.ids)
+    def numbers(self) -> list[int]:
+        return self._rows.ids
 
     def finish(self) -> None:
         count = len(self._rows.ids)
         graph = isinstance(self._index, faiss.IndexHNSWFlat)
-        if count * self._place.dim * 4 > EXACT_BYTES and not graph:
-            hnsw = faiss.IndexHNSWFlat(self._place.dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+        if count * self.place.dim * 4 > EXACT_BYTES and not graph:
+            hnsw = faiss.IndexHNSWFlat(self.place.dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
             hnsw.hnsw.efConstruction = BUILD_EF
             self._index = self._rebuilt(hnsw, np.arange(count))
-        faiss.write_index(self._index, str(self._place.folder / _VECTORS))
-        with open_own(self._place.folder / _ROWS, "wb") as file:
+        faiss.write_index(self._index, str(self.place.folder / _VECTORS))
+        with open_own(self.place.folder / _ROWS, "wb") as file:
             file.write(msgspec.msgpack.encode(self._rows))
 
     def close(self) -> None:

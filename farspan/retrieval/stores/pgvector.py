@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import psycopg
 from pgvector.psycopg import register_vector
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -20,15 +19,14 @@ from psycopg.types.json import Jsonb
 
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
-from farspan.retrieval.stores import Hits, Ids, Payload, StoreLocation, Vectors
+from farspan.retrieval.stores import StoreLocation, Vectors
 from farspan.retrieval.stores._common import (
     MARK,
+    CheckedStore,
+    Fields,
     bad_location,
-    checked_filter,
-    in_order,
     missing,
     refuse_foreign,
-    rows_to_add,
     unreachable,
 )
 
@@ -57,74 +55,66 @@ _CONNECTING = {
 }
 
 
-class PgvectorStore:
+class PgvectorStore(CheckedStore):
     def __init__(self, connection: psycopg.Connection[Any], place: StoreLocation) -> None:
-        self._connection, self._dim = connection, place.dim
-        self._table, self._name, self._where = Identifier(place.name), place.name, _where(place)
+        super().__init__(place)
+        self._connection, self._where = connection, _where(place)
 
     def _ask(self, query: str, values: Sequence[object] = (), **names: Any) -> psycopg.Cursor[Any]:
         """Run one statement, in which {table} is the table."""
         return self._connection.execute(
-            SQL(query).format(table=self._table, **names), values or None
+            SQL(query).format(table=Identifier(self.place.name), **names), values or None
         )
 
-    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._dim)
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
         into = SQL("COPY {} (id, embedding, payload) FROM STDIN (FORMAT BINARY)")
         with (
             _answers(self._where),
-            self._connection.transaction(),
             self._connection.cursor() as cursor,
-            cursor.copy(into.format(self._table)) as copy,
+            cursor.copy(into.format(Identifier(self.place.name))) as copy,
         ):
             copy.set_types(["int8", "vector", "jsonb"])
-            for number, vector_D, payload in zip(numbers, vectors_ND, kept, strict=True):
+            for number, vector_D, payload in zip(ids, vectors_ND, payloads, strict=True):
                 copy.write_row((number, vector_D, Jsonb(_without_nul(payload))))
 
-    def delete(self, ids: Sequence[int]) -> None:
-        numbers = [int(number) for number in ids]
+    def remove(self, ids: list[int]) -> None:
         with _answers(self._where):
-            self._ask("DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [numbers])
+            self._ask("DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [ids])
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
-        equal = _without_nul(checked_filter(vector_D, where, self._dim))
-        vector_D = np.asarray(vector_D, np.float32)
-        narrowed, values = ("WHERE payload @> %s ", [Jsonb(equal)]) if equal else ("", [])
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[int], list[float]]:
+        equal = [Jsonb(_without_nul(where))] if where else []
+        narrowed = "WHERE payload @> %s " if where else ""
         with _answers(self._where), self._connection.transaction():
-            if equal or k > SEARCH_EF:
+            if where or k > SEARCH_EF:
                 # Past the graph, which finds little of what a filter leaves, to the index of
                 # payloads, and exactly.
                 self._ask("SET LOCAL enable_indexscan = off")
             rows = self._ask(
                 f"SELECT id, -(embedding <#> %s) FROM {{table}} {narrowed}"
                 "ORDER BY embedding <#> %s LIMIT %s",
-                [vector_D, *values, vector_D, k],
+                [vector_D, *equal, vector_D, k],
             ).fetchall()
-        ids, scores = zip(*rows, strict=True) if rows else ((), ())
-        return Hits(np.array(ids, np.int64), np.array(scores, np.float32))
+        return [number for number, _ in rows], [score for _, score in rows]
 
-    def vectors(self, ids: Sequence[int]) -> Vectors:
-        numbers = [int(number) for number in ids]
+    def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
         query = "SELECT id, embedding FROM {table} WHERE id = ANY(%s::bigint[])"
         with _answers(self._where):
-            rows = self._ask(query, [numbers]).fetchall()
-        found = {number: vector.to_numpy() for number, vector in rows}
-        return in_order(numbers, found, self._dim)
+            rows = self._ask(query, [ids]).fetchall()
+        return ((number, vector.to_numpy()) for number, vector in rows)
 
-    def ids(self) -> Ids:
+    def numbers(self) -> list[int]:
         with _answers(self._where):
-            rows = self._ask("SELECT id FROM {table} ORDER BY id").fetchall()
-        return np.array([number for (number,) in rows], np.int64)
+            return [number for (number,) in self._ask("SELECT id FROM {table}").fetchall()]
 
     def finish(self) -> None:
-        size = len(self.ids()) * self._dim * 4
+        size = len(self.numbers()) * self.place.dim * 4
         with _answers(self._where), self._connection.transaction():
             self._ask("SET LOCAL statement_timeout = 0")
             self._ask(
                 "CREATE INDEX IF NOT EXISTS {index} ON {table} USING gin (payload jsonb_path_ops)",
-                index=Identifier(f"{self._name}_payload"),
+                index=Identifier(f"{self.place.name}_payload"),
             )
-            if size > EXACT_BYTES and self._dim <= MOST_IN_GRAPH:
+            if size > EXACT_BYTES and self.place.dim <= MOST_IN_GRAPH:
                 # Past this memory a build is many times slower. Shared among processes it is often
                 # more than there may be: containers have 64 MB.
                 memory = min(BUILD_BYTES, 64_000_000 + 2 * size) // 1000
@@ -134,7 +124,7 @@ class PgvectorStore:
                     "CREATE INDEX IF NOT EXISTS {index} ON {table} USING hnsw "
                     "(embedding vector_ip_ops) "
                     f"WITH (m = {NEIGHBOURS}, ef_construction = {BUILD_EF})",
-                    index=Identifier(f"{self._name}_nearest"),
+                    index=Identifier(f"{self.place.name}_nearest"),
                 )
             self._ask("ANALYZE {table}")
 
@@ -142,7 +132,7 @@ class PgvectorStore:
         self._connection.close()
 
 
-def _without_nul(payload: Payload) -> dict[str, str | int]:
+def _without_nul(payload: Fields) -> Fields:
     """PostgreSQL's text has no NUL: it becomes the sign for a character that cannot be shown."""
     return {
         key: value.replace("\0", "\ufffd") if isinstance(value, str) else value

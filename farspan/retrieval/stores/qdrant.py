@@ -6,20 +6,13 @@ at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import qdrant_edge as qdrant
 
-from farspan.retrieval.stores import Hits, Ids, Payload, StoreLocation, Vectors
-from farspan.retrieval.stores._common import (
-    checked_filter,
-    in_order,
-    missing,
-    refuse_location,
-    rows_to_add,
-    sorted_ids,
-)
+from farspan.retrieval.stores import StoreLocation, Vectors
+from farspan.retrieval.stores._common import CheckedStore, Fields, missing, refuse_location
 
 #: Up to so many bytes of vectors every one is compared as it is: exact, and quick to open. Above,
 #: every one is compared in 8 bits a number, and the best of those again as they are.
@@ -30,23 +23,20 @@ _OVERSAMPLING = 3.0
 _SHARD = "shard"
 
 
-class QdrantStore:
-    def __init__(self, shard: qdrant.EdgeShard, dim: int) -> None:
-        self._shard, self._dim = shard, dim
+class QdrantStore(CheckedStore):
+    def __init__(self, shard: qdrant.EdgeShard, place: StoreLocation) -> None:
+        super().__init__(place)
+        self._shard = shard
 
-    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._dim)
-        rows = zip(numbers, vectors_ND.tolist(), kept, strict=True)
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        rows = zip(ids, vectors_ND.tolist(), payloads, strict=True)
         points = [qdrant.Point(number, vector, payload) for number, vector, payload in rows]
-        if points:
-            self._shard.update(qdrant.UpdateOperation.upsert_points(points))
+        self._shard.update(qdrant.UpdateOperation.upsert_points(points))
 
-    def delete(self, ids: Sequence[int]) -> None:
-        if len(ids):
-            self._shard.update(qdrant.UpdateOperation.delete_points([int(one) for one in ids]))
+    def remove(self, ids: list[int]) -> None:
+        self._shard.update(qdrant.UpdateOperation.delete_points([*ids]))
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
-        equal = checked_filter(vector_D, where, self._dim)
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[Any], list[float]]:
         again = qdrant.QuantizationSearchParams(rescore=True, oversampling=_OVERSAMPLING)
         request = qdrant.QueryRequest(
             limit=k,
@@ -56,28 +46,25 @@ class QdrantStore:
             filter=qdrant.Filter(
                 must=[
                     qdrant.FieldCondition(key, match=qdrant.MatchValue(value))
-                    for key, value in equal.items()
+                    for key, value in where.items()
                 ]
             ),
         )
         hits = self._shard.query(request)
-        return Hits(
-            np.array([hit.id for hit in hits], np.int64),
-            np.array([hit.score for hit in hits], np.float32),
-        )
+        return [hit.id for hit in hits], [hit.score for hit in hits]
 
-    def vectors(self, ids: Sequence[int]) -> Vectors:
-        records = self._shard.retrieve([*ids], with_payload=False, with_vector=True)
-        return in_order(ids, {record.id: record.vector for record in records}, self._dim)
+    def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
+        for record in self._shard.retrieve([*ids], with_payload=False, with_vector=True):
+            yield record.id, record.vector
 
-    def ids(self) -> Ids:
-        every: list[int] = []
+    def numbers(self) -> list[Any]:
+        every: list[Any] = []
         offset = None
         while True:
             records, offset = self._shard.scroll(qdrant.ScrollRequest(limit=10_000, offset=offset))
-            every += [int(record.id) for record in records]
+            every += [record.id for record in records]
             if offset is None:
-                return sorted_ids(every)
+                return every
 
     def finish(self) -> None:
         self._shard.optimize()
@@ -109,7 +96,7 @@ def create(place: StoreLocation) -> QdrantStore:
         wal_enabled=False,
     )
     shard = qdrant.EdgeShard.create(str(place.folder / _SHARD), config)
-    return QdrantStore(shard, place.dim)
+    return QdrantStore(shard, place)
 
 
 def open(place: StoreLocation) -> QdrantStore:
@@ -117,7 +104,7 @@ def open(place: StoreLocation) -> QdrantStore:
     refuse_location(place)
     if not (place.folder / _SHARD).exists():
         raise missing(place.folder, f"{_SHARD} is missing")
-    return QdrantStore(qdrant.EdgeShard.load(str(place.folder / _SHARD)), place.dim)
+    return QdrantStore(qdrant.EdgeShard.load(str(place.folder / _SHARD)), place)
 
 
 def drop(place: StoreLocation) -> None:

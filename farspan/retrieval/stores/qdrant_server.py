@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import numpy as np
 from qdrant_client import QdrantClient
 from qdrant_client import models as qdrant
 from qdrant_client.http.exceptions import ApiException
 
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
-from farspan.retrieval.stores import Hits, Ids, Payload, StoreLocation, Vectors
+from farspan.retrieval.stores import StoreLocation, Vectors
 from farspan.retrieval.stores._common import (
     MARK,
+    CheckedStore,
+    Fields,
     bad_location,
-    checked_filter,
-    in_order,
     missing,
     refuse_foreign,
-    rows_to_add,
-    sorted_ids,
     unreachable,
 )
 
@@ -44,32 +41,26 @@ AT_ONCE = 500
 ANSWER_S, FINISH_S = 30, 3600
 
 
-class QdrantServerStore:
+class QdrantServerStore(CheckedStore):
+    at_once = AT_ONCE
+
     def __init__(self, client: QdrantClient, place: StoreLocation) -> None:
-        self._client, self._place = client, place
-        self._name, self._where = place.name, place.location
+        super().__init__(place)
+        self._client, self._name, self._where = client, place.name, place.location
 
-    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._place.dim)
-        for start in range(0, len(numbers), AT_ONCE):
-            some = slice(start, start + AT_ONCE)
-            batch = qdrant.Batch(
-                ids=numbers[some], vectors=vectors_ND[some].tolist(), payloads=kept[some]
-            )
-            with _answers(self._where):
-                self._client.upsert(self._name, batch, wait=True)
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        batch = qdrant.Batch(ids=[*ids], vectors=vectors_ND.tolist(), payloads=payloads)
+        with _answers(self._where):
+            self._client.upsert(self._name, batch, wait=True)
 
-    def delete(self, ids: Sequence[int]) -> None:
-        numbers = [int(number) for number in ids]
-        if numbers:
-            with _answers(self._where):
-                self._client.delete(self._name, qdrant.PointIdsList(points=numbers), wait=True)
+    def remove(self, ids: list[int]) -> None:
+        with _answers(self._where):
+            self._client.delete(self._name, qdrant.PointIdsList(points=[*ids]), wait=True)
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
-        equal = checked_filter(vector_D, where, self._place.dim)
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[Any], list[float]]:
         must = [
             qdrant.FieldCondition(key=key, match=qdrant.MatchValue(value=value))
-            for key, value in equal.items()
+            for key, value in where.items()
         ]
         with _answers(self._where):
             points = self._client.query_points(
@@ -80,36 +71,24 @@ class QdrantServerStore:
                 query_filter=qdrant.Filter(must=must),
                 search_params=qdrant.SearchParams(hnsw_ef=max(SEARCH_EF, k)),
             ).points
-        return Hits(
-            np.array([point.id for point in points], np.int64),
-            np.array([point.score for point in points], np.float32),
-        )
+        return [point.id for point in points], [point.score for point in points]
 
-    def vectors(self, ids: Sequence[int]) -> Vectors:
-        found: dict[int | str, Any] = {}
-        numbers = [int(number) for number in ids]
-        for start in range(0, len(numbers), AT_ONCE):
-            with _answers(self._where):
-                records = self._client.retrieve(
-                    self._name,
-                    numbers[start : start + AT_ONCE],
-                    with_payload=False,
-                    with_vectors=True,
-                )
-            found |= {record.id: record.vector for record in records}
-        return in_order(numbers, found, self._place.dim)
+    def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
+        with _answers(self._where):
+            records = self._client.retrieve(self._name, ids, with_payload=False, with_vectors=True)
+        return ((record.id, record.vector) for record in records)
 
-    def ids(self) -> Ids:
-        every: list[int] = []
+    def numbers(self) -> list[Any]:
+        every: list[Any] = []
         offset = None
         while True:
             with _answers(self._where):
                 records, offset = self._client.scroll(
                     self._name, limit=10_000, offset=offset, with_payload=False, with_vectors=False
                 )
-            every += [int(record.id) for record in records]
+            every += [record.id for record in records]
             if offset is None:
-                return sorted_ids(every)
+                return every
 
     def finish(self) -> None:
         """Wait until the server has built its graph; after an hour it goes on building by
