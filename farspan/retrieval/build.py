@@ -71,7 +71,8 @@ from farspan.retrieval.stores import FIELD, Ids, Payload, Store, Vectors
 #: Columns that searches can be narrowed by, at most, and what payloads hold beside them.
 _FIELDS, _NOT_COLUMNS = 64, {"title", "origin", "text"}
 _ADD_AT_ONCE = 1024
-#: Where it is noted which tables a build has at servers.
+#: Where it is noted which tables a build found or made at servers: in the end all but the new
+#: index's are dropped.
 _TABLES = "tables.json"
 
 
@@ -80,12 +81,6 @@ class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     store: str
     table: Table
-
-
-class ServerTables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Those that a build found or made; in the end all but the new index's are dropped."""
-
-    tables: tuple[ServerTable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -489,21 +484,20 @@ def _payload(listed: Passages, row: int, manifest: IndexManifest) -> Payload:
     return payload | {"text": listed.chunk(row).text} if manifest.table else payload
 
 
-def _noted_tables(building: Path) -> tuple[ServerTable, ...]:
+def _noted_tables(building: Path) -> list[ServerTable]:
     noted = building / _TABLES
-    return load(noted, ServerTables).tables if noted.exists() else ()
+    return load(noted, list[ServerTable]) if noted.exists() else []
 
 
 def _note_tables(
     building: Path, path: Path, before: IndexManifest | None, manifest: IndexManifest
 ) -> None:
     """Note what the old index and the new one have at servers, before anything is made there."""
-    noted = [*_noted_tables(building)]
-    own = [one for one in (before, manifest) if one is not None and _is_own(path, one)]
-    for one in own:
-        for each in one.sets.values():
-            noted += [ServerTable(store=each.store, table=each.table)] if each.table else []
-    save(ServerTables(tables=tuple(noted)), building / _TABLES)
+    noted = _noted_tables(building)
+    for one in (before, manifest):
+        if one is not None and one.table and _is_own(path, one):
+            noted += [ServerTable(store=each.store, table=each.table) for each in one.sets.values()]
+    save(noted, building / _TABLES)
 
 
 def _clear_servers(
@@ -511,17 +505,17 @@ def _clear_servers(
 ) -> None:
     """Remove from servers what the new index does not need. Not to reach one is no failure of the
     index: what stays there is said."""
+    used = manifest.sets[OWN]
     for one in _noted_tables(building):
-        own = VectorSet(encoder=OWN, dim=1, store=one.store, table=one.table)
-        used = [each for each in manifest.sets.values() if each.table == one.table]
         try:
-            if used:
+            if one.table != used.table:
+                old = msgspec.structs.replace(used, store=one.store, table=one.table)
+                old.module.drop(old.place(building))
+                continue
+            with closing(used.module.open(used.place(building))) as store:
+                there = store.ids()
                 ids_N = passages_of(path, manifest).rows_N["id"]
-                with closing(own.module.open(manifest.place(path))) as store:
-                    there = store.ids()
-                    store.delete(there[~np.isin(there, ids_N)].tolist())
-            else:
-                own.module.drop(own.place(building))
+                store.delete(there[~np.isin(there, ids_N)].tolist())
         except Refusal as refusal:
             what = refusal.problem.what
             say(f"what the old index had in {one.table} is still there: {what}")

@@ -178,25 +178,19 @@ class Embedder:
         batches = [order[start : start + _ROWS] for start in range(0, len(order), _ROWS)]
         with self._work.features(self._name(ids)) as features:
             self._work.start("embedding")
-            done = 0
-            while done < len(batches):
-                kept = features.read(len(batches[done]) * pooled_NF.shape[1])
-                if kept is None:
-                    break
-                pooled_NF[batches[done]] = torch.from_numpy(kept.copy()).view(
-                    len(batches[done]), -1
-                )
-                self._work.kept += len(batches[done])
-                self._work.did(sum(len(texts[row]) for row in batches[done]), kept=True)
-                done += 1
-            rest = batches[done:]
-            for rows, pooled_BF in zip(
-                rest, self._pooled([[ids[r] for r in rows] for rows in rest]), strict=True
-            ):
-                pooled_NF[rows] = pooled_BF
-                features.write(pooled_BF.numpy())
-                self._work.embedded += len(rows)
-                self._work.did(sum(len(texts[row]) for row in rows))
+            computed: Iterator[Tensor] | None = None
+            for number, rows in enumerate(batches):
+                # What is on disk comes first; from the first batch that is not, all are computed.
+                block = None if computed else features.read(len(rows) * pooled_NF.shape[1])
+                if block is None:
+                    computed = computed or self._pooled(
+                        [[ids[row] for row in rows] for rows in batches[number:]]
+                    )
+                    block = next(computed).numpy()
+                    features.write(block)
+                pooled_NF[rows] = torch.from_numpy(block.copy()).view(len(rows), -1)
+                chars = sum(len(texts[row]) for row in rows)
+                self._work.did(chars, texts=len(rows), kept=computed is None)
         return pooled_NF
 
     def _pooled(self, batches: list[list[Tensor]]) -> Iterator[Tensor]:

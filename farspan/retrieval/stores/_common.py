@@ -113,17 +113,11 @@ def _mismatch(what: str, fact: str) -> Refusal:
     return Refusal("store-mismatch", what=what, where="the vector store", fact=fact, remedy=remedy)
 
 
-def refuse_location(place: StoreLocation) -> None:
+def refuse_location(place: StoreLocation, store: str) -> None:
     """Refuse (out-of-range) a location of a store that lies in a folder."""
     if place.location:
-        raise Refusal(
-            "out-of-range",
-            what="this store lies in the run's folder and takes no location",
-            where="run.yaml, key index.store",
-            fact=f"location: {place.location}",
-            remedy="leave out what follows the store's name",
-            key="index.store",
-        )
+        what = "this store lies in the run's folder and takes no location"
+        raise bad_location(what, f"location: {place.location}", store)
 
 
 def bad_location(what: str, fact: str, remedy: str) -> Refusal:

@@ -135,14 +135,14 @@ def _one_thread() -> Iterator[None]:
 
 def create(place: StoreLocation) -> FaissStore:
     """A new store in a folder that does not exist yet."""
-    refuse_location(place)
+    refuse_location(place, "faiss")
     place.folder.mkdir(parents=True)
     return FaissStore(place, faiss.IndexFlatIP(place.dim), _Rows([], []))
 
 
 def open(place: StoreLocation) -> FaissStore:
     """The store that is in a folder."""
-    refuse_location(place)
+    refuse_location(place, "faiss")
     if not (place.folder / _ROWS).exists():
         raise missing(place.folder, f"{_ROWS} is missing")
     rows = msgspec.msgpack.decode((place.folder / _ROWS).read_bytes(), type=_Rows)

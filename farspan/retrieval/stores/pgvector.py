@@ -39,8 +39,6 @@ NEIGHBOURS, BUILD_EF, SEARCH_EF = 24, 200, 400
 BUILD_BYTES = 2_000_000_000
 #: pgvector's limits: numbers a vector, and numbers of one that a graph can hold.
 MOST_NUMBERS, MOST_IN_GRAPH = 16_000, 2_000
-#: PostgreSQL cuts names at 63 bytes; the indexes' names are longer than the table's.
-LONGEST_NAME = 50
 CONNECT_S, ANSWER_S = 5, 60
 #: The first version whose graph goes on searching when what it found is deleted or left out.
 OLDEST = (0, 8)
@@ -165,17 +163,15 @@ def _answers(where: str) -> Iterator[None]:
 
 
 def _words(place: StoreLocation) -> dict[str, Any]:
-    """The parts of the location. Refuses (out-of-range) one that is none, has a password, or names
-    no fit table."""
+    """The parts of the location. Refuses (out-of-range) one that is none."""
     try:
         words = conninfo_to_dict(place.location)
     except psycopg.ProgrammingError:
         words = {}
-    if not words or words.get("password") or not 0 < len(place.name.encode()) <= LONGEST_NAME:
+    if not words:
         raise bad_location(
             "this is no place for a table of vectors",
-            "it is postgresql://user@host/database without a password, and a table's name of at "
-            f"most {LONGEST_NAME} bytes",
+            "it is postgresql://user@host/database",
             "pgvector:postgresql://localhost/farspan",
         )
     return words

@@ -76,7 +76,7 @@ class QdrantStore(CheckedStore):
 
 def create(place: StoreLocation) -> QdrantStore:
     """A new store in a folder that does not exist yet."""
-    refuse_location(place)
+    refuse_location(place, "qdrant")
     (place.folder / _SHARD).mkdir(parents=True)
     config = qdrant.EdgeConfig(
         # m=0: no graph. For 28,000 vectors it took 13.6 s to build and saved 1.3 ms (decision 1).
@@ -101,7 +101,7 @@ def create(place: StoreLocation) -> QdrantStore:
 
 def open(place: StoreLocation) -> QdrantStore:
     """The store that is in a folder."""
-    refuse_location(place)
+    refuse_location(place, "qdrant")
     if not (place.folder / _SHARD).exists():
         raise missing(place.folder, f"{_SHARD} is missing")
     return QdrantStore(qdrant.EdgeShard.load(str(place.folder / _SHARD)), place)
