@@ -303,7 +303,8 @@ def _usable(task: Task, before: IndexManifest | None) -> Index | None:
         return Embedder.load(task.model, task.tokenizer, fitted, task.work, task.processes)
 
     try:
-        old = Index.open(task.path, embedder, remedy="")
+        # Nobody else replaces it meanwhile, and its words are not asked for.
+        old = Index(task.path, before, embedder, "")
         # Who reads all of it now finds what is damaged while everything can still be made again.
         count = len(old.documents) and sum(1 for _ in old.passages)
         if count and np.isin(old.passages.rows_N["id"], old.store.ids()).all():

@@ -281,12 +281,14 @@ def _results(
     """Each document by its passage with the most words of the query, of equals the nearest one;
     with the cosine of the nearest of all, where there is a vector."""
     ranges = [index.passages.of_document(number) for number in documents]
-    every = np.array([row for rows in ranges for row in rows], np.intp)
-    cosines = np.zeros(len(every)) if vector_E is None else index.vectors(every) @ vector_E
-    near, terms = dict(zip(every.tolist(), cosines.tolist(), strict=True)), {*words(query)}
+    terms, near = {*words(query)}, dict[int, float]()
+    if vector_E is not None:
+        every = [row for rows in ranges for row in rows]
+        cosines = index.vectors(np.array(every, np.intp)) @ vector_E
+        near = dict(zip(every, cosines.tolist(), strict=True))
 
     def fit(row: int) -> tuple[int, float]:
-        return len(terms & {*words(index.passages.chunk(row).indexed)}), near[row]
+        return len(terms & {*words(index.passages.chunk(row).indexed)}), near.get(row, 0.0)
 
     for number, rows in zip(documents, ranges, strict=True):
         yield _of_chunk(
