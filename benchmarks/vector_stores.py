@@ -40,17 +40,13 @@ K, BATCH, GROUPS = 10, 1000, 100
 class Qdrant:
     """farspan's own store file, as `embed` uses it."""
 
-    distribution, module, durable = "qdrant-edge-py", "qdrant_edge", True
+    distribution, module, durable = "qdrant-edge-py", "qdrant_edge", False
 
     def __init__(self, path: Path, dim: int, create: bool = True) -> None:
-        from farspan.retrieval.stores import About, Spot, qdrant
+        from farspan.retrieval.stores import StoreLocation, qdrant
 
-        about = About(model="m", tokenizer="t", fit="f", dim=dim)
-        self.store = (
-            qdrant.create(Spot(folder=path), about)
-            if create
-            else qdrant.open_store(Spot(folder=path))
-        )
+        place = StoreLocation(folder=path, dim=dim)
+        self.store = qdrant.create(place) if create else qdrant.open(place)
 
     def add(self, ids: range, vectors: np.ndarray) -> None:
         self.store.add(ids, vectors, [{"group": i % GROUPS} for i in ids])
@@ -59,13 +55,13 @@ class Qdrant:
         self.store.finish()
 
     def search(self, query: np.ndarray) -> list[int]:
-        return [hit.id for hit in self.store.search(query, K)]
+        return self.store.search(query, K).ids.tolist()
 
     def filtered(self, query: np.ndarray, group: int) -> list[int]:
-        return [hit.id for hit in self.store.search(query, K, {"group": group})]
+        return self.store.search(query, K, {"group": group}).ids.tolist()
 
     def count(self) -> int:
-        return self.store.count()
+        return len(self.store.ids())
 
 
 class QdrantInt8(Qdrant):
@@ -360,9 +356,11 @@ def write_until_killed(name: str, vectors: Path, folder: Path) -> None:
 
 def own_vectors(index: Path) -> np.ndarray:
     """The vectors of an index."""
-    from farspan.retrieval.index import passages_of, read_manifest
+    from farspan.retrieval.index import read_manifest
 
-    return np.array(passages_of(index, index, read_manifest(index, "farspan embed")).vectors_NE)
+    manifest = read_manifest(index, "farspan embed")
+    store = manifest.sets["own"].module.open(manifest.place(index))
+    return store.vectors(store.ids().tolist())
 
 
 def main() -> None:
