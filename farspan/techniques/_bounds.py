@@ -33,10 +33,8 @@ def stages_s(replica: Replica, costs: Costs) -> float:
     ways = [
         a.busy + a.delay + b.busy + b.delay for a, b in zip(*edges(replica, costs), strict=True)
     ]
-    each, parts = (
-        [time.passes.forward + time.passes.backward for time in times],
-        replica.microbatches,
-    )
+    each = [time.passes.forward + time.passes.backward for time in times]
+    parts = replica.microbatches
     piped = _piped(each, ways, parts) + ROUNDING * (times[0].exposed + times[0].update)
     alone = (
         parts * seconds + time.exposed + time.update
@@ -50,5 +48,6 @@ def _piped(each: Sequence[float], ways: Sequence[float], microbatches: int) -> f
     there and back."""
     least = before = 0.0
     for seconds, way in zip(each, (*ways, 0.0), strict=True):
-        least, before = max(least, before + microbatches * seconds), before + seconds + way
+        least = max(least, before + microbatches * seconds)
+        before = before + seconds + way
     return ROUNDING * least

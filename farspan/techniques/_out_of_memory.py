@@ -59,7 +59,8 @@ def fastest_fitting(task: Task, replicas: Sequence[Replica]) -> int | None:
 def out_of_memory(task: Task, plan: Plan, estimate: Estimate) -> Problem:
     """What is short, on which device, and by how much."""
     lacking, rank = shortage(task, plan, estimate)
-    device, at = task.costs.network.devices[rank], task.devices[rank]
+    device = task.costs.network.devices[rank]
+    at = task.devices[rank]
     used = sorted(
         r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks
     )

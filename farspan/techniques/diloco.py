@@ -118,7 +118,8 @@ def _site_task(task: Task, ranks: Sequence[int], rows: int) -> Task:
 def _pace(task: Task, ranks: Sequence[int], rows: int) -> float:
     """Seconds a sequence of a site whose devices share them by speed: what its share of a step
     follows from."""
-    costs, graph = task.costs, task.graph
+    costs = task.costs
+    graph = task.graph
     each = max(1, rows // len(ranks))
     units = graph.kinds(0, graph.units)
     times = (

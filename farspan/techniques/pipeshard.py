@@ -103,8 +103,9 @@ def _solutions(task: Task, most: int) -> list[tuple[Solution, int]]:
     for parts in microbatch_counts(task):
         tables = Tables(task, parts)
         for order in orders(task):
-            search, tied = StageSearch(task, order, tables), tied_s(task, order)
-            searches.append((search.glimpse() + tied, len(searches), tied, parts, search))
+            search = StageSearch(task, order, tables)
+            tied = tied_s(task, order)
+            searches.append((search.quick_upper_bound() + tied, len(searches), tied, parts, search))
     found: list[tuple[float, int, int, Solution, int]] = []
     for _, place, tied, parts, search in sorted(searches, key=lambda row: row[:2]):
         worst = found[-1][0] if len(found) == most else math.inf
@@ -130,7 +131,8 @@ def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
             stages_s(replica, task.costs) < best
             and (seconds := step(replica, task.costs).seconds) < best
         ):
-            best, even = seconds, [(seconds, replica)]
+            best = seconds
+            even = [(seconds, replica)]
     return even
 
 
@@ -139,7 +141,8 @@ def tied_s(task: Task, order: Sequence[int]) -> float:
     back."""
     if not task.graph.tied:
         return 0.0
-    first, last = order[0], order[-1]
+    first = order[0]
+    last = order[-1]
     wire = task.costs.network.wire(first, last, collective=False, streams=task.streams(first, last))
     return 2 * (wire.delay_s + task.costs.network.send_s(wire, 4 * task.graph.size("vd")))
 
@@ -165,7 +168,8 @@ def orders(task: Task) -> list[tuple[int, ...]]:
     for rank in task.ranks:
         by_site.setdefault(network.sites[rank], []).append(rank)
     names = list(by_site)
-    orders, seen = [], set()
+    orders = []
+    seen = set()
     sites = list(dict.fromkeys(_site_orders(task, names, by_site)))
     # Of many orders only the first is turned: on fast links that saves little, on slow ones the
     # shortest is first.
@@ -211,7 +215,8 @@ def _site_orders(
 
     chains = []
     for start in names:
-        chain, left = [start], [name for name in names if name != start]
+        chain = [start]
+        left = [name for name in names if name != start]
         while left:
             chain.append(min(left, key=lambda name: rtt(chain[-1], name)))
             left.remove(chain[-1])
@@ -231,7 +236,8 @@ def at_best_depth(task: Task, deepest: Replica) -> tuple[float, Replica] | None:
     """The step of a pipeline, with the microbatches in flight of 1F1B, or more as far as it may:
     those cover round trips, but put off the first backward pass. None where it does not fit after
     all."""
-    stages, timed = len(deepest.stages), dict[tuple[int, ...], tuple[float, Replica]]()
+    stages = len(deepest.stages)
+    timed = dict[tuple[int, ...], tuple[float, Replica]]()
     for extra in (0, 2, 8, deepest.microbatches) if len(task.ranks) <= EVERY_RUN else (0, 8):
         depths = tuple(min(most, stages - i + extra) for i, most in enumerate(deepest.in_flight))
         replica = msgspec.structs.replace(deepest, in_flight=depths)

@@ -107,9 +107,9 @@ def test_a_limit_leaves_out_what_is_above_it_and_nothing_else(seed: int):
 def test_no_stage_is_below_the_least_cycle(seed: int):
     for search, _, _ in searches(world(seed)):
         bound = math.inf
-        while (solved := search._under(bound)) is not None:
+        while (solved := search._solve_below(bound)) is not None:
             bound = 0.8 * solved[1]
-            assert solved[1] >= search.least
+            assert solved[1] >= search.least_cycle
 
 
 @pytest.mark.parametrize("seed", slow_after(5, range(300, 300 + CASES)))

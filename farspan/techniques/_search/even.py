@@ -14,7 +14,9 @@ from farspan.techniques._task import Task
 def even_splits(task: Task, counts: Sequence[int]) -> Iterator[Replica]:
     """Every even split in every number of microbatches of `counts`, ZeRO 0 and 1. Operators are
     split as Megatron-LM splits them (arXiv 1909.08053): heads, d_ff and the vocabulary."""
-    n, graph, hosts = len(task.ranks), task.graph, task.costs.network.hosts
+    n = len(task.ranks)
+    graph = task.graph
+    hosts = task.costs.network.hosts
     in_host = min(hosts.count(host) for host in hosts)
     megatron = {
         op.name: op.divisible

@@ -112,7 +112,8 @@ def _optimise(
         model.setOptionValue(option, value)
     program.hand_to(model)
     model.run()
-    status, info = model.getModelStatus(), model.getInfo()
+    status = model.getModelStatus()
+    info = model.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
         return None, math.inf
     if not info.primal_solution_status:
@@ -161,7 +162,8 @@ class _Program:
     def hand_to(self, model: Any) -> None:
         """Columns between 0 and 1, choices whole; an infinite cost keeps one at 0. Then the
         rows."""
-        none, costs = np.empty(0, dtype=np.int32), np.array(self._costs)
+        none = np.empty(0, dtype=np.int32)
+        costs = np.array(self._costs)
         possible = np.isfinite(costs)
         model.addCols(
             len(costs),

@@ -59,7 +59,9 @@ def stage_rows(
     """Sequences of each batch coordinate of a mesh that holds the whole model, by the speed of its
     slowest device at a typical load; and at the load that this gives it, if the last one ends
     sooner so."""
-    ways, graph, costs = mesh.size("tensor"), task.graph, task.costs
+    ways = mesh.size("tensor")
+    graph = task.graph
+    costs = task.costs
     groups = mesh.batch
 
     def seconds(group: Sequence[int], own: int) -> float:

@@ -42,19 +42,21 @@ class Assignment:
         in_flight: int = 1,
         concurrent: int = 1,
     ) -> None:
-        self.task, self.units, self.group, self.rows = task, units, group, rows
-        self.zero, self.data, self.parts, self.in_flight, self.concurrent = (
-            zero,
-            data,
-            microbatches,
-            in_flight,
-            concurrent,
-        )
+        self.task = task
+        self.units = units
+        self.group = group
+        self.rows = rows
+        self.zero = zero
+        self.data = data
+        self.parts = microbatches
+        self.in_flight = in_flight
+        self.concurrent = concurrent
         ways = len(group)
         residual = [Strategy("", COPY, COPY, COPY)]
         if rows % ways == 0:
             residual.append(Strategy("b", "b", "b", "b"))
-        self.names, self.choices = [RESIDUAL], [tuple(residual)]
+        self.names = [RESIDUAL]
+        self.choices = [tuple(residual)]
         self.costs: list[list[float]] = [[0.0] * len(residual)]
         self.memory: list[list[float]] = [[0.0] * len(residual)]
         self.edges: dict[tuple[int, int], list[list[float]]] = {}
@@ -69,10 +71,12 @@ class Assignment:
                     before = 0
 
     def _add(self, op: Operator, unit: tuple[Operator, ...], count: int) -> int:
-        task, ways = self.task, len(self.group)
+        task = self.task
+        ways = len(self.group)
         options = strategies(op, task.graph.sizes, ways, self.rows)
         device = task.costs.network.devices[self.group[0]]
-        costs, memory = [], []
+        costs = []
+        memory = []
         for option in options:
             # The sum with a residual stream that is copied takes longer: `_return` adds the rest.
             seconds = count * self.parts * self._op_s(op, option.split, self.choices[0][-1].split)
@@ -131,7 +135,8 @@ class Assignment:
 
     def _op_s(self, op: Operator, split: str, residual: str) -> float:
         """Seconds of the slowest device for both passes of an operator over one microbatch."""
-        costs, ways = self.task.costs, len(self.group)
+        costs = self.task.costs
+        ways = len(self.group)
         unlike = {costs.alike[rank]: rank for rank in self.group}.values()
         return max(sum(costs.op_s(rank, op, self.rows, split, ways, residual)) for rank in unlike)
 

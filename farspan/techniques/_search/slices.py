@@ -93,7 +93,8 @@ def slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
 
 
 def _slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
-    network, runs = task.costs.network, []
+    network = task.costs.network
+    runs = []
     n = len(order)
     hosts = [network.hosts[rank] for rank in order]
     starts = [i for i in range(n) if i == 0 or hosts[i] != hosts[i - 1]]
@@ -112,7 +113,8 @@ def _slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
 def _aligned(start: int, stop: int, starts: Sequence[int], ends: Sequence[int]) -> bool:
     """Whether a run is one of the equal parts of its host."""
     at = next(k for k, end in enumerate(ends) if start < end)
-    size, whole = stop - start, ends[at] - starts[at]
+    size = stop - start
+    whole = ends[at] - starts[at]
     return whole % size == 0 and (start - starts[at]) % size == 0
 
 
@@ -121,7 +123,8 @@ class Tables:
     share theirs."""
 
     def __init__(self, task: Task, microbatches: int) -> None:
-        self.task, self.microbatches = task, microbatches
+        self.task = task
+        self.microbatches = microbatches
         self.rows = task.train.batch // microbatches
         self._options: dict[int, list[Option]] = {}
         self._room: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -182,7 +185,8 @@ class Tables:
     def _rows(self, ranks: Sequence[int], ways: int) -> tuple[int, ...]:
         groups = [ranks[i : i + ways] for i in range(0, len(ranks), ways)]
         typical = max(1, self.rows // len(groups))
-        costs, block = self.task.costs, self.task.graph.block
+        costs = self.task.costs
+        block = self.task.graph.block
         pace = {
             r: sum(costs.unit_s(r, block, typical, {}, 1))
             for r in {costs.alike[rank]: rank for rank in ranks}.values()
@@ -217,7 +221,9 @@ class Tables:
         )
         seconds, spans = np.full((2, layers + 1), np.inf)
         table = PassTable(option, seconds, spans, np.zeros(layers + 1, dtype=np.int64))
-        table.seconds[fewest:], table.cycle[fewest:], table.depth[fewest:] = time, cycle, deep
+        table.seconds[fewest:] = time
+        table.cycle[fewest:] = cycle
+        table.depth[fewest:] = deep
         return table
 
     def _priced(
@@ -225,7 +231,8 @@ class Tables:
     ) -> tuple[float, ...]:
         """Seconds of a microbatch; of all others and what comes once a step; bytes of the fullest
         device that stay (less its capacity); bytes that a microbatch adds."""
-        task, parts = self.task, self.microbatches
+        task = self.task
+        parts = self.microbatches
         stage = stage_of(ranks, option, units, parts)
         time = stage_time(task.costs, stage, stage.rows, parts)
         seconds = time.passes.forward + time.passes.backward
@@ -243,7 +250,8 @@ class Tables:
     def _bytes(self, stage: Stage, rows: int, coordinate: int) -> tuple[float, float]:
         """Bytes of a device with no microbatch in flight, and with one: wherever the others of its
         stage are."""
-        mesh, costs = stage.mesh, self.task.costs
+        mesh = stage.mesh
+        costs = self.task.costs
         kind = costs.alike[mesh.batch[coordinate][0]]
         key = (
             kind,
@@ -266,7 +274,8 @@ def cheapest_splits(
     """Strategies of all operators over a tensor axis, memory aside; rows are divided only if all
     are even, and never without `by_rows`. Rows count by their power of two: which division is best
     hardly depends on them."""
-    ways, typical = len(group), 2 ** round(math.log2(max(rows)))
+    ways = len(group)
+    typical = 2 ** round(math.log2(max(rows)))
     even = by_rows and all(row % ways == 0 for row in rows)
     key = ("splits", task.likeness(group), typical, even)
     if key not in task.memo:
@@ -284,7 +293,10 @@ def cheapest_splits(
 def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
     """Tensor widths of a slice: 1, and what divides every run of like devices of one host in it,
     and some operator."""
-    network, costs, runs, previous = task.costs.network, task.costs, [], None
+    network = task.costs.network
+    costs = task.costs
+    runs = []
+    previous = None
     for rank in ranks:
         key = (network.hosts[rank], costs.alike[rank])
         if key == previous:
