@@ -53,7 +53,7 @@ def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, in
             ranks = [search.order[i] for i in range(*run)]
             found = []
             for option in tables.options(ranks):
-                seconds, cycle, fixed, each = tables._priced(ranks, option, units)
+                seconds, cycle, fixed, each = tables._price_stage(ranks, option, units)
                 deep = 0 if fixed > 0 else min(tables.microbatches, int(-fixed // max(each, 1.0)))
                 found.append((seconds, cycle, deep))
             known[key] = found
