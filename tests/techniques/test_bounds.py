@@ -25,7 +25,7 @@ from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.moves import _neighbours
 from farspan.techniques._search.slices import Tables
 from farspan.techniques._search.stages import StageSearch
-from farspan.techniques.diloco import _moved
+from farspan.techniques.diloco import _with_ranks
 from tests.examples import slow_after
 from tests.techniques.worlds import cluster, random_cluster, random_model, task
 
@@ -144,7 +144,7 @@ def test_alike_sites_have_the_same_step_after_relabelling(seed: int):
     assert asked.likeness(first) == asked.likeness(last)
     alone = Task(asked.model, asked.graph, asked.cluster, asked.train, asked.engine, only=first)
     found = pipeshard.plan(alone).replicas[0]
-    here, there = (step(_moved(found, ranks), asked.costs).seconds for ranks in (first, last))
+    here, there = (step(_with_ranks(found, ranks), asked.costs).seconds for ranks in (first, last))
     assert here == pytest.approx(there, rel=1e-12)
 
 
