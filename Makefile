@@ -70,7 +70,6 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/local.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/tokenize_and_pack.py
-	$(BIN)/python benchmarks/vector_stores.py
 	$(BIN)/python benchmarks/retrieval.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/fit_engines.py
