@@ -39,9 +39,6 @@ class Process(Protocol):
 
     def signal(self, number: signal.Signals) -> None: ...
     def wait(self, timeout: float) -> None: ...
-    def read(self, path: Path) -> bytes | None:
-        """A file of that host; None where there is none."""
-        ...
 
 
 def run_folder(host: Host, plan: Plan, run: RunFolder) -> RunFolder:
@@ -78,11 +75,19 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 def place(host: Host, meeting: Rendezvous) -> dict[str, str]:
     """Where a host's workers meet the others, and keep what is sent to them."""
-    values = {"MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}
-    if name := meeting.interfaces.get(host.name):
-        values |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    if host.folder:
-        values["FARSPAN_CACHE"] = str(Path(host.folder) / "cache")
+    cache = str(Path(host.folder) / "cache") if host.folder else None
+    interface = meeting.interfaces.get(host.name)
+    return meeting_environment(meeting.address, meeting.port, interface, cache)
+
+
+def meeting_environment(
+    address: str, port: int, interface: str | None, cache: str | None
+) -> dict[str, str]:
+    values = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    if interface:
+        values |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    if cache:
+        values["FARSPAN_CACHE"] = cache
     return values
 
 
@@ -196,10 +201,12 @@ class HostProcess:
     def wait(self, timeout: float) -> None:
         self._process.wait(timeout)
 
-    def read(self, path: Path) -> bytes | None:
-        if self._host.folder is None:
-            return path.read_bytes() if path.exists() else None
-        return ask(self._host, f"cat {quoted(path)}")
+
+def read_file(host: Host, path: Path) -> bytes | None:
+    """Return a file of a host; None where there is none."""
+    if host.folder is None:
+        return path.read_bytes() if path.exists() else None
+    return ask(host, f"cat {quoted(path)}")
 
 
 def _signalled(code: int | None) -> int | None:

@@ -9,15 +9,14 @@ addresses. It carries nothing of ours, as the workers have another.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator, Mapping
 
 from farspan.domain.cluster import Host
 from farspan.domain.interpreter import module_command
 from farspan.domain.plan import Plan
-from farspan.domain.preemption import preempted
-from farspan.domain.problems import Problem
-from farspan.domain.problems import command as farspan
 from farspan.domain.run import STORE_PORT, RunFolder
+from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.hosts import interpreter
 from farspan.launch.processes import (
     HostProcess,
@@ -54,26 +53,18 @@ class Launch(Workers):
                 secret=meeting.secret,
             )
 
-    def lost(self, process: Process) -> dict[int, Problem]:
-        """All failures of which torchrun tells at its end. Of those that it sees at one glance it
-        takes the lowest rank for the first, which may have failed because of another. One that
-        gets a signal from elsewhere passes it on to all its workers, which save and end well; it
-        alone says that it failed."""
+    def failures(self, process: Process) -> list[WorkerExit]:
+        """Return all failures that torchrun prints at its end. Of those that it sees at one glance
+        it takes the lowest rank for the first, which may have failed because of another."""
+        # One that gets a signal from elsewhere passes it on to its workers, which save and end
+        # well; it alone says that it failed.
         if process.poll() == 1 and self.stopped:
-            problem = preempted(
-                dict.fromkeys(process.ranks, process.host.name),
-                where=self.run.path,
-                fact="its torchrun got a signal from outside the run; all is saved",
-                remedy=farspan("resume", self.run.path),
-            )
-            return dict.fromkeys(process.ranks, problem)
+            return [self.exit_of(rank, -signal.SIGTERM) for rank in process.ranks]
         log = self.words(self.run.logs / f"rank-{process.ranks[0]}.log")
-        ends = reversed(
-            FAILURE.findall(log.rpartition("\nFailures:\n")[2])
-        )  # What it takes for the first is its last.
-        return {
-            int(rank): self.wordless(process, int(rank), int(code)) for rank, code in ends
-        } or super().lost(process)
+        printed = FAILURE.findall(log.rpartition("\nFailures:\n")[2])
+        # What it takes for the first is its last.
+        ends = [self.exit_of(int(rank), int(code)) for rank, code in reversed(printed)]
+        return ends or super().failures(process)
 
 
 def commands(
