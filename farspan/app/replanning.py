@@ -45,7 +45,7 @@ def replan(
 
     with locked(run.lock, "this run is being trained already", run.path):
         try:
-            copy_checkpoints(run, _old_cluster(run))
+            copy_checkpoints(run, clusters.of_run(run))
         except Refusal as refusal:
             progress(Note(f"{refusal.problem.what}: {refusal.problem.fact}"))
         config = load_yaml(run.config, RunConfig)
@@ -139,12 +139,6 @@ def _exact(given: ParallelConfig, old: Plan) -> ParallelConfig:
     if old.sync is not None or given.allow:
         return given
     return msgspec.structs.replace(given, allow=tuple(filter(techniques.exact, techniques.names())))
-
-
-def _old_cluster(run: RunFolder) -> Cluster:
-    """The cluster that a run has been trained on so far."""
-    name = load_yaml(run.config, RunConfig).parallel.cluster or ""
-    return clusters.find(name) if clusters.is_external(name) else load_cluster_json(run.cluster)
 
 
 def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
