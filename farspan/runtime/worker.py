@@ -367,14 +367,14 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
         return error.problem
     message = " ".join(str(error).split())
     if plan and memory_is_full(error):
-        predicted = _predicted_bytes(plan, run, rank)
+        predicted = "nothing"
+        if run.estimate.exists():
+            predicted = format_bytes(load_estimate(run.estimate).memory[rank].total)
         return Problem(
             code="out-of-memory",
             what="a worker ran out of memory",
             where=f"rank {rank} ({plan.devices[rank].backend} on {plan.devices[rank].host})",
-            fact=(
-                f"predicted {format_bytes(predicted) if predicted else 'nothing'}; {message[:200]}"
-            ),
+            fact=f"predicted {predicted}; {message[:200]}",
             remedy=f"lower train.batch.global (now {plan.train.batch:d} sequences of "
             f"{plan.train.seq_len:d}) or set "
             "train.recompute: true in run.yaml",
@@ -413,18 +413,6 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
         cause="exchange" if exchange else "own",
         rank=rank,
         host=host,
-    )
-
-
-def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
-    """What the estimate says that this rank takes."""
-    used = sorted(
-        r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks
-    )
-    return (
-        load_estimate(run.estimate).memory[used.index(rank)].total
-        if run.estimate.exists()
-        else None
     )
 
 
