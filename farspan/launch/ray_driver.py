@@ -15,30 +15,32 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import ray
 
-from farspan.domain.cluster import GIVEN
+from farspan.domain.cluster import GIVEN, Host
 from farspan.domain.codec import load, save
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.run import ON_STDIN, SECRET
 from farspan.domain.standard_input import STOP, first_line
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.launchers.ray import EXITS, Job, Node
-from farspan.launch.processes import meeting_environment, worker_environment
+from farspan.launch.processes import (
+    HostProcess,
+    meeting_environment,
+    with_environment,
+    worker_environment,
+)
 from farspan.launch.stop_on_stdin import follow_input
 from farspan.launch.workers import GRACE_S
 
@@ -76,46 +78,38 @@ class RankActor:
 
     def start(self, folder: str, environment: dict[str, str], secret: str) -> None:
         self._folder = Path(folder).expanduser()
-        self._logs = self._folder / "logs"
-        self._logs.mkdir(parents=True, exist_ok=True)
-        self._rank = environment["RANK"]
-        self._words = self._logs / f"rank-{self._rank}.problem.json"
+        logs = self._folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        rank = environment["RANK"]
+        self._words = logs / f"rank-{rank}.problem.json"
         self._words.unlink(missing_ok=True)
         words = module_command(
-            sys.executable,
-            "farspan.runtime.worker",
-            str(self._folder / "plan.json"),
-            str(self._folder),
+            sys.executable, "farspan.runtime.worker", f"{self._folder}/plan.json", str(self._folder)
         )
-        with open_own(self._logs / f"rank-{self._rank}.log", "ab") as log:
-            self._process = subprocess.Popen(
-                words,
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                bufsize=0,
+        here = Host(name="here", devices=(), enter=())
+        with open_own(logs / f"rank-{rank}.log", "ab") as log:
+            # Its input stays open: the end of it says that this actor is gone.
+            self._process = HostProcess(
+                here,
+                (int(rank),),
+                with_environment(environment, words),
+                log=log,
+                keep_open=log.fileno(),
+                secret=secret,
             )
-        assert self._process.stdin is not None
-        self._process.stdin.write(
-            f"{secret}\n".encode()
-        )  # It stays open: its end says that this actor is gone.
 
     def wait(self) -> tuple[int, Problem | None]:
         """Return the exit code of the worker, and the problem that it wrote, once it has ended."""
-        code = self._process.wait()
+        self._process.wait(None)
+        code = self._process.poll() or 0
         return code, load(self._words, Problem) if code and self._words.exists() else None
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, said: bool = False) -> None:
+        """Signal the worker, by the word of who started it if that is `said`."""
         if self._process.poll() is None:
-            self._process.send_signal(number)
-
-    def stop(self) -> None:
-        """Ask the worker to save and end, by the word of who started it."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # It has ended already.
-            self._process.stdin.write(STOP)
-        self.signal(signal.SIGTERM)
+            if said:
+                self._process.say(STOP)
+            os.kill(self._process.pid, number)
 
 
 class Requests:
@@ -191,7 +185,7 @@ def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
         environment |= meeting_environment(
             places[0].address, places[0].port, place.interface, job.caches.get(host)
         )
-        environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(actors)), SECRET: ON_STDIN}
+        environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(actors))}
         environment |= job.environment
         if place.gpu is not None:  # The only one that the worker sees.
             environment |= {"CUDA_VISIBLE_DEVICES": place.gpu, GIVEN: "0"}
@@ -200,10 +194,7 @@ def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
     def end(number: int, frame: object) -> None:
         requests.signalled = True
         for actor in actors:
-            if requests.said:
-                actor.stop.remote()
-            else:
-                actor.signal.remote(number)
+            actor.signal.remote(number, requests.said)
 
     signal.signal(signal.SIGTERM, end)
     exits = watch(job, actors)

@@ -194,6 +194,11 @@ class Workers(ABC):
             EPOCH: msgspec.json.encode(self._held.epoch).decode(),
         }
 
+    def ranks_on(self, host: Host) -> tuple[int, ...]:
+        return tuple(
+            rank for rank, device in enumerate(self.plan.devices) if device.host == host.name
+        )
+
     def spare(self, device: PlannedDevice) -> SpareProcess | None:
         """A warm process that waits for this device, if one does."""
         return self._held.spares.take(device.host, device.index, device.threads)

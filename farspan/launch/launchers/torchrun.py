@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from farspan.domain.cluster import Host
 from farspan.domain.interpreter import module_command
-from farspan.domain.plan import Plan
-from farspan.domain.run import STORE_PORT, RunFolder
+from farspan.domain.run import STORE_PORT
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.hosts import interpreter
 from farspan.launch.processes import (
@@ -26,7 +24,7 @@ from farspan.launch.processes import (
     with_environment,
     worker_environment,
 )
-from farspan.launch.rendezvous import Rendezvous, arrange
+from farspan.launch.rendezvous import arrange
 from farspan.launch.workers import SAVE_S, Workers
 
 #: One of the failures at the end of what torchrun prints.
@@ -36,17 +34,36 @@ FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILI
 class Launch(Workers):
     def start(self) -> Iterator[Process]:
         meeting = arrange(self.hosts)
-        per_host = commands(self.plan, self.run, self.hosts, meeting, self.environment)
-        for host, words in zip(self.hosts, per_host, strict=True):
-            ranks = tuple(
-                rank for rank, device in enumerate(self.plan.devices) if device.host == host.name
+        for node, host in enumerate(self.hosts):
+            folder = run_folder(host, self.plan, self.run)
+            ranks = self.ranks_on(host)
+            # By itself torchrun kills workers that still save 30 s after it was told to end.
+            values = {
+                **worker_environment(max(self.plan.devices[rank].threads for rank in ranks)),
+                **place(host, meeting),
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}",
+                STORE_PORT: str(meeting.port),
+                **self.environment,
+            }
+            words = module_command(
+                interpreter(host),
+                "torch.distributed.run",
+                f"--nnodes={len(self.hosts)}",
+                f"--node-rank={node}",
+                f"--nproc-per-node={len(ranks)}",
+                f"--master-addr={meeting.address}",
+                f"--master-port={meeting.torchrun_port}",
+                "--max-restarts=0",
+                "--module",
+                "farspan.runtime.worker",
+                str(folder.plan),
+                str(folder.path),
             )
-            # By itself torchrun goes on where its launcher is gone, and its workers look at
-            # torchrun alone.
+            # Nor does it end where its launcher is gone, and its workers look at torchrun alone.
             yield HostProcess(
                 host,
                 ranks,
-                words,
+                with_environment(values, words),
                 log=self.log(f"rank-{ranks[0]}"),
                 keep_open=self.keep_open,
                 hold=True,
@@ -65,45 +82,3 @@ class Launch(Workers):
         # What it takes for the first is its last.
         ends = [self.exit_of(int(rank), int(code)) for rank, code in reversed(printed)]
         return ends or super().failures(process)
-
-
-def commands(
-    plan: Plan,
-    run: RunFolder,
-    hosts: tuple[Host, ...],
-    meeting: Rendezvous,
-    environment: Mapping[str, str],
-) -> list[list[str]]:
-    """The command that each host runs, in node order; `environment` is what all workers are
-    told."""
-    per_host = []
-    for node, host in enumerate(hosts):
-        devices = [device for device in plan.devices if device.host == host.name]
-        folder = run_folder(host, plan, run)
-        per_host.append(
-            with_environment(
-                # By itself it kills workers that still save 30 s after it was told to end.
-                worker_environment(max(device.threads for device in devices))
-                | place(host, meeting)
-                | {
-                    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}",
-                    STORE_PORT: str(meeting.port),
-                    **environment,
-                },
-                module_command(
-                    interpreter(host),
-                    "torch.distributed.run",
-                    f"--nnodes={len(hosts)}",
-                    f"--node-rank={node}",
-                    f"--nproc-per-node={len(devices)}",
-                    f"--master-addr={meeting.address}",
-                    f"--master-port={meeting.torchrun_port}",
-                    "--max-restarts=0",
-                    "--module",
-                    "farspan.runtime.worker",
-                    str(folder.plan),
-                    str(folder.path),
-                ),
-            )
-        )
-    return per_host
