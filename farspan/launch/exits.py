@@ -14,7 +14,7 @@ from farspan.domain.codec import parse_json
 from farspan.domain.memory_kills import WorkerGroup, machine_kills
 from farspan.domain.plan import Plan
 from farspan.domain.preemption import preempted
-from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal, command
+from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
 from farspan.domain.results import Started, Step, decoded, load_estimate
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
@@ -105,7 +105,7 @@ def _problem_from_outside(
     end: WorkerExit, signalled: Mapping[int, str], run: RunFolder, saved: bool
 ) -> Problem:
     """Return what the end of a worker that wrote nothing means to the user."""
-    resume, words = command("resume", run.path), f"last words: {end.last_words}"
+    remedy, words = run.resume(), f"last words: {end.last_words}"
     code, fact, killed = "worker-lost", end.fact, None
     if end.code is not None and end.code < 0:
         killed = signal.Signals(-end.code).name
@@ -121,7 +121,7 @@ def _problem_from_outside(
             signalled,
             where=end.log,
             fact=f"{fact} from outside the run, {when}; {words}",
-            remedy=resume,
+            remedy=remedy,
             signal=killed,
             last_words=end.last_words,
         )
@@ -130,13 +130,13 @@ def _problem_from_outside(
     if end.killed_for != "other":
         fact += f", as the kernel does when memory runs out{end.memory}"
     if end.killed_for == "memory":
-        code, resume = "out-of-memory", LESS_MEMORY
+        code, remedy = "out-of-memory", LESS_MEMORY
     return Problem(
         code=code,
         what=f"rank {end.rank} on {end.host} was lost",
         where=end.log,
         fact=f"{fact}; {words}",
-        remedy=resume,
+        remedy=remedy,
         signal=killed,
         rank=end.rank,
         host=end.host,

@@ -23,7 +23,6 @@ from farspan.domain.epoch import EPOCH, Epoch
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.problems import Refusal
-from farspan.domain.problems import command as farspan
 from farspan.domain.results import (
     STOPPED,
     Event,
@@ -346,8 +345,8 @@ class Workers(ABC):
         raise Refusal.of(cause)
 
     def _interrupted(self, what: str, fact: str) -> Refusal:
-        resume = farspan("resume", self.run.path)
-        return Refusal("interrupted", what=what, where=self.run.path, fact=fact, remedy=resume)
+        where, remedy = self.run.path, self.run.resume()
+        return Refusal("interrupted", what=what, where=where, fact=fact, remedy=remedy)
 
     @property
     def stopped(self) -> bool:
