@@ -238,7 +238,8 @@ class Workers(ABC):
                 self._away.pull(now=None not in codes)
             position, lines = _new_lines(self.run.events, position)
             # Before the last event of the run, which a warning is not.
-            yield from self._warnings()
+            for message in [] if self._away is None else self._away.mirror.warnings():
+                yield Warned(at=time.time(), message=message)
             for event in decoded(lines, self.run.events):
                 self._finished = event if isinstance(event, Finished) else None
                 self._mirror(event)
@@ -250,19 +251,17 @@ class Workers(ABC):
                 self.failed_at = time.monotonic()
             if self.failed_at is not None:
                 self.kill_unresponsive()
-            waited = time.monotonic() - self.failed_at if self.failed_at is not None else 0.0
-            saving = (
-                time.monotonic() - self._interrupted_at if self._interrupted_at is not None else 0.0
-            )
             plain = self._held.again and -signal.SIGKILL in codes
-            if waited > (PLAIN_S if plain else GRACE_S) or saving > SAVE_S:
+            if _passed(self.failed_at, PLAIN_S if plain else GRACE_S) or _passed(
+                self._interrupted_at, SAVE_S
+            ):
                 self._end()
             time.sleep(POLL_S)
         self._gather()
-        unfetched = self._fetch(waits=not any(codes))
-        self._refuse_if_failed()
-        if unfetched is not None:
-            raise unfetched
+        try:
+            self._fetch(waits=not any(codes))
+        finally:  # What the workers ended with says more.
+            self._refuse_if_failed()
 
     def _mirror(self, event: Event) -> None:
         """Have what rank 0 saves on a disk of its own copied here."""
@@ -272,26 +271,15 @@ class Workers(ABC):
             self._away.mirror.request(event.step, best=self._new_best)
             self._new_best = False
 
-    def _fetch(self, *, waits: bool) -> Refusal | None:
-        """Copy what was saved and not copied; why that cannot be done. With `waits` the copy that
-        is being made comes to its end, else it is made again: its host may be gone."""
-        if self._away is None or not self.fetches:
-            return None
-        if waits:
-            self._away.mirror.finish()
-        else:
-            self._away.mirror.close()
-        try:
+    def _fetch(self, *, waits: bool) -> None:
+        """Copy what was saved and not copied. With `waits` the copy that is being made comes to its
+        end, else it is made again: its host may be gone. Raises Refusal (host-unreachable)."""
+        if self._away is not None and self.fetches:
+            if waits:
+                self._away.mirror.finish()
+            else:
+                self._away.mirror.close()
             self._away.fetch()
-        except Refusal as refusal:
-            return refusal
-        return None
-
-    def _warnings(self) -> Iterator[Event]:
-        """What went wrong here and is in no worker's events."""
-        if self._away is not None:
-            for message in self._away.mirror.warnings():
-                yield Warned(at=time.time(), message=message)
 
     def _require_folder(self) -> None:
         """End all at once where the run's folder is gone: they have nowhere to save to."""
@@ -424,6 +412,10 @@ class Workers(ABC):
             file.close()
         if self._ends_lease:
             self._held.lease.close()
+
+
+def _passed(since: float | None, seconds: float) -> bool:
+    return since is not None and time.monotonic() - since > seconds
 
 
 def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
-from farspan.domain.run import STORE_PORT, SECRET
+from farspan.domain.run import SECRET, STORE_PORT
 from farspan.runtime.comm import tcp
-from farspan.runtime.comm.heartbeat import ANSWER_S, LOST, RTTS, SILENCE_S, Heartbeat, How
+from farspan.runtime.comm.heartbeat import RTTS, SILENCE_S, Heartbeat, How
 from farspan.runtime.comm.notices import Notices, came
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
@@ -87,12 +87,6 @@ def _store(notices: Notices) -> dist.Store:
     )
     notices.say(STORE, str(port))
     return store
-
-
-def renounce(notices: Notices, rank: int) -> None:
-    """Say that this worker, which has met the others, will not join their group."""
-    with suppress(OSError):  # Rank 0 is gone, and the run with it.
-        notices.say_first(LOST, f"{rank} connection", ANSWER_S)
 
 
 class Group:
