@@ -170,8 +170,8 @@ def serve(pipe: Connection, stacks: Path) -> None:
                 if world > 1:
                     met = Notices(b"of these workers", rank)
                     met.meet(world, port, DEADLINE_S)
-                    file = dist.FileStore(store, world)
-                    collective._store = lambda notices, file=file: file
+                    shared = dist.FileStore(store, world)
+                    collective._store = lambda notices, shared=shared: shared
                 with Group(rank, world, torch.device("cpu"), met) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:
