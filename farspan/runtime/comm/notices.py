@@ -12,11 +12,10 @@ from __future__ import annotations
 import hmac
 import math
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
 
 import msgspec
 import torch.distributed as dist
@@ -24,11 +23,15 @@ import torch.distributed as dist
 from farspan.domain.problems import Refusal
 from farspan.domain.run import ON_STDIN, SECRET
 from farspan.domain.standard_input import first_line
-from farspan.runtime.comm import sealed, tcp
-from farspan.runtime.comm.sealed import Forged, SealedConnection, sign
+from farspan.runtime.comm.sealed import (
+    POLL_S,
+    Forged,
+    SealedConnection,
+    SealedStream,
+    Server,
+    sign,
+)
 
-#: Between two looks at whether rank 0's port is in the store.
-POLL_S = 0.02
 #: Rank 0 puts its port back into the store so often, until all workers have come.
 REPUBLISH_S = 0.5
 #: A secret is at least so long; a launcher's has 64 characters.
@@ -100,16 +103,18 @@ class Notices:
         end = time.monotonic() + seconds
         keys = [came(rank) for rank in range(world)]
         if self.rank == 0:
-            with self._taking_calls() as port:
+            with closing(Server(self.secret, self._take)) as server:
                 self.say(came(0), b"1")
                 while self.missing(keys):
                     if time.monotonic() > end:
                         raise TimeoutError(f"not all have come within {seconds:.0f} s")
-                    self._publish_port(port)
+                    self._publish_port(server.port)
                     with suppress(TimeoutError):
                         self.wait(keys, REPUBLISH_S)
         else:
-            self._keep(0, self._call_rank_0(end))
+            line = self._call_rank_0(end)
+            self._keep(0, line)
+            threading.Thread(target=self._receive, args=(0, line), daemon=True).start()
             self.say(came(self.rank), b"1")
             self.wait(keys, end - time.monotonic())
 
@@ -181,15 +186,14 @@ class Notices:
             self._changed.notify_all()
 
     def _keep(self, peer: int, line: SealedConnection) -> None:
-        """Receive from a worker that has just connected, after rank 0 has told it all that was said
-        before."""
+        """Keep the connection of a worker that has just connected, which rank 0 tells all that was
+        said before."""
         with self._changed:
             if self.rank == 0:
                 for key, value in self._values.items():
                     line.send(_encode(Message(key, value)))
             self._lines[peer] = line
             self.ended.discard(peer)
-        threading.Thread(target=self._receive, args=(peer, line), daemon=True).start()
 
     def _receive(self, peer: int, line: SealedConnection) -> None:
         for content in line.messages():
@@ -207,37 +211,12 @@ class Notices:
 
     # -- through the store
 
-    @contextmanager
-    def _taking_calls(self) -> Iterator[int]:
-        """Rank 0 lets the others connect to the port that this yields."""
-        with socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), 0)) as listener:
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-            try:
-                yield int(listener.getsockname()[1])
-            finally:
-                with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
-                    listener.shutdown(socket.SHUT_RDWR)  # `close` does not wake `accept`.
-
-    def _accept(self, listener: socket.socket) -> None:
-        while listener.fileno() != -1:
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # Closed; or who called has gone, or there are too many.
-                time.sleep(POLL_S)
-                continue
-            threading.Thread(target=self._take, args=(connection,), daemon=True).start()
-
-    def _take(self, connection: socket.socket) -> None:
-        try:
-            connection.settimeout(sealed.GREETING_S)
-            question, key = sealed.asked_for(connection, self.secret)
-            word, _, number = question.partition(" ")
-            if word == QUESTION:
-                self._keep(int(number), SealedConnection.take(connection, self.secret, key))
-                return
-        except (OSError, Forged):  # Others may say what they like.
-            pass
-        connection.close()
+    def _take(self, question: str, stream: SealedStream) -> None:
+        word, _, number = question.partition(" ")
+        if word == QUESTION:
+            line = SealedConnection(stream)
+            self._keep(int(number), line)
+            self._receive(int(number), line)
 
     def _publish_port(self, port: int) -> None:
         offer = self._offer(str(port).encode()).decode()
@@ -255,7 +234,8 @@ class Notices:
             if hmac.compare_digest(found, self._offer(port)):
                 to = os.environ["MASTER_ADDR"], int(port)
                 with suppress(OSError, Forged):  # It may be the port of an earlier start.
-                    return SealedConnection.call(to, self.secret, f"{QUESTION} {self.rank}")
+                    question = f"{QUESTION} {self.rank}"
+                    return SealedConnection(SealedStream.call(to, self.secret, question))
             else:
                 self.disturbed |= bool(found)
             time.sleep(POLL_S)
