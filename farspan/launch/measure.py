@@ -141,12 +141,12 @@ class _Measuring(NamedTuple):
         try:
             return self.probes[host.name][index].ask(query, kind)
         except Refusal as refusal:
-            self.failed[host.name, index] = refusal.problem
-            self.say(
-                f"device {index} of {host.name} has failed: {refusal.problem.what} "
-                f"({refusal.problem.fact})"
-            )
+            self.fail(host, index, refusal.problem)
             return None
+
+    def fail(self, host: Host, index: int, problem: Problem) -> None:
+        self.failed[host.name, index] = problem
+        self.say(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
 
     def note(self, host: Host, index: int, left_out: Sequence[LeftOut]) -> None:
         for omission in left_out:
@@ -300,8 +300,7 @@ def _together(
     } or problems
     for rank, problem in causes.items():
         host, index = ranks[rank]
-        measuring.failed[host.name, index] = problem
-        measuring.say(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
+        measuring.fail(host, index, problem)
     return {} if problems else seconds[0]
 
 
