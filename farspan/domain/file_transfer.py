@@ -16,8 +16,8 @@ from typing import Protocol, cast
 
 from farspan.domain.own_files import open_own
 
-#: Bytes that are handed to the carrier at a time.
-PIECE = 2**20
+#: Bytes that are handed to the carrier at a time, and taken from it: what fits a cache.
+PIECE, PART = 2**20, 2**16
 
 
 class Unexpected(Exception):
@@ -55,7 +55,7 @@ def receive_files(
     """Write what comes into a folder; with `sync` it is on the disk afterwards. Raises Unexpected
     for anything but regular files of expected names."""
     try:
-        with tarfile.open(fileobj=cast(io.RawIOBase, carrier), mode="r|", bufsize=PIECE) as archive:
+        with tarfile.open(fileobj=cast(io.RawIOBase, carrier), mode="r|", bufsize=PART) as archive:
             for member in archive:
                 if not member.isdir():
                     _receive_file(archive, member, folder, is_expected, sync)
@@ -78,7 +78,7 @@ def _receive_file(
     target = folder / member.name
     target.parent.mkdir(parents=True, exist_ok=True)
     with open_own(target, "wb") as file:
-        shutil.copyfileobj(content, file, PIECE)
+        shutil.copyfileobj(content, file, PART)
         if sync:
             file.flush()
             os.fsync(file.fileno())
