@@ -155,7 +155,6 @@ LINKLESS = {
     "retrieval/sentence_transformers.py": "into a folder that is new or empty",
     "retrieval/stores/faiss.py": "into a new folder",
     "retrieval/transfer.py": "files that the user names",
-    "runtime/comm/ship.py": "into a new folder",
     "runtime/device.py": "a control group",
     "runtime/model/huggingface.py": "into a folder that is new or empty",
 }

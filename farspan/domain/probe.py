@@ -1,11 +1,14 @@
-"""What short trials found: how fast one device trains one model, and what it can do at all."""
+"""What short trials are asked, and what they found: how fast one device trains one model, and what
+it can do at all."""
 
 from __future__ import annotations
 
 import msgspec
 
-from farspan.domain.cluster import MatmulRate, UnitTime
-from farspan.domain.train import Precision
+from farspan.domain.cluster import DType, MatmulRate, UnitTime
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.train import Precision, TrainSpec
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,3 +54,80 @@ class UnitTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     times: tuple[UnitTime, ...]
     left_out: tuple[LeftOut, ...] = ()
+
+
+class DescribeQuery(msgspec.Struct, frozen=True, tag="describe"):
+    """What devices are here? Answered by a Cluster."""
+
+    backend: str
+    workers: int | None
+
+
+class InstalledQuery(msgspec.Struct, frozen=True, tag="installed"):
+    """What is this PyTorch built for, and which GPUs does it see? Answered by a Wheel."""
+
+
+class MatmulQuery(msgspec.Struct, frozen=True, tag="matmul"):
+    """FLOP/s of a matrix product at a small model's shape, by dtype. Answered by a dict."""
+
+    device: PlannedDevice
+    precisions: tuple[Precision, ...]
+
+
+class MeasureQuery(msgspec.Struct, frozen=True, tag="measure"):
+    """Time real steps of `train.batch` sequences, `seconds` in each precision. Answered by
+    ProbeResult."""
+
+    device: PlannedDevice
+    model: ModelSpec
+    train: TrainSpec
+    precisions: tuple[Precision, ...]
+    seconds: float
+
+
+class RatesQuery(msgspec.Struct, frozen=True, tag="rates"):
+    """What can the device do? `shapes` are (m, k, n). Answered by DeviceRates."""
+
+    device: PlannedDevice
+    shapes: tuple[tuple[int, int, int], ...]
+    dtypes: tuple[DType, ...]
+    #: Bytes that the device may use.
+    memory: int
+
+
+class UnitsQuery(msgspec.Struct, frozen=True, tag="units"):
+    """How long do a model's units take over so many sequences of `seq_len` tokens? Answered by
+    UnitTimes."""
+
+    device: PlannedDevice
+    model: ModelSpec
+    seq_len: int
+    rows: tuple[int, ...]
+    dtypes: tuple[DType, ...]
+    #: Bytes that the device may use.
+    memory: int
+
+
+class AllReduceQuery(msgspec.Struct, frozen=True, tag="allreduce"):
+    """Time all-reduces with the other probes of a group that meet at the same place. Answered by
+    seconds by bytes."""
+
+    device: PlannedDevice
+    rank: int
+    world: int
+    address: str
+    port: int
+    secret: str
+    interface: str | None
+    sizes: tuple[int, ...]
+
+
+Query = (
+    DescribeQuery
+    | InstalledQuery
+    | MatmulQuery
+    | MeasureQuery
+    | RatesQuery
+    | UnitsQuery
+    | AllReduceQuery
+)

@@ -12,21 +12,20 @@ import re
 import select
 import shutil
 import subprocess
-import tarfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from farspan.domain.cluster import Host
+from farspan.domain.file_transfer import Unexpected, receive_files
 from farspan.domain.model import parameters
-from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
-from farspan.launch.hosts import MOST_BYTES, ask, command, quoted
+from farspan.launch.hosts import MOST_BYTES, ask, quoted, started
 
 #: Says why the checkpoint in a folder is not whole; empty where every byte of it is right.
 FlawOf = Callable[[Path], str]
@@ -95,7 +94,7 @@ class CheckpointMirror:
             for name in names:
                 try:
                     self._copy([name])
-                except (OSError, tarfile.TarError, Unexpected, Refusal) as error:
+                except (OSError, Unexpected, Refusal) as error:
                     self._excuse(name, error)
 
     def _next(self) -> tuple[str, ...] | None:
@@ -144,7 +143,7 @@ class CheckpointMirror:
             return
         try:
             self._copy(missing)
-        except (OSError, tarfile.TarError, Unexpected) as error:
+        except (OSError, Unexpected) as error:
             raise Refusal(
                 "host-unreachable",
                 what="the checkpoints did not come back",
@@ -189,16 +188,17 @@ class CheckpointMirror:
     # -- one copy
 
     def _copy(self, names: Sequence[str]) -> None:
-        """Copy checkpoints, all or none. Raises OSError, TarError and Unexpected where they do not
+        """Copy checkpoints, all or none. Raises OSError and Unexpected where they do not
         come whole, and Refusal (host-unreachable) where the host cannot be reached."""
         arriving = self._here.checkpoints / ARRIVING
         shutil.rmtree(arriving, ignore_errors=True)
         try:
             self._receive(names, arriving)
-            for path in sorted(arriving.iterdir()) if arriving.exists() else ():
+            arrived = sorted((arriving / "checkpoints").glob("*"))
+            for path in arrived:
                 if flaw := self._flaw_of(path):
                     raise Unexpected(f"{path.name} has come damaged: {flaw}")
-            for path in sorted(arriving.iterdir()) if arriving.exists() else ():
+            for path in arrived:
                 _put(path, self._here.checkpoints / path.name)
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
@@ -229,9 +229,8 @@ class CheckpointMirror:
                 if self._killed:
                     process.kill()
             try:
-                stream = cast(IO[bytes], Bounded(process.stdout, self._plan))
-                with tarfile.open(fileobj=stream, mode="r|") as archive:
-                    receive_checkpoints(archive, arriving)
+                stream = Bounded(process.stdout, self._plan)
+                receive_files(stream, arriving, CHECKPOINT_FILE.fullmatch, sync=True)
             except BaseException:
                 process.kill()
                 raise
@@ -255,26 +254,6 @@ class CheckpointMirror:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def started(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes]:
-    """A shell command on a host. Raises Refusal (host-unreachable) where what reaches the host is
-    not here."""
-    words = command(host, ["sh", "-c", text])
-    try:
-        return subprocess.Popen(words, **streams)  # type: ignore[call-overload,no-any-return]
-    except OSError as error:
-        raise Refusal(
-            "host-unreachable",
-            what=f"{host.name} cannot be reached",
-            where=f"host {host.name}",
-            fact=f"{words[0]}: {error.strerror}",
-            remedy="farspan doctor --cluster, with the same cluster",
-        ) from None
-
-
-class Unexpected(Exception):
-    """What a host sends is not a run's checkpoints, or not all of them."""
-
-
 class Bounded:
     """A stream that ends in Unexpected where it brings more than all checkpoints of a plan take, or
     nothing for QUIET_S."""
@@ -294,28 +273,6 @@ class Bounded:
                 "take"
             )
         return content
-
-
-def receive_checkpoints(archive: tarfile.TarFile, folder: Path) -> None:
-    """The checkpoints of a tar, each in a folder of its name: regular files of the names that a
-    checkpoint has. What comes is another machine's word: anything else raises Unexpected."""
-    for member in archive:
-        if member.isdir():
-            continue
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not CHECKPOINT_FILE.fullmatch(
-            member.name
-        ):
-            raise Unexpected(f"it sends {member.name!r}, which is no file of a checkpoint")
-        target, content = (
-            folder / Path(member.name).relative_to("checkpoints"),
-            archive.extractfile(member),
-        )
-        assert content is not None
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open_own(target, "wb") as file:
-            shutil.copyfileobj(content, file)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def most_bytes(plan: Plan) -> int:

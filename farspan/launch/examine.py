@@ -111,13 +111,12 @@ def examine(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
 
 
 def facts_of(agent: Agent) -> HostFacts:
-    """What a host says of itself and, where it has GPUs, its PyTorch of them."""
+    """Return what a host says of itself and, where it has GPUs, its PyTorch of them."""
     facts = msgspec.convert(agent.ask("facts"), HostFacts)
-    return msgspec.structs.replace(facts, wheel=wheel_of(agent)) if facts.nvidia.gpus else facts
-
-
-def wheel_of(agent: Agent) -> Wheel | None:
-    return msgspec.convert(agent.ask("wheel", deadline_s=IMPORT_S + 10)["wheel"], Wheel | None)
+    if not facts.nvidia.gpus:
+        return facts
+    answer = agent.ask("wheel", deadline_s=IMPORT_S + 10)
+    return msgspec.structs.replace(facts, wheel=msgspec.convert(answer["wheel"], Wheel | None))
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -140,12 +139,13 @@ def between(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath, HostP
         there, back = pool.map(lambda pair: reach(*pair), ((a, b), (b, a)))
     if there.failed or back.failed:
         return one_way(a, b, there), one_way(b, a, back)
-    rates_there = {count: rate(a, b, count, there.rtt_s or 0.0) for count in streams}
-    rates_back = {count: rate(b, a, count, back.rtt_s or 0.0) for count in streams}
-    return (
-        msgspec.structs.replace(there, bandwidth=rates_there),
-        msgspec.structs.replace(back, bandwidth=rates_back),
-    )
+    return with_rates(a, b, there, streams), with_rates(b, a, back, streams)
+
+
+def with_rates(a: Agent, b: Agent, way: HostPath, streams: Sequence[int]) -> HostPath:
+    """The same way, with the bytes a second that arrive over so many streams each."""
+    rates = {count: stream(a, b, count, way.rtt_s or 0.0).rate for count in streams}
+    return msgspec.structs.replace(way, bandwidth=rates)
 
 
 def address(host: Host) -> str:
@@ -219,8 +219,3 @@ def stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
     return Streamed(
         float(size / (last[1]["at"] - first[1]["at"])), busy / 2 / size if known and size else None
     )
-
-
-def rate(a: Agent, b: Agent, streams: int, rtt_s: float) -> float:
-    """Bytes a second that arrive at `b` over so many streams from `a`."""
-    return stream(a, b, streams, rtt_s).rate

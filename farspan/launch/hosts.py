@@ -104,17 +104,29 @@ def quoted(path: Path) -> str:
     return f'"$HOME"/{shlex.quote(text[2:])}' if text.startswith("~/") else shlex.quote(text)
 
 
+def started(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes]:
+    """A shell command on a host. Raises Refusal (host-unreachable) where what reaches the host is
+    not here."""
+    words = command(host, ["sh", "-c", text])
+    try:
+        return subprocess.Popen(words, **streams)  # type: ignore[call-overload,no-any-return]
+    except OSError as error:
+        raise Refusal(
+            "host-unreachable",
+            what=f"{host.name} cannot be reached",
+            where=f"host {host.name}",
+            fact=f"{words[0]}: {error.strerror}",
+            remedy="farspan doctor --cluster, with the same cluster",
+        ) from None
+
+
 def ask(host: Host, text: str, seconds: float = ANSWER_S, most: int = MOST_BYTES) -> bytes | None:
     """What a shell command on a host prints; None where it fails, cannot be started, has not ended
     by then, or prints more than `most` bytes."""
+    nothing = subprocess.DEVNULL
     try:
-        process = subprocess.Popen(
-            command(host, ["sh", "-c", text]),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-    except OSError:
+        process = started(host, text, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)
+    except Refusal:
         return None
     with process:
         content = _read(process, most, time.monotonic() + seconds)

@@ -7,17 +7,25 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from itertools import combinations
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from farspan.domain.cluster import Cluster, Device, DType, Host, Link
+from farspan.domain.cluster import Cluster, Device, Host, Link
 from farspan.domain.clusterfile import MAX_LOSS
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
-from farspan.domain.probe import LeftOut, UnitTimes
+from farspan.domain.probe import (
+    AllReduceQuery,
+    DescribeQuery,
+    DeviceRates,
+    LeftOut,
+    Query,
+    RatesQuery,
+    UnitsQuery,
+    UnitTimes,
+)
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes
 from farspan.launch.examine import HostPath, agents, reach, stream
@@ -66,12 +74,10 @@ def measure(
     say: Callable[[str], None],
     *,
     seq_len: int | None = None,
-    dtypes: Sequence[DType] | None = None,
 ) -> Measured:
     """The same cluster with measured devices, links and collectives, at the shapes of `model`; its
-    units over sequences of `seq_len` tokens, by default as long as its context, in `dtypes`, by
-    default those that a device has. A device that fails keeps what was known of it, and the others
-    are measured.
+    units over sequences of `seq_len` tokens, by default as long as its context. A device that fails
+    keeps what was known of it, and the others are measured.
 
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
@@ -87,11 +93,11 @@ def measure(
             ]
             for host in cluster.hosts
         }
-        measuring = _Measuring(model, seq_len or model.context, dtypes, say, probes, {}, [])
+        measuring = _Measuring(model, seq_len or model.context, say, probes, {}, [])
         for host in cluster.hosts:
-            for index, probe in enumerate(probes[host.name]):
+            for index in range(len(host.devices)):
                 # It has started: what it takes for that disturbs nobody's rates any more.
-                measuring.of(host, index, partial(probe.describe, "cpu", None))
+                measuring.of(host, index, DescribeQuery("cpu", None), Cluster)
         measured: Sequence[Host] = cluster.hosts
         # Hosts side by side, and each step of it on all at once: those of a lab share a machine's
         # memory.
@@ -119,30 +125,28 @@ def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
 
 
 class _Measuring(NamedTuple):
-    """What is timed of a model, sequences so long in these dtypes or all that a device has; and
-    what came of it."""
+    """What is timed of a model, over sequences so long; and what came of it."""
 
     model: ModelSpec
     seq_len: int
-    dtypes: Sequence[DType] | None
     say: Callable[[str], None]
     probes: dict[str, list[Probe]]
     failed: dict[tuple[str, int], Problem]
     notes: list[str]
 
-    def of(self, host: Host, index: int, question: Callable[[], T]) -> T | None:
+    def of(self, host: Host, index: int, query: Query, kind: type[T]) -> T | None:
         """What a device's probe answers; None of one that has failed, now or before."""
         if (host.name, index) in self.failed:
             return None
         try:
-            return question()
+            return self.probes[host.name][index].ask(query, kind)
         except Refusal as refusal:
-            self.failed[host.name, index] = refusal.problem
-            self.say(
-                f"device {index} of {host.name} has failed: {refusal.problem.what} "
-                f"({refusal.problem.fact})"
-            )
+            self.fail(host, index, refusal.problem)
             return None
+
+    def fail(self, host: Host, index: int, problem: Problem) -> None:
+        self.failed[host.name, index] = problem
+        self.say(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
 
     def note(self, host: Host, index: int, left_out: Sequence[LeftOut]) -> None:
         for omission in left_out:
@@ -158,14 +162,15 @@ class _Measuring(NamedTuple):
 
     def units(self, host: Host, index: int) -> UnitTimes | None:
         device = host.devices[index]
-        dtypes = self.dtypes or device.sheet.precisions
-        return self.of(
-            host,
-            index,
-            lambda: self.probes[host.name][index].units(
-                _planned(host, index), self.model, self.seq_len, SEQUENCES, dtypes, device.memory
-            ),
+        query = UnitsQuery(
+            _planned(host, index),
+            self.model,
+            self.seq_len,
+            SEQUENCES,
+            device.sheet.precisions,
+            device.memory,
         )
+        return self.of(host, index, query, UnitTimes)
 
     def working(self, host: Host) -> list[int]:
         """A host's devices that have not failed."""
@@ -180,12 +185,9 @@ def _alone(host: Host, measuring: _Measuring) -> Host:
     bare = [device.but(enter=None) for device in host.devices]
     for index, device in enumerate(host.devices):
         measuring.say(f"device {index} of {host.name}: {device.kind}")
-        planned, dtypes = _planned(host, index), measuring.dtypes or device.sheet.precisions
-        products = shapes(measuring.model, ROWS[device.backend])
-        probe = measuring.probes[host.name][index]
-        measured = measuring.of(
-            host, index, partial(probe.rates, planned, products, dtypes, device.memory)
-        )
+        products = tuple(shapes(measuring.model, ROWS[device.backend]))
+        query = RatesQuery(_planned(host, index), products, device.sheet.precisions, device.memory)
+        measured = measuring.of(host, index, query, DeviceRates)
         if measured is not None:
             measuring.note(host, index, measured.left_out)
             device = device.but(
@@ -276,14 +278,17 @@ def _together(
     def ask(rank: int) -> dict[int, float]:
         host, index = ranks[rank]
         try:
-            return measuring.probes[host.name][index].allreduce(
+            query = AllReduceQuery(
                 _planned(host, index),
                 rank,
                 len(ranks),
-                meeting,
+                meeting.address,
+                meeting.port,
+                meeting.secret,
                 meeting.interfaces.get(host.name),
-                sizes,
+                tuple(sizes),
             )
+            return measuring.probes[host.name][index].ask(query, dict[int, float])
         except Refusal as refusal:
             problems[rank] = refusal.problem
             return {}
@@ -295,8 +300,7 @@ def _together(
     } or problems
     for rank, problem in causes.items():
         host, index = ranks[rank]
-        measuring.failed[host.name, index] = problem
-        measuring.say(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
+        measuring.fail(host, index, problem)
     return {} if problems else seconds[0]
 
 

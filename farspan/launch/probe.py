@@ -6,27 +6,32 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from farspan.domain.caps import Cap
-from farspan.domain.cluster import Cluster, DType, Host
+from farspan.domain.cluster import Cluster, Host
 from farspan.domain.gpus import Nvidia, Wheel, judge
 from farspan.domain.interpreter import module_command
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
-from farspan.domain.probe import DeviceRates, ProbeResult, UnitTimes
+from farspan.domain.probe import (
+    DescribeQuery,
+    InstalledQuery,
+    MatmulQuery,
+    MeasureQuery,
+    ProbeResult,
+    Query,
+)
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.launch.agent import nvidia
 from farspan.launch.hosts import answer_of, by_client, command, interpreter
 from farspan.launch.processes import with_environment, worker_environment
-from farspan.launch.rendezvous import Rendezvous
 
 T = TypeVar("T")
 #: No answer takes longer, short of a machine in trouble.
@@ -77,19 +82,17 @@ class Probe:
 
     def describe(self, backend: str, workers: int | None) -> Cluster:
         """This machine's devices, as a cluster of one host."""
-        return self._ask({"type": "describe", "backend": backend, "workers": workers}, Cluster)
+        return self.ask(DescribeQuery(backend, workers), Cluster)
 
     def installed(self) -> Wheel:
         """The host's PyTorch, and the GPUs that it sees."""
-        return self._ask({"type": "installed"}, Wheel)
+        return self.ask(InstalledQuery(), Wheel)
 
     def matmul_flops(
         self, device: PlannedDevice, precisions: tuple[Precision, ...]
     ) -> dict[str, float]:
         """FLOP/s of one worker's matrix products, by precision."""
-        return self._ask(
-            {"type": "matmul", "device": device, "precisions": precisions}, dict[str, float]
-        )
+        return self.ask(MatmulQuery(device, precisions), dict[str, float])
 
     def measure(
         self,
@@ -102,80 +105,11 @@ class Probe:
     ) -> ProbeResult:
         """Time of real steps of `train.batch` sequences on one worker, about `seconds` for each
         precision."""
-        question = {
-            "type": "measure",
-            "device": device,
-            "model": model,
-            "train": train,
-            "precisions": precisions,
-            "seconds": seconds,
-        }
-        return self._ask(question, ProbeResult)
+        return self.ask(MeasureQuery(device, model, train, precisions, seconds), ProbeResult)
 
-    def rates(
-        self,
-        device: PlannedDevice,
-        shapes: Sequence[tuple[int, int, int]],
-        dtypes: Sequence[DType],
-        memory: int,
-    ) -> DeviceRates:
-        """What the device can do in so many bytes: products of these (m, k, n), its memory's speed
-        and size."""
-        question = {
-            "type": "rates",
-            "device": device,
-            "shapes": shapes,
-            "dtypes": dtypes,
-            "memory": memory,
-        }
-        return self._ask(question, DeviceRates)
-
-    def units(
-        self,
-        device: PlannedDevice,
-        model: ModelSpec,
-        seq_len: int,
-        rows: Sequence[int],
-        dtypes: Sequence[DType],
-        memory: int,
-    ) -> UnitTimes:
-        """Seconds of the model's units over so many sequences, of those counts that fit so many
-        bytes."""
-        question = {
-            "type": "units",
-            "device": device,
-            "model": model,
-            "seq_len": seq_len,
-            "rows": rows,
-            "dtypes": dtypes,
-            "memory": memory,
-        }
-        return self._ask(question, UnitTimes)
-
-    def allreduce(
-        self,
-        device: PlannedDevice,
-        rank: int,
-        world: int,
-        meeting: Rendezvous,
-        interface: str | None,
-        sizes: Sequence[int],
-    ) -> dict[int, float]:
-        """Seconds of all-reduces with the other probes that are asked at the same time."""
-        question = {
-            "type": "allreduce",
-            "device": device,
-            "rank": rank,
-            "world": world,
-            "address": meeting.address,
-            "port": meeting.port,
-            "secret": meeting.secret,
-            "interface": interface,
-            "sizes": sizes,
-        }
-        return self._ask(question, dict[int, float])
-
-    def _ask(self, question: dict[str, Any], kind: type[T]) -> T:
+    def ask(self, question: Query, kind: type[T]) -> T:
+        """Return what the process answers. Raises Refusal with what failed there, or what ended
+        it."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         late = threading.Event()

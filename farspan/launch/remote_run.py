@@ -3,9 +3,7 @@ records comes back."""
 
 from __future__ import annotations
 
-import io
 import subprocess
-import tarfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,12 +15,13 @@ from farspan.domain.cluster import Cluster, Host
 from farspan.domain.codec import load, missing_path, to_json
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest, token_file_sizes
 from farspan.domain.escapes import shell_word
+from farspan.domain.file_transfer import send_files
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.launch.checkpoint_mirror import CheckpointMirror, FlawOf, started
-from farspan.launch.hosts import ask, quoted
+from farspan.launch.checkpoint_mirror import CheckpointMirror, FlawOf
+from farspan.launch.hosts import ask, quoted, started
 from farspan.launch.processes import run_folder
 
 #: Events are asked for this often; a question takes a process, and over ssh a connection.
@@ -171,17 +170,8 @@ class RemoteRun:
         ) as process:
             assert process.stdin is not None and process.stderr is not None
             try:
-                # What the user's own links lead to is sent, not the links.
-                with (
-                    process.stdin,
-                    tarfile.open(fileobj=process.stdin, mode="w|", dereference=True) as archive,
-                ):
-                    for name, content in (contents or {}).items():
-                        member = tarfile.TarInfo(name)
-                        member.size = len(content)
-                        archive.addfile(member, io.BytesIO(content))
-                    for path, name in files:
-                        archive.add(path, arcname=name)
+                with process.stdin:
+                    send_files(process.stdin, files, contents)
             except BrokenPipeError:
                 pass  # What it says tells more.
             said = process.stderr.read().decode(errors="replace").strip()

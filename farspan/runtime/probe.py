@@ -17,12 +17,20 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from farspan.domain.cluster import DType
-from farspan.domain.model import ModelSpec
-from farspan.domain.plan import PlannedDevice
-from farspan.domain.probe import ProbeResult, Speed
+from farspan.domain.probe import (
+    AllReduceQuery,
+    DescribeQuery,
+    InstalledQuery,
+    MatmulQuery,
+    MeasureQuery,
+    ProbeResult,
+    Query,
+    RatesQuery,
+    Speed,
+    UnitsQuery,
+)
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.train import Precision, TrainSpec
+from farspan.domain.train import Precision
 from farspan.runtime.device import (
     detect,
     installed,
@@ -44,83 +52,6 @@ WARMUP_STEPS = 2
 #: Steps so slow that these many times the asked seconds are gone are not waited for; two are always
 #: made.
 SLOW = 4
-
-
-class DescribeQuery(msgspec.Struct, frozen=True, tag="describe"):
-    """What devices are here? Answered by a Cluster."""
-
-    backend: str
-    workers: int | None
-
-
-class InstalledQuery(msgspec.Struct, frozen=True, tag="installed"):
-    """What is this PyTorch built for, and which GPUs does it see? Answered by a Wheel."""
-
-
-class MatmulQuery(msgspec.Struct, frozen=True, tag="matmul"):
-    """FLOP/s of a matrix product at a small model's shape, by dtype. Answered by a dict."""
-
-    device: PlannedDevice
-    precisions: tuple[Precision, ...]
-
-
-class MeasureQuery(msgspec.Struct, frozen=True, tag="measure"):
-    """Time real steps of `train.batch` sequences, `seconds` in each precision. Answered by
-    ProbeResult."""
-
-    device: PlannedDevice
-    model: ModelSpec
-    train: TrainSpec
-    precisions: tuple[Precision, ...]
-    seconds: float
-
-
-class RatesQuery(msgspec.Struct, frozen=True, tag="rates"):
-    """What can the device do? `shapes` are (m, k, n). Answered by DeviceRates."""
-
-    device: PlannedDevice
-    shapes: tuple[tuple[int, int, int], ...]
-    dtypes: tuple[DType, ...]
-    #: Bytes that the device may use.
-    memory: int
-
-
-class UnitsQuery(msgspec.Struct, frozen=True, tag="units"):
-    """How long do a model's units take over so many sequences of `seq_len` tokens? Answered by
-    UnitTimes."""
-
-    device: PlannedDevice
-    model: ModelSpec
-    seq_len: int
-    rows: tuple[int, ...]
-    dtypes: tuple[DType, ...]
-    #: Bytes that the device may use.
-    memory: int
-
-
-class AllReduceQuery(msgspec.Struct, frozen=True, tag="allreduce"):
-    """Time all-reduces with the other probes of a group that meet at the same place. Answered by
-    seconds by bytes."""
-
-    device: PlannedDevice
-    rank: int
-    world: int
-    address: str
-    port: int
-    secret: str
-    interface: str | None
-    sizes: tuple[int, ...]
-
-
-Request = (
-    DescribeQuery
-    | InstalledQuery
-    | MatmulQuery
-    | MeasureQuery
-    | RatesQuery
-    | UnitsQuery
-    | AllReduceQuery
-)
 
 
 def matmul_rate(request: MatmulQuery) -> dict[str, float]:
@@ -196,7 +127,7 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
     return times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
 
 
-def answer(request: Request) -> object:
+def answer(request: Query) -> object:
     if isinstance(request, DescribeQuery):
         return detect(request.backend, request.workers)
     if isinstance(request, InstalledQuery):
@@ -222,7 +153,7 @@ def answer(request: Request) -> object:
 
 
 def main() -> None:
-    decoder = msgspec.json.Decoder(Request)
+    decoder = msgspec.json.Decoder(Query)
     for line in sys.stdin.buffer:
         reply: dict[str, object]
         try:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from farspan import models
+from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.engine import engine
 from farspan.domain.train import TrainSpec
@@ -21,6 +22,19 @@ from tests.lab.conftest import OWN, parsed
 pytestmark = pytest.mark.slow
 
 MODEL = models.family("gpt2").shape(d_model=64, layers=2, heads=2, vocab_size=256, context=32)
+
+
+def in_fp32(cluster: Cluster) -> Cluster:
+    """The same cluster, of devices that compute in fp32 alone."""
+
+    def of(host: Host) -> Host:
+        devices = tuple(device.but(dtypes=("fp32",)) for device in host.devices)
+        return msgspec.structs.replace(host, devices=devices)
+
+    sites = tuple(
+        msgspec.structs.replace(site, hosts=tuple(map(of, site.hosts))) for site in cluster.sites
+    )
+    return msgspec.structs.replace(cluster, sites=sites)
 
 
 def test_measured_cluster_of_a_lab_matches_its_spec_and_unit_times_enter_plans(
@@ -36,8 +50,8 @@ def test_measured_cluster_of_a_lab_matches_its_spec_and_unit_times_enter_plans(
         f"name: {OWN}-measured\nsites: {{utah: {{devices: 2}}, star: {{}}}}\n"
         "links: [{between: [utah, star], rtt: 20ms, bandwidth: 200Mbit/s}]\n"
     )
-    asked = of_lab(made)
-    found = measuring.measure(asked, MODEL, lambda text: None, dtypes=("fp32",)).cluster
+    asked = in_fp32(of_lab(made))
+    found = measuring.measure(asked, MODEL, lambda text: None).cluster
     assert set(found.allreduce_s) == {8, 1_000_000}
     (link,) = found.links
     assert (link.rtt_s, link.bandwidth) == (

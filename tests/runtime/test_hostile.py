@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -32,13 +32,11 @@ from farspan.runtime.comm.sealed import (
     NONCE,
     PIECE,
     Forged,
-    Reader,
     SealedConnection,
-    Writer,
-    answer,
-    asked_for,
+    SealedStream,
+    Server,
 )
-from farspan.runtime.comm.ship import NAMES, ShipmentOffer
+from farspan.runtime.comm.ship import NAMES, Shipment, ShipmentOffer
 from tests import tiny, waiting
 from tests.ports import reserved_port
 from tests.runtime import jobs
@@ -210,7 +208,7 @@ def test_who_repeats_what_a_worker_has_sent_is_refused(port: int):
     """Every byte of its greeting and its messages, on a connection of their own."""
     first, second = Notices(SECRET, 0), Notices(SECRET, 1)
     between, recorded = socket.create_server(("127.0.0.1", 0)), bytearray()
-    with first._taking_calls(port):
+    with closing(Server(SECRET, first._take, port)):
 
         def pass_on() -> None:
             caller, _ = between.accept()
@@ -245,7 +243,7 @@ def test_message_that_is_repeated_left_out_or_changed_on_its_way_ends_the_connec
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
     sent, kept = socket.socketpair()
-    writer = Writer(sent, b"key")
+    writer = SealedStream(sent, sent.makefile("rb"), b"key", b"")
     pieces = []
     for number in range(3):
         writer.write(b"message %d" % number)
@@ -256,7 +254,7 @@ def test_message_that_is_repeated_left_out_or_changed_on_its_way_ends_the_connec
         del pieces[1]
     else:
         pieces[1] = pieces[1][:-1] + b"9"
-    line = SealedConnection(ours, ours.makefile("rb"), send_key=b"other key", receive_key=b"key")
+    line = SealedConnection(SealedStream(ours, ours.makefile("rb"), b"other key", b"key"))
     theirs.sendall(b"".join(pieces))
     assert list(line.messages()) == [b"message 0"]
     for connection in (theirs, sent, kept):
@@ -357,7 +355,7 @@ def test_rank_0_listens_where_the_others_call_it(monkeypatch: pytest.MonkeyPatch
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
-    with ship._Server(run, tmp_path / "corpus", SECRET) as made:
+    with closing(Server(SECRET, Shipment(run, tmp_path / "corpus").answer)) as made:
         yield made
 
 
@@ -365,7 +363,7 @@ def offer(port: int) -> ShipmentOffer:
     return ShipmentOffer(plan="", corpus="", address="127.0.0.1", port=port)
 
 
-def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: ship._Server, tmp_path: Path):
+def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: Server, tmp_path: Path):
     for part in NAMES:
         ship._fetch(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
     assert (tmp_path / "got-corpus" / "train.bin").read_bytes() == (
@@ -375,11 +373,10 @@ def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: ship._Server
         tmp_path / "run" / "plan.json"
     ).read_bytes()
     assert server._socket.getsockname()[0] == "127.0.0.1"
-    assert server.sent > 0
 
 
 def test_peer_without_the_secret_receives_nothing_and_stops_no_server_thread(
-    server: ship._Server, tmp_path: Path
+    server: Server, tmp_path: Path
 ):
     for garbage in (b"", b"\xff" * 300, b"0" * 64 + b"run\n", b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as connection:
@@ -395,7 +392,7 @@ def test_peer_without_the_secret_receives_nothing_and_stops_no_server_thread(
     assert (tmp_path / "got" / "plan.json").exists()
 
 
-def test_a_shipment_that_was_changed_on_its_way_is_refused(server: ship._Server, tmp_path: Path):
+def test_a_shipment_that_was_changed_on_its_way_is_refused(server: Server, tmp_path: Path):
     """By somebody in between, who flips one bit of it."""
     between = socket.create_server(("127.0.0.1", 0))
 
@@ -416,28 +413,32 @@ def test_a_shipment_that_was_changed_on_its_way_is_refused(server: ship._Server,
     between.close()
 
 
-def test_authenticated_stream_written_in_pieces_is_read_complete():
-    ours, theirs = socket.socketpair()
+def test_authenticated_stream_written_in_pieces_is_read_complete(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     content = os.urandom(3 * PIECE + 17)
 
-    def give() -> None:
-        what, key = asked_for(theirs, SECRET)
-        assert what == "it"
-        with theirs:
-            writer = Writer(theirs, key)
-            for start in range(0, len(content), 100_003):
-                writer.write(content[start : start + 100_003])
-            writer.close()
+    def give(question: str, stream: SealedStream) -> None:
+        assert question == "it"
+        for start in range(0, len(content), 100_003):
+            stream.write(content[start : start + 100_003])
+        stream.end()
 
-    giver = threading.Thread(target=give)
-    giver.start()
-    with answer(ours, SECRET, "it") as reader:
-        found = b"".join(iter(lambda: reader.read(70_001), b""))
-    giver.join(LIMIT_S)
+    with closing(Server(SECRET, give)) as server:
+        stream = SealedStream.call(("127.0.0.1", server.port), SECRET, "it")
+        with closing(stream):
+            found = b"".join(iter(lambda: stream.read(70_001), b""))
     assert found == content
-    with pytest.raises(Forged):
-        Reader(ours.makefile("rb"), b"key").read(1)
-    ours.close()
+
+
+def test_bytes_that_are_signed_with_another_key_are_refused():
+    ours, theirs = socket.socketpair()
+    with closing(SealedStream(theirs, theirs.makefile("rb"), b"another key", b"")) as stranger:
+        stranger.write(b"content")
+        with (
+            closing(SealedStream(ours, ours.makefile("rb"), b"", b"key")) as stream,
+            pytest.raises(Forged),
+        ):
+            stream.read(1)
 
 
 # -- what may be seen

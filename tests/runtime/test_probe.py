@@ -11,11 +11,12 @@ import pytest
 
 from farspan.domain.codec import content_hash
 from farspan.domain.plan import PlannedDevice
+from farspan.domain.probe import MeasureQuery
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan.launch.processes import worker_environment
 from farspan.runtime.device import check_kind
-from farspan.runtime.probe import MeasureQuery, measure, quick
+from farspan.runtime.probe import measure, quick
 from tests import tiny
 
 

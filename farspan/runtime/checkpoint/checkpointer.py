@@ -2,8 +2,8 @@
 reads those it needs.
 
 What several workers own one of them writes, so that all write about as much. Who does not see rank
-0's folder sends its part there (`far_parts`), and is sent what it needs. A save takes a copy of the
-state; it is written while training goes on, and rank 0 commits it when every part is there.
+0's folder sends its part there (`shared_folder`), and is sent what it needs. A save takes a copy of
+the state; it is written while training goes on, and rank 0 commits it when every part is there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import AVERAGE, MODEL, MOMENTUM, OWN, SHARED, Unsaved
-from farspan.runtime.checkpoint.far_parts import send_part
 from farspan.runtime.checkpoint.manifest import TrainingProgress
 from farspan.runtime.checkpoint.restorer import Restorer
 from farspan.runtime.checkpoint.shared_folder import SharedFolder
@@ -178,10 +177,9 @@ class Checkpointer:
                 checkpoint.begin(path, size, progress.epoch)
             except (OSError, Refusal) as error:
                 why = _cleared(path, error)
-        if self._folder.receiver is not None:
-            # Before the others go on: who is quick sends its part while this worker still copies
-            # its own.
-            self._folder.receiver.path = path
+        # Before the others go on: who is quick sends its part while this worker still copies its
+        # own.
+        self._folder.receiving = path
         _agree(group, why)
         writers = self._writers()
         slices, ended = self._snapshot(writers.get(self._rank, ()), flats), threading.Event()
@@ -209,8 +207,7 @@ class Checkpointer:
                 with group.writing:
                     checkpoint.write_part(path, self._rank, slices)
             else:
-                assert self._folder.sends_to is not None
-                send_part(self._folder.sends_to, group.secret, self._rank, slices)
+                self._folder.send_part(group, slices)
         slices.clear()
         if self._rank != 0:
             return _Ended(0, 0.0)

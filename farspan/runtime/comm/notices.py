@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 
 import msgspec
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import ON_STDIN, SECRET
 from farspan.domain.standard_input import first_line
-from farspan.runtime.comm import sealed, tcp
-from farspan.runtime.comm.sealed import Forged, SealedConnection
+from farspan.runtime.comm.sealed import Forged, SealedConnection, SealedStream, Server
 
 #: Between two calls of rank 0, which may not listen yet.
 POLL_S = 0.1
@@ -91,11 +89,13 @@ class Notices:
         end = time.monotonic() + seconds
         everyone = [came(rank) for rank in range(world)]
         if self.rank == 0:
-            with self._taking_calls(port):
+            with closing(Server(self.secret, self._take, port)):
                 self.say(came(0), b"1")
                 self.wait(everyone, seconds)
         else:
-            self._keep(0, self._call_rank_0(port, end))
+            line = self._call_rank_0(port, end)
+            self._keep(0, line)
+            threading.Thread(target=self._receive, args=(0, line), daemon=True).start()
             self.say(came(self.rank), b"1")
             self.wait(everyone, end - time.monotonic())
 
@@ -167,15 +167,14 @@ class Notices:
             self._changed.notify_all()
 
     def _keep(self, peer: int, line: SealedConnection) -> None:
-        """Receive from a worker that has just connected, after rank 0 has told it all that was said
-        before."""
+        """Keep the connection of a worker that has just connected, which rank 0 tells all that was
+        said before."""
         with self._changed:
             if self.rank == 0:
                 for key, value in self._values.items():
                     line.send(_encode(Message(key, value)))
             self._lines[peer] = line
             self.ended.discard(peer)
-        threading.Thread(target=self._receive, args=(peer, line), daemon=True).start()
 
     def _receive(self, peer: int, line: SealedConnection) -> None:
         for content in line.messages():
@@ -193,37 +192,12 @@ class Notices:
 
     # -- meeting
 
-    @contextmanager
-    def _taking_calls(self, port: int) -> Iterator[None]:
-        """Let the others connect to rank 0."""
-        with socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), port)) as listener:
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
-                    listener.shutdown(socket.SHUT_RDWR)  # `close` does not wake `accept`.
-
-    def _accept(self, listener: socket.socket) -> None:
-        while listener.fileno() != -1:
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # Closed; or who called has gone, or there are too many.
-                time.sleep(POLL_S)
-                continue
-            threading.Thread(target=self._take, args=(connection,), daemon=True).start()
-
-    def _take(self, connection: socket.socket) -> None:
-        try:
-            connection.settimeout(sealed.GREETING_S)
-            question, key = sealed.asked_for(connection, self.secret)
-            word, _, number = question.partition(" ")
-            if word == QUESTION:
-                self._keep(int(number), SealedConnection.take(connection, self.secret, key))
-                return
-        except (OSError, Forged):  # Others may say what they like.
-            pass
-        connection.close()
+    def _take(self, question: str, stream: SealedStream) -> None:
+        word, _, number = question.partition(" ")
+        if word == QUESTION:
+            line = SealedConnection(stream)
+            self._keep(int(number), line)
+            self._receive(int(number), line)
 
     def _call_rank_0(self, port: int, end: float) -> SealedConnection:
         """Call until rank 0 answers. Raises TimeoutError."""
@@ -231,7 +205,8 @@ class Notices:
         while time.monotonic() < end:
             to = os.environ["MASTER_ADDR"], port
             try:
-                return SealedConnection.call(to, self.secret, f"{QUESTION} {self.rank}")
+                question = f"{QUESTION} {self.rank}"
+                return SealedConnection(SealedStream.call(to, self.secret, question))
             except (OSError, Forged) as error:
                 why = str(error)
             time.sleep(POLL_S)

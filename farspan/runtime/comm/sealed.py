@@ -1,10 +1,11 @@
-"""A connection between two workers that both hold the secret of the run: who calls proves it, and
-each piece of what comes back carries its signature.
+"""A connection between two workers that both hold the secret of the run: the caller proves it, and
+each piece of what both then send carries its signature.
 
-The server sends a random number, the client one of its own and what it asks for, signed over both.
-The answer is a series of pieces: a length, a signature over the piece's number and content, the
-content; an empty one is the last. The numbers are new for each connection, so nothing that went
-over an earlier one can be repeated, left out or put in another place.
+The server sends a random number, the client one of its own and what it asks for, signed over both;
+the server then says that it is ready. What each sends is a series of pieces: a length, a signature
+over the piece's number and content, the content; an empty one is the last. The numbers are new for
+each connection, so nothing that went over an earlier one can be repeated, left out or put in
+another place.
 """
 
 from __future__ import annotations
@@ -14,18 +15,25 @@ import hmac
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from queue import SimpleQueue
 from typing import BinaryIO
 
+from farspan.domain.file_transfer import Unexpected
+from farspan.runtime.comm import tcp
+
 #: Bytes of a random number, of a signature, of a length, and of a piece at most.
 NONCE, SIGNATURE, LENGTH, PIECE = 16, 32, 4, 2**20
-#: A greeting takes at most so long, also over a line whose queue is full.
-GREETING_S = 30.0
+#: What a server says to a caller that it answers.
+READY = b"!"
+#: No byte for this long, also over a link whose queue is full: the other side is gone.
+QUIET_S = 30.0
+POLL_S = 0.02
 
 
-class Forged(Exception):
+class Forged(Unexpected):
     """What came is not signed by a worker of this run, or is not whole."""
 
 
@@ -36,140 +44,153 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, content, hashlib.sha256)
 
 
-def asked_for(connection: socket.socket, secret: bytes) -> tuple[str, bytes]:
-    """The server's end of a greeting: what is asked for, and the key of the answer. Raises
-    Forged."""
-    ours = os.urandom(NONCE)
-    connection.sendall(ours)
-    with connection.makefile("rb") as stream:
-        theirs, signature = _exactly(stream, NONCE), _exactly(stream, SIGNATURE)
-        question = stream.readline(200)
-    if not hmac.compare_digest(signature, sign(secret, b"ask", ours, theirs, question)):
-        raise Forged("what was asked for is not signed with this run's secret")
-    return question.decode(errors="replace").strip(), sign(
-        secret, b"answer", ours, theirs, question
-    )
+class SealedStream:
+    """One end of a connection whose every piece is signed, for its place, by the other end: a file
+    to read from, and one to write to."""
 
-
-#: What a server that takes files says when it is ready: before, what comes would be lost in the
-#: greeting.
-READY = b"!"
-
-
-def greet(connection: socket.socket, stream: BinaryIO, secret: bytes, question: str) -> bytes:
-    """The client's end of a greeting to a server that will `invite` it to send: the key of what
-    both then say. Raises Forged."""
-    theirs, ours, line = _exactly(stream, NONCE), os.urandom(NONCE), f"{question}\n".encode()
-    connection.sendall(ours + sign(secret, b"ask", theirs, ours, line) + line)
-    if _exactly(stream, 1) != READY:
-        raise Forged("the server does not take it")
-    return sign(secret, b"answer", theirs, ours, line)
-
-
-def invite(connection: socket.socket) -> None:
-    """The server's word that it takes what the client sends."""
-    connection.sendall(READY)
-
-
-@contextmanager
-def answer(connection: socket.socket, secret: bytes, question: str) -> Iterator[Reader]:
-    """The client's end: ask, and read what comes."""
-    with connection.makefile("rb") as stream:
-        theirs, ours, line = _exactly(stream, NONCE), os.urandom(NONCE), f"{question}\n".encode()
-        connection.sendall(ours + sign(secret, b"ask", theirs, ours, line) + line)
-        yield Reader(stream, sign(secret, b"answer", theirs, ours, line))
-
-
-class Writer:
-    """A file to write to; `close` says that all was sent."""
-
-    def __init__(self, connection: socket.socket, key: bytes) -> None:
-        self._connection, self._key = connection, key
+    def __init__(
+        self, connection: socket.socket, stream: BinaryIO, send_key: bytes, receive_key: bytes
+    ) -> None:
+        self.connection = connection
+        self._stream, self._send_key, self._receive_key = stream, send_key, receive_key
         #: Bytes that went through: while it grows the receiver lives.
-        self.sent, self._count = 0, 0
+        self.sent = 0
+        self._sent_pieces = self._received_pieces = 0
+        self._held, self._ended = bytearray(), False
+
+    @classmethod
+    def call(cls, to: tuple[str, int], secret: bytes, question: str) -> SealedStream:
+        """Connect to a `Server` that answers this. Raises OSError or Forged."""
+        connection = socket.create_connection(to, timeout=QUIET_S)
+        stream = connection.makefile("rb")
+        try:
+            theirs, ours = _exactly(stream, NONCE), os.urandom(NONCE)
+            line = f"{question}\n".encode()
+            connection.sendall(ours + sign(secret, b"ask", theirs, ours, line) + line)
+            if _exactly(stream, 1) != READY:
+                raise Forged("the server does not take it")
+        except BaseException:
+            stream.close()
+            connection.close()
+            raise
+        key = sign(secret, b"answer", theirs, ours, line)
+        return cls(connection, stream, send_key=key, receive_key=sign(secret, b"reply", key))
+
+    @classmethod
+    def take(cls, connection: socket.socket, secret: bytes) -> tuple[str, SealedStream]:
+        """Return what a caller asks for, and the server's end. Raises OSError or Forged."""
+        connection.settimeout(QUIET_S)
+        ours, stream = os.urandom(NONCE), connection.makefile("rb")
+        try:
+            connection.sendall(ours)
+            theirs, signature = _exactly(stream, NONCE), _exactly(stream, SIGNATURE)
+            line = stream.readline(200)
+            if not hmac.compare_digest(signature, sign(secret, b"ask", ours, theirs, line)):
+                raise Forged("what was asked for is not signed with this run's secret")
+            connection.sendall(READY)
+        except BaseException:
+            stream.close()
+            raise
+        key = sign(secret, b"answer", ours, theirs, line)
+        ends = cls(connection, stream, send_key=sign(secret, b"reply", key), receive_key=key)
+        return line.decode(errors="replace").strip(), ends
 
     def write(self, content: bytes) -> int:
         for start in range(0, len(content), PIECE):
             self._send(content[start : start + PIECE])
         return len(content)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Tell the other end that this was all."""
         self._send(b"")
 
     def _send(self, piece: bytes) -> None:
-        head = len(piece).to_bytes(LENGTH, "big") + sign(self._key, b"%d" % self._count, piece)
-        self._connection.sendall(head + piece)
-        self.sent, self._count = self.sent + len(piece), self._count + 1
-
-
-class Reader:
-    """A file to read from, whose every byte was signed. Raises Forged."""
-
-    def __init__(self, stream: BinaryIO, key: bytes) -> None:
-        self._stream, self._key = stream, key
-        self._count, self._held, self._ended = 0, bytearray(), False
+        signature = sign(self._send_key, b"%d" % self._sent_pieces, piece)
+        self.connection.sendall(len(piece).to_bytes(LENGTH, "big") + signature + piece)
+        self.sent += len(piece)
+        self._sent_pieces += 1
 
     def read(self, size: int) -> bytes:
+        """Return the next bytes, fewer only at the end. Raises Forged."""
         while len(self._held) < size and not self._ended:
-            piece = self.piece()
+            piece = self._piece()
             self._held += piece
             self._ended = not piece
         content = bytes(self._held[:size])
         del self._held[:size]
         return content
 
-    def again(self) -> None:
-        """Go on to what was sent after an end."""
-        self._ended = False
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the pieces until the other end says that they were all. Raises Forged."""
+        while piece := self._piece():
+            yield piece
 
-    def piece(self) -> bytes:
-        """Wait for the next piece, and return it."""
+    def _piece(self) -> bytes:
         length = int.from_bytes(_exactly(self._stream, LENGTH), "big")
         if length > PIECE:
             raise Forged(f"a piece of {length} bytes")
         signature, piece = _exactly(self._stream, SIGNATURE), _exactly(self._stream, length)
-        if not hmac.compare_digest(signature, sign(self._key, b"%d" % self._count, piece)):
-            raise Forged(f"piece {self._count} is not signed with this run's secret")
-        self._count += 1
+        count = self._received_pieces
+        if not hmac.compare_digest(signature, sign(self._receive_key, b"%d" % count, piece)):
+            raise Forged(f"piece {count} is not signed with this run's secret")
+        self._received_pieces += 1
         return piece
+
+    def close(self) -> None:
+        self._stream.close()
+        self.connection.close()
+
+
+class Server:
+    """Answers those who hold the secret, at a port where the others reach rank 0.
+
+    Each question is answered on a thread of its own. Its connection ends with the answer, also
+    where that fails.
+    """
+
+    def __init__(
+        self, secret: bytes, answer: Callable[[str, SealedStream], None], port: int = 0
+    ) -> None:
+        self._secret, self._answer = secret, answer
+        self._socket = socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), port))
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while self._socket.fileno() != -1:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # Closed; or the caller has gone, or there are too many.
+                time.sleep(POLL_S)
+                continue
+            threading.Thread(target=self._take, args=(connection,), daemon=True).start()
+
+    def _take(self, connection: socket.socket) -> None:
+        # Others may say what they like, and callers may go away.
+        with suppress(OSError, ValueError, Forged), connection:
+            question, stream = SealedStream.take(connection, self._secret)
+            with closing(stream):
+                self._answer(question, stream)
+
+    def close(self) -> None:
+        with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
+            self._socket.shutdown(socket.SHUT_RDWR)  # `close` does not wake `accept`.
+        self._socket.close()
 
 
 class SealedConnection:
-    """A connection that carries messages of up to PIECE bytes both ways.
+    """Messages of up to PIECE bytes both ways over a stream.
 
     A send never waits for the other side: what that does not take yet is kept.
     """
 
-    def __init__(
-        self, connection: socket.socket, stream: BinaryIO, send_key: bytes, receive_key: bytes
-    ) -> None:
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection, self._stream = connection, stream
-        self._reader, self._writer = Reader(stream, receive_key), Writer(connection, send_key)
+    def __init__(self, stream: SealedStream) -> None:
+        stream.connection.settimeout(None)
+        stream.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._stream = stream
         #: An empty one is the last.
         self._unsent: SimpleQueue[bytes] = SimpleQueue()
         threading.Thread(target=self._send_all, daemon=True).start()
-
-    @classmethod
-    def call(cls, to: tuple[str, int], secret: bytes, question: str) -> SealedConnection:
-        """Connect to a server that will `take` the call. Raises OSError or Forged."""
-        connection = socket.create_connection(to, timeout=GREETING_S)
-        stream = connection.makefile("rb")
-        try:
-            key = greet(connection, stream, secret, question)
-        except BaseException:
-            stream.close()
-            connection.close()
-            raise
-        return cls(connection, stream, send_key=key, receive_key=sign(secret, b"reply", key))
-
-    @classmethod
-    def take(cls, connection: socket.socket, secret: bytes, key: bytes) -> SealedConnection:
-        """The server's end, after `asked_for` has returned the key. Raises OSError."""
-        invite(connection)
-        stream = connection.makefile("rb")
-        return cls(connection, stream, send_key=sign(secret, b"reply", key), receive_key=key)
 
     def send(self, message: bytes) -> None:
         self._unsent.put(message)
@@ -179,8 +200,7 @@ class SealedConnection:
         signed for its place ends, too."""
         try:
             with suppress(OSError, Forged):
-                while message := self._reader.piece():
-                    yield message
+                yield from self._stream.pieces()
         finally:
             self.close()
             self._stream.close()
@@ -188,13 +208,14 @@ class SealedConnection:
     def close(self) -> None:
         self._unsent.put(b"")
         with suppress(OSError):  # It has ended already.
-            self._connection.shutdown(socket.SHUT_RDWR)  # Wakes whoever waits in `messages`.
-        self._connection.close()
+            # Wakes the thread that waits in `messages`.
+            self._stream.connection.shutdown(socket.SHUT_RDWR)
+        self._stream.connection.close()
 
     def _send_all(self) -> None:
         with suppress(OSError):  # The other side is gone, which `messages` notices.
             while message := self._unsent.get():
-                self._writer.write(message)
+                self._stream.write(message)
 
 
 def _exactly(stream: BinaryIO, size: int) -> bytes:

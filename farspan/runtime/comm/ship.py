@@ -3,8 +3,8 @@
 Rank 0's run folder is the run. A worker whose own run folder holds another plan, or none, fetches
 the files that a worker reads; one that lacks the corpus (known by its hash) fetches the token files
 into its cache, where every worker of that host finds them by that hash: no worker writes the record
-of a run, which may be rank 0's. One worker a host fetches, the others wait for it. The stream is a
-tar over TCP, signed with the secret of the run both ways (`sealed`).
+of a run, which may be rank 0's. One worker a host fetches, the others wait for it. The files come
+as `file_transfer` sends them, over a connection that is signed with the secret of the run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import fcntl
 import os
 import platform
 import shutil
-import socket
-import tarfile
-import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -26,12 +23,13 @@ import psutil
 from farspan.corpus import find, tokens
 from farspan.domain.codec import ContentHash, load
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
+from farspan.domain.file_transfer import Unexpected, receive_files, send_files
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
-from farspan.runtime.comm import sealed, tcp
 from farspan.runtime.comm.notices import Notices
+from farspan.runtime.comm.sealed import PIECE, QUIET_S, SealedStream, Server
 
 #: Keys of what the workers tell each other.
 OFFER, SHARED = "farspan/offer", "farspan/shared"
@@ -40,8 +38,6 @@ NAMES = {
     "run": ("plan.json", "run.json", "corpus.json", "tokenizer.json", "estimate.json"),
     "corpus": ("corpus.json", *TOKEN_FILES),
 }
-#: No byte for this long: the receiver is gone.
-QUIET_S = 30.0
 POLL_S = 0.05
 
 
@@ -68,7 +64,8 @@ def share(notices: Notices, rank: int, world: int, run: RunFolder) -> None:
 def _give(notices: Notices, world: int, run: RunFolder) -> None:
     plan = load(run.plan, Plan)
     corpus = find.require_corpus(run, plan.inputs.corpus)
-    with _Server(run, corpus, notices.secret) as server:
+    shipment = Shipment(run, corpus)
+    with closing(Server(notices.secret, shipment.answer)) as server:
         address = os.environ["MASTER_ADDR"]
         offer = ShipmentOffer(
             plan=plan.hash, corpus=plan.inputs.corpus, address=address, port=server.port
@@ -76,12 +73,12 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
         notices.say(OFFER, msgspec.json.encode(offer))
         waiting, seen, deadline = set(range(1, world)), 0, time.monotonic() + QUIET_S
         while waiting:
-            if server.damage is not None:
-                raise server.damage
+            if shipment.damage is not None:
+                raise shipment.damage
             done = {rank for rank in waiting if notices.heard(_has(rank)) is not None}
             waiting -= done
-            if done or server.sent != seen:
-                seen, deadline = server.sent, time.monotonic() + QUIET_S
+            if done or shipment.sent != seen:
+                seen, deadline = shipment.sent, time.monotonic() + QUIET_S
             if waiting and time.monotonic() > deadline:
                 lost = min(waiting)
                 raise Refusal(
@@ -143,16 +140,10 @@ def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None
     temporary = folder.with_name(f"{own}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
-        with (
-            socket.create_connection((offer.address, offer.port), timeout=QUIET_S) as connection,
-            sealed.answer(connection, secret, part) as stream,
-            tarfile.open(fileobj=stream, mode="r|") as archive,
-        ):
-            for member in archive:
-                if not member.isreg() or member.name not in NAMES[part]:
-                    raise sealed.Forged(f"it holds {member.name!r}")
-                archive.extract(member, temporary, filter="data")
-            while stream.read(sealed.PIECE):  # To the piece that says that this is all.
+        to = offer.address, offer.port
+        with closing(SealedStream.call(to, secret, part)) as stream:
+            receive_files(stream, temporary, lambda name: name in NAMES[part])
+            while stream.read(PIECE):  # To the piece that says that this is all.
                 continue
         folder.mkdir(exist_ok=True)
         # The file that says what the folder is comes last: without it the folder counts as empty.
@@ -160,7 +151,7 @@ def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None
             temporary.iterdir(), key=lambda file: file.name in ("plan.json", "corpus.json")
         ):
             os.replace(file, folder / file.name)
-    except (sealed.Forged, tarfile.TarError) as error:
+    except Unexpected as error:
         raise Refusal(
             "worker-lost",
             what="the plan and tokens from rank 0 did not come whole",
@@ -172,51 +163,27 @@ def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-class _Server:
-    """Sends the parts of one run to who holds its secret, as long as the `with` lasts."""
+class Shipment:
+    """The parts of one run, sent to workers that ask for them."""
 
-    def __init__(self, run: RunFolder, corpus: Path, secret: bytes) -> None:
-        self._secret, self._writers, self._closed = secret, list[sealed.Writer](), False
+    def __init__(self, run: RunFolder, corpus: Path) -> None:
         self._run, self._folders = run, {"run": run.path, "corpus": corpus}
+        self._streams = list[SealedStream]()
         #: Why the corpus is not sent: a block of it is damaged.
         self.damage: Refusal | None = None
-        self._socket = socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), 0))
-        self.port = int(self._socket.getsockname()[1])
 
     @property
     def sent(self) -> int:
         """Bytes so far; that it grows shows that a receiver lives."""
-        return sum(writer.sent for writer in self._writers)
+        return sum(stream.sent for stream in self._streams)
 
-    def __enter__(self) -> _Server:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._socket.accept()
-            except (
-                OSError
-            ):  # Closed at the end of the `with`; or who called has gone, or there are too many.
-                time.sleep(POLL_S)
-                continue
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        # A receiver that goes away ends its own fetch with a message; others may say what they
-        # like.
-        with suppress(OSError, sealed.Forged), connection:
-            connection.settimeout(QUIET_S)
-            part, key = sealed.asked_for(connection, self._secret)
-            if part not in NAMES or (part == "corpus" and not self._is_sound()):
-                return
-            self._writers.append(writer := sealed.Writer(connection, key))
-            with tarfile.open(fileobj=writer, mode="w|", bufsize=sealed.PIECE) as archive:
-                for name in NAMES[part]:
-                    if (path := self._folders[part] / name).exists():
-                        archive.add(path.resolve(), arcname=name)
-            writer.close()
+    def answer(self, part: str, stream: SealedStream) -> None:
+        if part not in NAMES or (part == "corpus" and not self._is_sound()):
+            return
+        self._streams.append(stream)
+        paths = [self._folders[part] / name for name in NAMES[part]]
+        send_files(stream, [(path, path.name) for path in paths if path.exists()])
+        stream.end()
 
     def _is_sound(self) -> bool:
         """Whether every block of the corpus is what was prepared."""
@@ -227,11 +194,3 @@ class _Server:
         except Refusal as refusal:
             self.damage = refusal
         return self.damage is None
-
-    def __exit__(self, *error: object) -> None:
-        self._closed = True
-        with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
-            self._socket.shutdown(
-                socket.SHUT_RDWR
-            )  # Who waits in `accept` is not woken by `close`.
-        self._socket.close()
