@@ -256,7 +256,7 @@ def _nearest(miss: Misfit) -> str:
     return (
         f"What fits: {'; or '.join(fits)}"
         if fits
-        else "Nothing near it fits: rent more, farspan plan --rent"
+        else "Nothing near it fits: rent more, farspan rent"
     )
 
 
@@ -269,8 +269,8 @@ def _remedy(query: PlanQuery, miss: Misfit) -> str:
     if miss.smaller is not None and reproduced(miss.smaller):
         return command("plan", "--model", miss.smaller.typed, "--cluster", query.cluster)
     if miss.smaller is not None:
-        return command("plan", "--fit", "model", "--model", model, "--cluster", query.cluster)
-    return command("plan", "--rent", "--model", model)
+        return command("fit", "model", "--model", model, "--cluster", query.cluster)
+    return command("rent", "--model", model)
 
 
 # -- what to rent

@@ -1,18 +1,13 @@
-"""`farspan plan --price`: what one plan would take, that a person wrote or farspan did."""
+"""What `farspan price` shows of one plan, that a person wrote or farspan did."""
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farspan.cli.arguments import load_config
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
 from farspan.cli.plan_table import paragraph
-from farspan.domain.escapes import key_word
 from farspan.domain.model import parameters
-from farspan.domain.problems import Refusal, command
 from farspan.domain.units import (
     counted,
     format_bytes,
@@ -28,77 +23,19 @@ if TYPE_CHECKING:
     from farspan.app.given_plans import PricedPlan
     from farspan.domain.plan import Replica
 
-#: Options of `farspan plan` that ask something else.
-OTHERS = (
-    "model",
-    "fit",
-    "rent",
-    "export",
-    "plan",
-    "diff",
-    "html",
-    "technique",
-    "objective",
-    "all",
-    "resolved",
-)
 
+def say_picture(found: PricedPlan, console: Console) -> None:
+    """Print what runs where, a step in time, and memory."""
+    from farspan.planning.why import costs_of
+    from farspan.report.plan_picture import picture
+    from farspan.report.plan_terminal import show
 
-def priced(given: argparse.Namespace, console: Console) -> bool:
-    """Answers `--price`; whether it was asked."""
-    if given.price is None:
-        if given.engine is not None:
-            raise Refusal(
-                "usage",
-                what="--engine needs --price",
-                where="farspan plan",
-                fact="techniques plan for farspan's own",
-                remedy=command("plan", "--price", "plan.yaml", "--engine", given.engine),
-            )
-        return False
-    if other := next((name for name in OTHERS if getattr(given, name)), None):
-        raise Refusal(
-            "usage",
-            what=f"--{other} does not go with --price",
-            where="farspan plan",
-            fact="a plan that is given is priced as it is",
-            remedy=f"leave out --{key_word(other)}",
-        )
-    found = _priced(given, console)
-    say(found, console)
-    if given.show:
-        from farspan.planning.why import costs_of
-        from farspan.report.plan_picture import picture
-        from farspan.report.plan_terminal import show
-
-        console.say()
-        for line in show(
-            picture(found.plan, found.estimate, costs_of(found.plan, found.cluster)), width()
-        ):
-            console.say(
-                "".join(
-                    paint(text, tint, painter(json=console.json)) for text, tint in line
-                ).rstrip(),
-                painted=True,
-            )
-    if given.out:
-        from farspan.app.plans import write_plan
-
-        write_plan(found.plan, found.cluster, Path(given.out))
-        console.say(f"\nthe plan is in {given.out}")
-    console.answer(found.as_json())
-    return True
-
-
-def _priced(given: argparse.Namespace, console: Console) -> PricedPlan:
-    from farspan.app.given_plans import price_given
-    from farspan.cli.show import Show
-
-    # Without run.yaml nothing names a cluster: it is this machine.
-    asked = given.set or given.config.exists() or given.config.name != "run.yaml"
-    config = load_config(given) if asked and given.cluster is None else None
-    with Show(console) as progress:
-        return price_given(given.price, given.cluster, given.engine, progress, config)
+    console.say()
+    drawn = picture(found.plan, found.estimate, costs_of(found.plan, found.cluster))
+    colours = painter(json=console.json)
+    for line in show(drawn, width()):
+        painted = "".join(paint(text, tint, colours) for text, tint in line)
+        console.say(painted.rstrip(), painted=True)
 
 
 def say(found: PricedPlan, console: Console) -> None:

@@ -123,7 +123,7 @@ def _short(
         "by what these needed, " if tried else "",
     )
     if limit is None:
-        fits, remedy = f"{by}no smaller model of its family fits", "farspan plan --rent"
+        fits, remedy = f"{by}no smaller model of its family fits", "farspan rent"
     else:
         fits = (
             f"{by}{format_count(limit.amount)} parameters fit, with {limit.technique} on "

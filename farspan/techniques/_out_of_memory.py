@@ -86,4 +86,4 @@ def _remedy(task: Task, backend: str, needed: float, rank: int) -> str:
         and everywhere > 1
     ):
         return f"set parallel.workers: {fitting:d}"
-    return "ask what fits: farspan plan --fit model, with the same cluster"
+    return "ask what fits: farspan fit model, with the same cluster"

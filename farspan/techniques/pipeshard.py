@@ -60,7 +60,7 @@ def plan(task: Task) -> Plan | Problem:
                 "no pipeline fits these devices",
                 "the cluster",
                 f"{len(task.ranks)} devices, batch {task.train.batch}",
-                "ask what fits: farspan plan --fit model, with the same cluster",
+                "ask what fits: farspan fit model, with the same cluster",
             )
         )
     return task.plan("pipeshard", [min(candidates, key=lambda pair: pair[0])[1]])
