@@ -57,14 +57,7 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what cannot be answered, before anything is priced."""
         from farspan import techniques
 
-        if not 0 <= self.tolerance <= LOOSEST:
-            raise Refusal(
-                "out-of-range",
-                what=f"the tolerance {self.tolerance:g} is out of range",
-                where="--tolerance",
-                fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}",
-                remedy="--tolerance 0.1",
-            )
+        check_tolerance(self.tolerance)
         known = techniques.names()
         for name in self.allow:
             if name not in known:
@@ -75,6 +68,18 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
                     fact=known_names(name, known),
                     remedy=advise(name, known, option="--technique"),
                 )
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse a tolerance that asks for nothing that a planner could answer."""
+    if not 0 <= tolerance <= LOOSEST:
+        raise Refusal(
+            "out-of-range",
+            what=f"the tolerance {tolerance:g} is out of range",
+            where="--tolerance",
+            fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}",
+            remedy="--tolerance 0.1",
+        )
 
 
 # -- every technique priced

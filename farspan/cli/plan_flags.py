@@ -1,4 +1,4 @@
-"""Arguments that `farspan plan`, `price`, `fit` and `rent` share."""
+"""Arguments that `farspan plan`, `price`, `fit`, `rent` and `select` share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farspan.cli.console import Console
+from farspan.domain.objective import OBJECTIVES, TOLERANCE
 
 if TYPE_CHECKING:
     from farspan.app.pricing import PlanQuery
@@ -75,6 +76,17 @@ def plan_query(given: argparse.Namespace, **more: Any) -> PlanQuery:
     query = PlanQuery(question=question, allow=tuple(given.technique), **more)
     query.check()
     return query
+
+
+def takes_objective(parser: argparse.ArgumentParser) -> None:
+    """Add what plans are compared by."""
+    parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help=f"how much slower fewest_devices may be (default: {TOLERANCE:g})",
+    )
 
 
 def takes_export(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,13 @@ from typing import Any
 
 from farspan.cli.arguments import load_config, takes_config
 from farspan.cli.console import Console
-from farspan.cli.plan_flags import plan_query, takes_export, takes_question, write_export
-from farspan.domain.objective import OBJECTIVES, TOLERANCE
+from farspan.cli.plan_flags import (
+    plan_query,
+    takes_export,
+    takes_objective,
+    takes_question,
+    write_export,
+)
 
 HELP = "say what each technique would take, and which is best"
 
@@ -21,13 +26,7 @@ HELP = "say what each technique would take, and which is best"
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_config(parser)
     takes_question(parser, "a question without run.yaml")
-    parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=TOLERANCE,
-        help=f"how much slower fewest_devices may be (default: {TOLERANCE:g})",
-    )
+    takes_objective(parser)
     parser.add_argument(
         "--resolved", action="store_true", help="show each value of run.yaml and where it came from"
     )
