@@ -3,6 +3,7 @@ is priced again."""
 
 from __future__ import annotations
 
+import json
 import random
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models, techniques
+from farspan.cli.main import main
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec, parameters
@@ -191,3 +193,24 @@ def test_misfit_reports_missing_memory_and_the_model_and_devices_that_would_fit(
 
 def test_a_model_that_fits_is_no_misfit() -> None:
     assert misfit(ground(clusters.find("slm-cost/a100-80:2"), *QUICK), SMALL) is None
+
+
+def test_fit_prints_the_answer_its_limits_and_the_command_that_prices_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["fit", "model", "--cluster", "slm-cost/a100-80", "--technique", "data", "--json"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert set(answer) == {"asked", "limits", "next_amount", "next_lacks"}
+    (limit,) = answer["limits"]
+    assert answer["next_amount"] > limit["amount"] and answer["next_lacks"]["spare"] < 0
+    assert f"farspan plan --model {limit['typed']} --cluster slm-cost/a100-80" in printed.err
+
+
+def test_fit_batch_without_a_model_is_refused_with_the_whole_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["fit", "batch", "--cluster", "slm-cost/a100-80", "--json"]) == 2
+    problem = json.loads(capsys.readouterr().out)["problem"]
+    assert problem["remedy"] == "farspan fit batch --model gpt2m --cluster slm-cost/a100-80"
