@@ -29,12 +29,13 @@ PARTS_domain := domain app cli launch planning report retrieval runtime studies
 PARTS_estimate := estimate techniques planning studies golden
 PARTS_launch := launch lab app cli
 PARTS_models := models estimate runtime planning
-PARTS_planning := planning app cli studies golden
+PARTS_planning := planning app cli exports studies golden
 PARTS_report := report studies
 PARTS_retrieval := retrieval serve cli golden
 PARTS_runtime := runtime launch app retrieval golden
 PARTS_semantics := estimate techniques runtime golden
 PARTS_techniques := techniques planning runtime golden
+PARTS_farspan_exports := exports
 PARTS_farspan_lab := lab launch
 PARTS_farspan_studies := studies report
 PART ?= $(sort $(foreach folder,$(CHANGED),$(or $(PARTS_$(folder)),$(error no parts are known for $(folder)))))
@@ -47,8 +48,8 @@ test-slow: $(VENV)/.test
 
 # Style, types and layers.
 check: $(VENV)/.test
-	$(BIN)/ruff check farspan farspan_lab farspan_studies tests benchmarks tools
-	$(BIN)/ruff format --check farspan farspan_lab farspan_studies tests benchmarks tools
+	$(BIN)/ruff check farspan farspan_exports farspan_lab farspan_studies tests benchmarks tools
+	$(BIN)/ruff format --check farspan farspan_exports farspan_lab farspan_studies tests benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -69,7 +70,6 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/local.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/tokenize_and_pack.py
-	$(BIN)/python benchmarks/vector_stores.py
 	$(BIN)/python benchmarks/retrieval.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/fit_engines.py

@@ -33,14 +33,15 @@ from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.run import RunFolder
-from farspan.retrieval.chunk import chunk_documents
+from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.evaluate import evaluate, table
-from farspan.retrieval.fitting import sides_of, untrained
+from farspan.retrieval.fitting import sides_of
 from farspan.retrieval.index import FitSettings, Recipe
 from farspan.retrieval.pairs import pairs_of
 from farspan.retrieval.queries import body_of, choose_queries, passage_of, question_lines
 from farspan.runtime import inference
+from farspan.runtime.model.decoder import Decoder, initialise
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"
 SEED = 0
@@ -53,6 +54,13 @@ COMPARED = (
 )
 
 
+def untrained(model: Decoder, seed: int) -> Decoder:
+    """A model of the same shape, on the same device, with the weights that training begins from."""
+    blank = Decoder(model.spec).eval().to(model.tok.weight.device)
+    initialise(blank, seed)
+    return blank
+
+
 def measured(path: Path) -> dict[str, Any]:
     """One run's corpus, under every system."""
     run, start = RunFolder.existing(path), time.perf_counter()
@@ -63,7 +71,10 @@ def measured(path: Path) -> dict[str, Any]:
     queries = choose_queries(documents, bodies, train, SEED)
     size = min(Recipe().chunk_tokens, trained.model.spec.context - 1)
     chunks = [
-        chunk for chunk in chunk_documents(documents, trained.tokenizer, size) if not chunk.head
+        chunk
+        for number, document in enumerate(documents)
+        for chunk in chunk_document(document, number, trained.tokenizer, size)
+        if not chunk.head
     ]
     questions = [question_lines(document) for document in documents]
     passages = [passage_of(chunk, questions[chunk.document]) for chunk in chunks]

@@ -34,7 +34,7 @@ import numpy as np
 
 from farspan.domain.run import commit
 from farspan.retrieval import stores
-from farspan.retrieval.stores import About, Spot
+from farspan.retrieval.stores import StoreLocation
 
 RESULTS = Path(__file__).parent / "results" / "search.json"
 FARSPAN = (sys.executable, "-m", "farspan")
@@ -66,8 +66,8 @@ def store(run: Path) -> dict[str, Any]:
     vectors, queries = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (vectors, queries))
     module = stores.load(stores.DEFAULT)
     with tempfile.TemporaryDirectory() as folder:
-        spot = Spot(folder=Path(folder) / "store")
-        opened = module.create(spot, About(model="m", tokenizer="t", fit="f", dim=DIM))
+        place = StoreLocation(folder=Path(folder) / "store", dim=DIM)
+        opened = module.create(place)
         start = time.perf_counter()
         for first in range(0, VECTORS, AT_ONCE):
             ids = range(first, min(first + AT_ONCE, VECTORS))
@@ -80,15 +80,13 @@ def store(run: Path) -> dict[str, Any]:
         stored_s = time.perf_counter() - start
         opened.close()
         start = time.perf_counter()
-        opened = module.open_store(spot)
+        opened = module.open(place)
         open_s, took, right = time.perf_counter() - start, [], []
         for query in queries:
             start = time.perf_counter()
-            hits = opened.search(query, K)
+            found = opened.search(query, K).ids.tolist()
             took.append(time.perf_counter() - start)
-            right.append(
-                len({hit.id for hit in hits} & {*np.argsort(-(vectors @ query))[:K].tolist()}) / K
-            )
+            right.append(len({*found} & {*np.argsort(-(vectors @ query))[:K].tolist()}) / K)
         opened.close()
     return {
         "store_s": stored_s,
@@ -236,7 +234,7 @@ def embed(run: Path) -> dict[str, Any]:
 
     folder = RunFolder.existing(run)
     manifest, trained = read_manifest(folder.index, ""), load(folder)
-    texts = [chunk.indexed for chunk in passages_of(folder.index, folder.index, manifest)][:4096]
+    texts = [chunk.indexed for chunk in passages_of(folder.index, manifest)][:4096]
     with tempfile.TemporaryDirectory() as out:
         subprocess.run(
             (

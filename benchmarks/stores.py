@@ -90,9 +90,11 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     many = FEWER.get(kind, VECTORS)
     vectors, queries = unit_vectors(many, 0), unit_vectors(QUERIES, 1)
     nearest = np.argsort(-(queries @ vectors.T), axis=1)
-    spot = stores.Spot(folder=folder / "store", location=location, name=f"speed_{os.getpid()}")
+    place = stores.StoreLocation(
+        folder=folder / "store", location=location, name=f"speed_{os.getpid()}", dim=DIM
+    )
     module = stores.load(KINDS[kind][0])
-    store = module.create(spot, stores.About(model="", tokenizer="", fit="", dim=DIM))
+    store = module.create(place)
     start = time.perf_counter()
     for row in range(0, many, AT_ONCE):
         ids = range(row, min(row + AT_ONCE, many))
@@ -107,15 +109,15 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     plain, hits = [], 0
     for query, order in zip(queries, nearest, strict=True):
         before = time.perf_counter()
-        found = store.search(query, K)
+        found = store.search(query, K).ids.tolist()
         plain.append(time.perf_counter() - before)
-        hits += len({hit.id for hit in found} & {*order[:K].tolist()})
+        hits += len({*found} & {*order[:K].tolist()})
     before = time.perf_counter()
     for number in range(20):
         store.search(queries[number], K, {"document": number})
     filtered = (time.perf_counter() - before) / 20
     store.close()
-    module.drop(spot)
+    module.drop(place)
     return {
         "vectors": many,
         "add_s": added - start,

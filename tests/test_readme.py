@@ -14,7 +14,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from farspan.retrieval.serve.beside import find_server
+from farspan.retrieval.serve.server_info import find_server
 from tests.waiting import LIMIT_S, wait_for
 
 README = Path(__file__).parent.parent / "README.md"

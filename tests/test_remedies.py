@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("farspan", "farspan_lab", "farspan_studies")
+PACKAGES = ("farspan", "farspan_exports", "farspan_lab", "farspan_studies")
 #: Functions whose answer a shell takes for words alone, whatever they are given.
 QUOTERS = {"shell_word", "shell_line", "yaml_word", "key_word", "command", "any_of", "any_key"}
 #: Functions whose answer is a number, or one with a unit.
@@ -61,8 +61,6 @@ OWN_WORDS: dict[str, set[str]] = {
     "farspan/domain/gpus.py": {"tag", "cpu", "newer"},
     "farspan/domain/suggest.py": {"lead"},
     "farspan/planning/outcome.py": {"limit.typed"},
-    "farspan/planning/plan_stages.py": {"example", "even"},
-    "farspan/planning/planfile.py": {"precision", "common_precisions(cluster.only(places))[0]"},
     "farspan/planning/quantities.py": {"example", "value"},
     "farspan/retrieval/judged.py": {"wanted"},
 }

@@ -28,7 +28,7 @@ def sentence(path: Path) -> str:
 
 def page() -> str:
     lines = [HEAD]
-    for package in ("farspan", "farspan_studies", "farspan_lab"):
+    for package in ("farspan", "farspan_exports", "farspan_studies", "farspan_lab"):
         files = sorted(
             (ROOT / package).rglob("*.py"), key=lambda path: (path.parent.parts, path.name)
         )

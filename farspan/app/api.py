@@ -45,7 +45,7 @@ from farspan.planning.select import Selection
 if TYPE_CHECKING:
     from farspan.app.indexing import Indexed
     from farspan.app.machines import Diagnosis
-    from farspan.report.versus import Versus
+    from farspan.report.compare import Versus
     from farspan.retrieval.rank import System
     from farspan.retrieval.search import Answer
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from farspan.app.extensions import extensions
 from farspan.domain.cluster import Cluster
+from farspan.domain.cluster_json import load_cluster_json
+from farspan.domain.codec import load_yaml
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
 from farspan.launch.clusters import HERE
 
 
@@ -20,6 +23,12 @@ def find(name: str) -> Cluster:
         cluster: Cluster = extensions("clusters")[prefix].load()(rest)
         return cluster
     return clusters.find(name)
+
+
+def of_run(run: RunFolder) -> Cluster:
+    """Return the cluster that a run is trained on, as it is now."""
+    name = load_yaml(run.config, RunConfig).parallel.cluster or ""
+    return find(name) if is_external(name) else load_cluster_json(run.cluster)
 
 
 def is_here(parallel: ParallelConfig) -> bool:

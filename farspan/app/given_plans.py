@@ -13,22 +13,24 @@ from farspan import models
 from farspan.app import clusters
 from farspan.app.plans import check_devices, whole_plan
 from farspan.app.updates import Progress, silent
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Device
 from farspan.domain.codec import parse_json, parse_yaml, read_bytes
 from farspan.domain.config import RunConfig
 from farspan.domain.engine import engine as find_engine
-from farspan.domain.escapes import yaml_word
+from farspan.domain.escapes import shell_word, yaml_word
+from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Estimate
+from farspan.domain.train import TrainSpec
+from farspan.estimate.compute import product_dtype
 from farspan.estimate.network import NoLink
 from farspan.estimate.price import estimate
-from farspan.planning.planfile import check_precision, check_rates, read_short
+from farspan.planning.question import precision_of
+from farspan.planning.short_plan import read_short_plan
 
-#: A file, a table in short form, or a plan.
+#: A file, a table in short form or a whole one, or a plan.
 Given = str | os.PathLike[str] | Mapping[str, Any] | Plan
-#: Where a plan that stands in no file is refused.
-NO_FILE = "the plan"
 
 
 class PricedPlan(Estimate, frozen=True, kw_only=True):
@@ -45,17 +47,13 @@ class PricedPlan(Estimate, frozen=True, kw_only=True):
     @property
     def capacity(self) -> list[float]:
         """Bytes that a plan may fill on each rank's device."""
-        hosts, fill = (
-            {host.name: host for host in self.cluster.hosts},
-            find_engine(self.plan.engine).fill,
-        )
-        return [fill * hosts[at.host].devices[at.index].memory for at in self.plan.devices]
+        fill = find_engine(self.plan.engine).fill
+        return [fill * device.memory for device in _devices(self.plan, self.cluster)]
 
     @property
     def fits(self) -> bool:
-        return all(
-            part.total <= most for part, most in zip(self.memory, self.capacity, strict=True)
-        )
+        pairs = zip(self.memory, self.capacity, strict=True)
+        return all(part.total <= most for part, most in pairs)
 
     @property
     def estimate(self) -> Estimate:
@@ -65,15 +63,12 @@ class PricedPlan(Estimate, frozen=True, kw_only=True):
     def as_json(self) -> dict[str, Any]:
         """One object, as `farspan price --json` prints it."""
         memory = dict(zip(self.devices, (part.total for part in self.memory), strict=True))
+        figures = {"minutes": self.equal_loss_s / 60, "memory_bytes": memory}
         return {
             "engine": self.plan.engine,
             "devices": self.devices,
             "fits": self.fits,
-            "estimate": {
-                **self.estimate.as_json(),
-                "minutes": self.equal_loss_s / 60,
-                "memory_bytes": memory,
-            },
+            "estimate": {**self.estimate.as_json(), **figures},
             "plan": self.plan,
         }
 
@@ -95,38 +90,54 @@ def price_given(
     if cluster is None and config is not None:
         cluster = clusters.given_cluster(config, reach=False)
     document, where, text = _document(given)
+    if isinstance(document, dict) and "devices" in document:
+        # By what it was made from nothing is priced.
+        inputs = {"cluster": "", "corpus": ""}
+        document = whole_plan({"inputs": inputs, **document}, Path(where))
 
     def plan_on(there: Cluster) -> Plan:
-        return _plan(document, where, text, there, engine)
+        if isinstance(document, Plan):
+            plan = document
+            check_devices(plan, there, where, "give --cluster the one that the plan is for")
+            places = [(host.name, i) for host in there.hosts for i in range(len(host.devices))]
+            used = there.only([places.index((at.host, at.index)) for at in plan.devices])
+            precision_of(plan.train.precision, used, "train.precision", where)
+        else:
+            plan = read_short_plan(document, where, there, text)
+        if engine is None:
+            return plan
+        return msgspec.structs.replace(plan, engine=find_engine(engine).name)
 
     if cluster is None:
-        cluster = _here(plan_on, config, progress)
+        from farspan.app.resolving import tried_here
+
+        def asked(here: Cluster) -> tuple[ModelSpec, TrainSpec]:
+            plan = plan_on(here)
+            return plan.model, plan.train
+
+        # This machine, its devices as fast as a trial of the plan's model shows.
+        cluster = tried_here(config or RunConfig(data="pydocs"), asked, progress)
     plan = plan_on(cluster)
-    if not _whole(document):
-        check_rates(plan, cluster)
+    if not isinstance(document, Plan):
+        _check_rates(plan, cluster)
     try:
         priced = estimate(plan, models.graph(plan.model), cluster, find_engine(plan.engine))
     except NoLink as error:
+        host_words = f"{yaml_word(error.a)}, {yaml_word(error.b)}"
         raise Refusal(
             "cluster-invalid",
             what=f"nothing says how {error.a} reaches {error.b}",
             where="the cluster, links",
             fact="the plan has both, and no link leads from one to the other",
-            remedy=(
-                f"add to links: {{between: [{yaml_word(error.a)}, {yaml_word(error.b)}], "
-                "rtt: 20ms, bandwidth: 1Gbit/s}"
-            ),
+            remedy=f"add to links: {{between: [{host_words}], rtt: 20ms, bandwidth: 1Gbit/s}}",
         ) from None
-    figures = {name: getattr(priced, name) for name in Estimate.__struct_fields__}
-    return PricedPlan(plan=plan, cluster=cluster, **figures)
+    return PricedPlan(plan=plan, cluster=cluster, **msgspec.structs.asdict(priced))
 
 
-def _document(given: Given) -> tuple[object, str, str]:
-    """What was given as plain values or a Plan, where it stands, and the text of a file."""
-    if isinstance(given, Plan):
-        return given, NO_FILE, ""
-    if isinstance(given, Mapping):
-        return dict(given), NO_FILE, ""
+def _document(given: Given) -> tuple[Any, str, str]:
+    """Return the plan or its table, where it stands, and the text of a file that has lines."""
+    if isinstance(given, Plan | Mapping):
+        return given if isinstance(given, Plan) else dict(given), "the plan", ""
     path = Path(given)
     content = read_bytes(path)
     if path.suffix == ".json":
@@ -135,32 +146,24 @@ def _document(given: Given) -> tuple[object, str, str]:
     return parse_yaml(text, path), str(path), text
 
 
-def _whole(document: object) -> bool:
-    """Whether it is a Plan, and no short form of one."""
-    return isinstance(document, Plan) or (isinstance(document, dict) and "devices" in document)
+def _devices(plan: Plan, cluster: Cluster) -> list[Device]:
+    """Return the cluster's device of each rank."""
+    hosts = {host.name: host for host in cluster.hosts}
+    return [hosts[at.host].devices[at.index] for at in plan.devices]
 
 
-def _plan(document: object, where: str, text: str, cluster: Cluster, engine: str | None) -> Plan:
-    if isinstance(document, Plan):
-        plan = document
-    elif isinstance(document, dict) and _whole(document):
-        # By what it was made from nothing is priced.
-        plan = whole_plan({"inputs": {"cluster": "", "corpus": ""}, **document}, Path(where))
-    else:
-        plan = read_short(document, where, cluster, text)
-    check_devices(plan, cluster, where, "give --cluster the one that the plan is for")
-    check_precision(plan, cluster, where)
-    return (
-        plan if engine is None else msgspec.structs.replace(plan, engine=find_engine(engine).name)
-    )
-
-
-def _here(plan_on: Any, config: RunConfig | None, progress: Progress) -> Cluster:
-    """This machine, its devices as fast as a trial of the plan's model shows."""
-    from farspan.app.resolving import tried_here
-
-    def asked(cluster: Cluster) -> Any:
-        plan = plan_on(cluster)
-        return plan.model, plan.train
-
-    return tried_here(config or RunConfig(data="pydocs"), asked, progress)
+def _check_rates(plan: Plan, cluster: Cluster) -> None:
+    """Refuse a device of which nothing says how fast it computes."""
+    running = find_engine(plan.engine)
+    for at, device in zip(plan.devices, _devices(plan, cluster), strict=True):
+        precision = product_dtype(device, plan.train.precision, running)
+        timed = device.times.units or any(precision in rate.flops for rate in device.times.rates)
+        if not (timed or precision in device.sheet.flops or device.learned.pace != 1.0):
+            fix = f"flops: {{{shell_word(precision)}: 50e12}}"
+            raise Refusal(
+                "cluster-invalid",
+                what=f"nothing says how fast {device.kind} computes {precision}",
+                where=f"the cluster, device {at.host}:{at.index}",
+                fact="it has no flops of that precision, and no measured rates",
+                remedy=f"give its {fix} in the cluster file; or measure: farspan probe",
+            )

@@ -61,26 +61,21 @@ def embed(
     `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises
     Refusal, also (device-missing) for a device that is not there.
     """
-    from farspan.launch.trust import require_own_links, seal_server
+    from farspan.launch.trust import require_own_links
     from farspan.planning.quantities import fit_s
-    from farspan.retrieval.build import Task, build
+    from farspan.retrieval.build import build
+    from farspan.retrieval.fitting import Task
     from farspan.retrieval.index import Recipe
     from farspan.retrieval.pooling import Processes
     from farspan.retrieval.stores import load as load_store
     from farspan.retrieval.stores import resolve
-    from farspan.retrieval.teacher import digest
     from farspan.retrieval.work import IndexWork
     from farspan.runtime.inference import load as load_model
     from farspan.runtime.inference import on_device
 
     require_own_links(run)
     config = load_yaml(run.config, RunConfig)
-    teacher = Path(config.index.teacher).expanduser() if config.index.teacher else None
-    recipe = Recipe(
-        store=store or config.index.store,
-        evaluate=evaluate,
-        teacher=digest(teacher) if teacher else "",
-    )
+    recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
@@ -107,12 +102,9 @@ def embed(
                 refit=tune,
                 own=own,
                 fit_s=fit_s(config),
-                teacher=teacher,
                 processes=stack.enter_context(Processes(processes)) if shared_out else None,
             )
         )
-    if manifest.table:
-        seal_server(run.index / manifest.files / "seal", manifest.recipe.store)
     if work.kept:
         progress(
             Note(
@@ -200,11 +192,9 @@ def write_vectors(run: RunFolder, path: Path) -> Path:
     and beside it the commands that load it elsewhere: the path of these. Refuses (no-index) where
     there is no index, and like `farspan.retrieval.transfer.write_vectors`."""
     from farspan.retrieval import transfer
-    from farspan.retrieval.index import passages_of, read_manifest
 
-    manifest = read_manifest(run.index, command("embed", run.path))
-    passages = passages_of(run.index, run.index, manifest)
-    transfer.write_vectors(path, transfer.rows(passages, manifest.fields), manifest.about)
+    with opened(run) as index:
+        transfer.write_vectors(path, transfer.rows(index), index.manifest.about)
     return path.with_name(f"{path.name}.load.md")
 
 
@@ -214,7 +204,7 @@ def opened(
     """The run's index, ready to be searched; without `vectors` by words alone. `trained`: the run's
     model, where it is loaded already."""
     from farspan.launch.trust import require_own_links, require_server
-    from farspan.retrieval.index import Index, read_manifest
+    from farspan.retrieval.index import SEAL, Index, read_manifest
 
     # Some stores write when they are opened.
     require_own_links(run)
@@ -229,12 +219,11 @@ def opened(
 
     remedy = command("embed", run.path)
     manifest = read_manifest(run.index, remedy)
-    if manifest.table and vectors:
-        store = manifest.recipe.store
+    if manifest.servers and vectors:
         require_server(
-            run.index / manifest.files / "seal",
-            store,
-            f"look whether it is yours, then: {remedy} --store {shell_word(store)}",
+            run.index / manifest.files / SEAL,
+            manifest.servers,
+            f"look whether it is yours, then: {remedy} --store {shell_word(manifest.recipe.store)}",
         )
     return closing(Index.open(run.index, embedder, remedy=remedy, vectors=vectors))
 

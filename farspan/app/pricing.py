@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from farspan.app import clusters
 from farspan.domain.engine import engine
-from farspan.domain.escapes import shell_word
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Refusal, command
 from farspan.domain.suggest import advise, known_names
-from farspan.domain.units import format_count, format_seconds, parse_rate
+from farspan.domain.units import format_count, parse_rate
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.question import Question, model_of, train_of
 from farspan.planning.rank import rank
@@ -29,9 +28,39 @@ if TYPE_CHECKING:
     from farspan.domain.config import ParallelConfig
     from farspan.domain.plan import Plan
     from farspan.domain.train import TrainSpec
-    from farspan.planning.export import Exported
     from farspan.planning.fit import Fit, Ground, Limit
     from farspan.planning.rent import Rent
+
+
+class Exported(Protocol):
+    """A plan as the file of another system."""
+
+    @property
+    def version(self) -> str:
+        """The system, as the file was written for it."""
+
+    @property
+    def file(self) -> str:
+        """The file's usual name."""
+
+    @property
+    def text(self) -> str:
+        """What is in it."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the file cannot say and its user must do."""
+
+
+class Exporter(Protocol):
+    """What an entry point of `farspan.exports` offers: plans as one system's configuration."""
+
+    def export(self, plan: Plan) -> Exported:
+        """Return the plan's file; raises Refusal (cannot-export) with every reason why not."""
+
+    def exportable(self, ranking: Ranking) -> Plan | None:
+        """Return the chosen plan, or refuse with the best one that the system can run."""
+
 
 Fitting = Literal["model", "batch", "memory"]
 #: A tolerance beyond this asks for nothing that a planner could answer.
@@ -288,46 +317,29 @@ def rent(
 #   ------------------------------------------------------------------------------------------------
 
 
+def exporter(system: str) -> Exporter:
+    """Return what writes plans for another system; a Refusal offers the nearest one."""
+    from farspan.app.extensions import extensions
+
+    systems = extensions("exports")
+    if system not in systems:
+        known = sorted(systems)
+        raise Refusal(
+            "out-of-range",
+            what=f"farspan writes no configuration for {system!r}",
+            where="--export",
+            fact=known_names(system, known),
+            remedy=advise(system, known, option="--export"),
+        )
+    found: Exporter = systems[system].load()
+    return found
+
+
 def export(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Exported]:
     """Write the plan as another system's configuration."""
     from farspan.domain.codec import write_atomically
-    from farspan.planning.export import export as as_system
 
-    exported = as_system(plan, system)
+    exported = exporter(system).export(plan)
     path = to or Path(exported.file)
     write_atomically(path, exported.text.encode())
     return path, exported
-
-
-def exportable(ranking: Ranking, system: str) -> Plan | None:
-    """The chosen plan where another system can run it, None where nothing is chosen; a Refusal
-    names the best candidate that it can run."""
-    from farspan.planning.export import evened
-    from farspan.planning.export import system as find_system
-
-    known = find_system(system)
-    if ranking.chosen is None:
-        return None
-    plan = ranking.candidates[ranking.chosen].plan
-    reasons = known.reasons(evened(plan))
-    if not reasons:
-        return plan
-    eligible = (candidate for candidate in ranking.candidates if candidate.eligible)
-    able = next(
-        (candidate for candidate in eligible if not known.reasons(evened(candidate.plan))), None
-    )
-    fact = "it can run none of the other plans either"
-    if able is not None:
-        fact = (
-            f"the best plan it can run: {able.technique} on {able.where}, "
-            f"{format_seconds(able.time_s)}"
-        )
-    raise Refusal(
-        "cannot-export",
-        what=f"{system} cannot run {plan.technique}: {'; '.join(reasons)}",
-        where=f"--export {system}",
-        fact=fact,
-        remedy=f"add --technique {shell_word(able.technique)}"
-        if able
-        else "farspan train --plan, which runs any plan",
-    )

@@ -25,7 +25,7 @@ from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import load_estimate
+from farspan.domain.results import Estimate, load_estimate
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
 from farspan.launch.clusters import HERE
@@ -45,7 +45,7 @@ def replan(
 
     with locked(run.lock, "this run is being trained already", run.path):
         try:
-            copy_checkpoints(run, _old_cluster(run))
+            copy_checkpoints(run, clusters.of_run(run))
         except Refusal as refusal:
             progress(Note(f"{refusal.problem.what}: {refusal.problem.fact}"))
         config = load_yaml(run.config, RunConfig)
@@ -62,12 +62,9 @@ def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
     """A plan for what is left of a run without some hosts of its cluster, by what is predicted
     alone: nothing is tried while machines wait. Raises Refusal where nothing fits."""
     whole, config = load_cluster_json(run.cluster), load_yaml(run.config, RunConfig)
-    sites = tuple(
-        msgspec.structs.replace(site, hosts=hosts)
-        for site in whole.sites
-        if (hosts := tuple(host for host in site.hosts if host.name not in gone))
-    )
-    if not sites:
+    hosts = [host.name for host in whole.hosts for _ in host.devices]
+    places = [place for place, host in enumerate(hosts) if host not in gone]
+    if not places:
         raise Refusal(
             "cannot-plan",
             what="no host of the run is there",
@@ -75,10 +72,8 @@ def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
             fact=f"{', '.join(sorted(gone))} cannot be worked with",
             remedy=command("resume", run.path),
         )
-    names = {site.name for site in sites} | {host.name for site in sites for host in site.hosts}
-    links = tuple(link for link in whole.links if {link.a, link.b} <= names)
     parallel = msgspec.structs.replace(config.parallel, technique="auto", workers="auto")
-    left = _left(run, msgspec.structs.replace(whole, sites=sites, links=links))
+    left = _left(run, whole.only(places))
     return best_plan(left, _exact(parallel, run.load_plan()), trials=False)
 
 
@@ -141,12 +136,6 @@ def _exact(given: ParallelConfig, old: Plan) -> ParallelConfig:
     return msgspec.structs.replace(given, allow=tuple(filter(techniques.exact, techniques.names())))
 
 
-def _old_cluster(run: RunFolder) -> Cluster:
-    """The cluster that a run has been trained on so far."""
-    name = load_yaml(run.config, RunConfig).parallel.cluster or ""
-    return clusters.find(name) if clusters.is_external(name) else load_cluster_json(run.cluster)
-
-
 def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
     from farspan.launch.probe import Probe
 
@@ -161,21 +150,19 @@ def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
 
 def _change(run: RunFolder, old: Plan, planned: Planned) -> str:
     """What the new plan changes, in time, money and memory, from the newest checkpoint here on."""
-    saved_step = max(0, run.newest_checkpoint())
-    now, left = planned.estimate, max(0, status(run).steps - saved_step)
-    facts = [f"{short_time(now.step_s)} a step", f"{format_seconds(left * now.step_s)} in all"]
+    now, before = planned.estimate, None
+    if run.estimate.exists():
+        before = load_estimate(run.estimate)
+    left = max(0, status(run).steps - max(0, run.newest_checkpoint()))
+    facts = [_called(planned.plan, now), f"{format_seconds(left * now.step_s)} in all"]
     if now.usd is not None:
         facts.append(format_usd(now.usd * left / old.train.steps))
-    facts.append(f"{format_bytes(now.memory_bytes)} on the fullest device")
-    text = f"{counted(left, 'step')} to go by {_called(planned.plan)}: {', '.join(facts)}"
-    if not run.estimate.exists():
-        return text
-    before = load_estimate(run.estimate)
-    return (
-        f"{text} (before, by {_called(old)}: {short_time(before.step_s)} a step, "
-        f"{format_bytes(before.memory_bytes)})"
-    )
+    if before is not None:
+        facts.append(f"before: {_called(old, before)}")
+    return f"{counted(left, 'step')} to go by {'; '.join(facts)}"
 
 
-def _called(plan: Plan) -> str:
-    return f"{plan.technique} on {counted(len(plan.devices), 'device')}"
+def _called(plan: Plan, estimate: Estimate) -> str:
+    devices = counted(len(plan.devices), "device")
+    memory = f"{format_bytes(estimate.memory_bytes)} on the fullest device"
+    return f"{plan.technique} on {devices}, {short_time(estimate.step_s)} a step, {memory}"

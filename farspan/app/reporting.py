@@ -22,9 +22,8 @@ from farspan.domain.results import Measurement
 from farspan.domain.run import RunFolder
 
 if TYPE_CHECKING:
-    from farspan.report.compared import Comparison
+    from farspan.report.compare import Comparison, Versus
     from farspan.report.history import RunHistory
-    from farspan.report.versus import Versus
 
 #: Another plan is named if it reads this share of tokens a second more.
 GAIN = 0.01
@@ -62,7 +61,7 @@ def write_report(path: Path, *, page: bool = True) -> Report:
     """The report of the run in a folder; its page is written unless it is there already and is not
     asked for. Raises Refusal (run-untrusted) for a page in a run of somebody else's links."""
     from farspan.launch.trust import require_own_links
-    from farspan.report.compared import compare
+    from farspan.report.compare import compare_to_prediction
     from farspan.report.history import open_run
     from farspan.report.measure import measure
     from farspan.report.page import write_page
@@ -70,7 +69,7 @@ def write_report(path: Path, *, page: bool = True) -> Report:
     if page:
         require_own_links(RunFolder(path))
     run = open_run(path)
-    compared = compare(run)
+    compared = compare_to_prediction(run)
     if page and compared is not None:
         paces = {rank: pace for drift in compared.drifts for rank, pace in drift.paces.items()}
         links = {drift.ends: drift.factor for drift in compared.drifts if drift.ends is not None}
@@ -148,8 +147,8 @@ def history_records(path: Path) -> list[dict[str, float | int | None]]:
 
 def compare_runs(paths: Sequence[Path]) -> Versus:
     """Two runs or more, side by side; one that is named twice counts once."""
+    from farspan.report import compare
     from farspan.report.history import open_run
-    from farspan.report.versus import versus
 
     if len({path.resolve() for path in paths}) < 2:
         raise Refusal(
@@ -159,7 +158,7 @@ def compare_runs(paths: Sequence[Path]) -> Versus:
             fact="name two runs or more",
             remedy=command("report", *paths[:1]),
         )
-    return versus([open_run(path) for path in dict.fromkeys(paths)])
+    return compare.compare_runs([open_run(path) for path in dict.fromkeys(paths)])
 
 
 def _planned_again(

@@ -20,8 +20,6 @@ from farspan.app.faults import Faults, Seen, told
 from farspan.app.plans import Planned
 from farspan.app.replanning import adopt, planned_without
 from farspan.app.updates import Ended, Faulted, Note, Progress, Training
-from farspan.domain.cluster import Cluster
-from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.epoch import Fault
@@ -92,7 +90,7 @@ class Supervisor:
         self._run.require_there()
         plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
         self._failed_at = None
-        cluster = self._cluster()
+        cluster = clusters.of_run(self._run)
         if record.launcher == "local" and self._run.epochs.exists():
             # An earlier start may have left newer checkpoints on rank 0's own disk, and the lease
             # counts those that are here.
@@ -124,14 +122,6 @@ class Supervisor:
         finally:
             self._workers, self._failed_at = None, workers.failed_at
         return finished
-
-    def _cluster(self) -> Cluster:
-        name = load_yaml(self._run.config, RunConfig).parallel.cluster or ""
-        return (
-            clusters.find(name)
-            if clusters.is_external(name)
-            else load_cluster_json(self._run.cluster)
-        )
 
     def _show(self, plan: Plan) -> None:
         if self._shown != plan.hash:
@@ -181,7 +171,7 @@ class Supervisor:
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
         if (end := self._faults.end(fault, trained=self._first is not None)) is not None:
             raise Refusal.of(end)
-        self._faults.preempt(fault, self._run.load_plan(), self._cluster())
+        self._faults.preempt(fault, self._run.load_plan(), clusters.of_run(self._run))
         at = time.time() - (now - self._seen_at)
         self._progress(Faulted(problem, at, self._step, told(fault, len(self._faults.seen))))
         replanned = self._until_all_are_there()
@@ -212,7 +202,7 @@ class Supervisor:
             return set()
         planned = {device.host for device in self._run.load_plan().devices}
         leaving = planned & self._faults.leaving(time.monotonic())
-        left = [host for host in self._cluster().hosts if host.name in planned - leaving]
+        left = [host for host in clusters.of_run(self._run).hosts if host.name in planned - leaving]
         return leaving | away(left)
 
     def _left(self, gone: Collection[str]) -> tuple[Planned | None, float]:

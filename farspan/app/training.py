@@ -79,11 +79,7 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
 def _refuse_full_devices(planned: Planned) -> None:
     """Refuse a plan that a device cannot hold."""
     hosts = {host.name: host.devices for host in planned.resolved.cluster.hosts}
-    used = sorted(
-        r for replica in planned.plan.replicas for stage in replica.stages for r in stage.mesh.ranks
-    )
-    for rank, memory in zip(used, planned.estimate.memory, strict=True):
-        at = planned.plan.devices[rank]
+    for at, memory in zip(planned.plan.devices, planned.estimate.memory, strict=True):
         usable = hosts[at.host][at.index].memory
         if memory.total > usable:
             raise Refusal(

@@ -22,12 +22,9 @@ class IndexProgress:
     def __init__(self, console: DisplayConsole, clock: Callable[[], float]) -> None:
         self._console, self._clock = console, clock
         self._line_at = clock()
-        self._work = IndexWork(clock)
         self._live: Live | None = None
         if console.is_terminal:
-            self._live = Live(
-                console=console, get_renderable=self._render, refresh_per_second=4, transient=True
-            )
+            self._live = Live(console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> IndexProgress:
         if self._live is not None:
@@ -44,15 +41,13 @@ class IndexProgress:
             self._live.stop()
 
     def show(self, work: IndexWork) -> None:
-        """Take in how far the work is by now."""
-        self._work = work
-        if self._live is None and self._clock() - self._line_at >= LINE_S:
+        """Show how far the work is by now."""
+        if self._live is not None:
+            row = Table.grid(padding=(0, 1), expand=True)
+            row.add_column(ratio=1)
+            row.add_column(justify="right", no_wrap=True)
+            row.add_row(ProgressBar(total=1.0, completed=work.share), str(work))
+            self._live.update(row)
+        elif self._clock() - self._line_at >= LINE_S:
             self._line_at = self._clock()
-            self._console.print(str(self._work), soft_wrap=True, highlight=False)
-
-    def _render(self) -> Table:
-        row = Table.grid(padding=(0, 1), expand=True)
-        row.add_column(ratio=1)
-        row.add_column(justify="right", no_wrap=True)
-        row.add_row(ProgressBar(total=1.0, completed=self._work.share), str(self._work))
-        return row
+            self._console.print(str(work), soft_wrap=True, highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
@@ -28,12 +28,14 @@ from farspan.planning.ranking import (
     step_shares,
     verdict,
 )
+from farspan.planning.why import HEADS as REASON_HEADS
 from farspan.planning.why import Why, choice, why
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
     from farspan.report.plan_page import Told
     from farspan.report.plan_picture import Picture
+    from farspan.report.plan_terminal import Line
 
 #: So many candidates are shown, and each technique's best, unless all are asked for.
 SHOWN = 8
@@ -190,9 +192,9 @@ def told(ranking: Ranking, index: int | None) -> Told:
 
     reasons = why(ranking)
     parts = (
-        ("Why", reasons.against),
-        ("What is left out", reasons.left_out),
-        ("What is not known", reasons.unknown),
+        ("Why", tuple(map(str, reasons.against))),
+        ("What is left out", tuple(map(str, reasons.left_out))),
+        ("What is not known", tuple(map(str, reasons.unknown))),
     )
     candidate = None if index is None else ranking.candidates[index]
     instead = "" if index == ranking.chosen else "Another is chosen: "
@@ -242,27 +244,35 @@ def say_picture(shown: Picture, candidate: Candidate, console: Console) -> None:
     """A candidate's plan on the cluster, a step in time, and memory."""
     from farspan.report.plan_terminal import show
 
-    colours = painter(json=console.json)
     console.say(f"\n{called(candidate)}:")
-    for line in show(shown, width()):
-        console.say(
-            "".join(paint(text, tint, colours) for text, tint in line).rstrip(), painted=True
-        )
+    say_drawing(show(shown, width()), console)
+
+
+def say_drawing(lines: Iterable[Line], console: Console) -> None:
+    """Print lines of a picture in their tints."""
+    colours = painter(json=console.json)
+    for line in lines:
+        text = "".join(paint(piece, tint, colours) for piece, tint in line)
+        console.say(text.rstrip(), painted=True)
 
 
 def say_why(reasons: Why, console: Console) -> None:
-    """Every sentence, under a heading each."""
+    """Print the reasons as a table under each heading, a name that is repeated once."""
     parts = (
-        ("Against the others", reasons.against),
+        ("Against the others: compute, exposed communication, waiting a step", reasons.against),
         ("What is left out", reasons.left_out),
         ("What is not known", reasons.unknown),
     )
-    for heading, sentences in parts:
-        if sentences:
-            title = paint(heading, "strong", painter(json=console.json))
-            console.say(f"\n{title}", painted=True)
-        for sentence in sentences:
-            console.say(paragraph(f"- {sentence}", hang=2))
+    colours = painter(json=console.json)
+    for heading, rows in parts:
+        if not rows:
+            continue
+        console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
+        figures = any(row.time for row in rows)
+        heads = REASON_HEADS if figures else ("", "")
+        cells = [row if figures else (row.plan, row.facts) for row in rows]
+        for line in table_lines(heads, cells, width=width(), gap=1, colours=colours):
+            console.say(line, painted=True)
 
 
 def say_difference(difference: PlanDifference, console: Console) -> None:

@@ -36,8 +36,9 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
     answer: dict[str, Any] = {}
     plan_table.say_ranking(ranking, console, everything=given.all, more="add --all")
     if given.why:
-        answer["why"] = why(ranking)
-        plan_table.say_why(answer["why"], console)
+        reasons = why(ranking)
+        answer["why"] = reasons.as_json()
+        plan_table.say_why(reasons, console)
     if given.diff:
         from farspan.planning.diff import difference
 

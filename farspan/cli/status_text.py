@@ -90,13 +90,9 @@ def _sentence(status: Status, now: float) -> str:
             )
         case "finished":
             return ending(status.reason or "", status.step)
-        case "failed":
-            return "failed" if status.problem is None else f"failed, {status.problem.code}"
-        case "stopped" if status.problem is not None:
-            return f"stopped, {status.problem.code}"
         case "new":
             return "no worker has started yet"
-    return status.state
+    return _state(status)
 
 
 def _facts(status: Status) -> Iterator[tuple[str, str]]:

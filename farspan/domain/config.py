@@ -155,8 +155,6 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: judges by too.
     queries: str | None = None
     qrels: str | None = None
-    #: A folder of somebody else's model of sentences or words, whose words a fit begins at.
-    teacher: str | None = None
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

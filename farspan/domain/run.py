@@ -27,7 +27,7 @@ HOME = "FARSPAN_RUN"
 #: The variable of a worker's environment that holds the secret by which the workers of a run know
 #: each other, and its value where the secret is the first line of standard input.
 SECRET, ON_STDIN = "FARSPAN_SECRET", "-"
-#: The variable that names the port of the workers' own store, where that of MASTER_PORT is
+#: The variable that names the port at which the workers meet, where that of MASTER_PORT is
 #: torchrun's.
 STORE_PORT = "FARSPAN_STORE_PORT"
 #: So many of the runs that there are a refusal names, the newest first.

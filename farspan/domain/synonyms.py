@@ -212,7 +212,6 @@ NAMES: Rows = (
     ("keyword lexical tfidf okapi", ("bm25",)),
     ("semantic vector vectors dense embedding embeddings", ("model",)),
     ("hybrid rrf fusion both", ("fused",)),
-    ("rerank reranker crossencoder", ("reranked",)),
     ("local localhost thismachine thiscomputer thishost", ("here",)),
     # Objectives and what follows a fault.
     ("fastest speed minutes duration", ("time",)),

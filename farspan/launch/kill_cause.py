@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from farspan.domain.memory_kills import WorkerGroup, group_kills, group_members
+from farspan.domain.worker_exit import KillCause
 
-#: "memory": the kernel killed it because memory ran out. "other": the kernel did not. "open": it
-#: may have.
-KillCause = Literal["memory", "other", "open"]
 #: A process that holds more than this share of a limit is the largest below it, which the kernel
 #: kills first.
 LARGEST = 0.5

@@ -38,10 +38,7 @@ class Process(Protocol):
         ...
 
     def signal(self, number: signal.Signals) -> None: ...
-    def wait(self, timeout: float) -> None: ...
-    def read(self, path: Path) -> bytes | None:
-        """A file of that host; None where there is none."""
-        ...
+    def wait(self, timeout: float | None) -> None: ...
 
 
 def run_folder(host: Host, plan: Plan, run: RunFolder) -> RunFolder:
@@ -78,11 +75,19 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 def place(host: Host, meeting: Rendezvous) -> dict[str, str]:
     """Where a host's workers meet the others, and keep what is sent to them."""
-    values = {"MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}
-    if name := meeting.interfaces.get(host.name):
-        values |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    if host.folder:
-        values["FARSPAN_CACHE"] = str(Path(host.folder) / "cache")
+    cache = str(Path(host.folder) / "cache") if host.folder else None
+    interface = meeting.interfaces.get(host.name)
+    return meeting_environment(meeting.address, meeting.port, interface, cache)
+
+
+def meeting_environment(
+    address: str, port: int, interface: str | None, cache: str | None
+) -> dict[str, str]:
+    values = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    if interface:
+        values |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    if cache:
+        values["FARSPAN_CACHE"] = cache
     return values
 
 
@@ -95,13 +100,12 @@ class HostProcess:
     """A process on a host, started through the host's `enter` command. Without ranks it is a
     service of the others.
 
-    With `said` its standard input begins with that, and ends when the process is asked to stop or
-    its launcher is gone. With `hold` it is run by `stop_on_stdin`, as what a client starts always
-    is: it would not notice that itself. The `secret` of the run goes to workers the same way:
-    everybody on a machine can read a command line. There they also find the word STOP, without
-    which a signal is a preemption, and the end that tells them that this launcher is gone. With
-    `answers` its standard output is read here, not logged.
-    `variables` are for what enters the host.
+    With `said` its standard input begins with that, and it stops where STOP follows or the input
+    ends, as it does where its launcher is gone. With `hold` it is run by `stop_on_stdin`, as what a
+    client starts always is: it would not notice that itself. The `secret` of the run goes to
+    workers the same way: everybody on a machine can read a command line. They find STOP there
+    before they get a signal, which is a preemption without it. With `answers` its standard output
+    is read here, not logged. `variables` are for what enters the host.
     """
 
     def __init__(
@@ -119,9 +123,10 @@ class HostProcess:
         answers: bool = False,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self._host, self._ranks = host, ranks
-        self._stops_with_input, self._leads = said is not None, secret is not None
+        self.host, self.ranks = host, ranks
         self._held = bool(ranks) and said is None and (hold or by_client(host, device))
+        #: Whether it stops by the word alone, without a signal.
+        self._stops_by_word = said is not None or self._held
         if self._held:
             words = module_command(interpreter(host), "farspan.launch.stop_on_stdin", *words)
             said = f"{secret or ''}\n".encode()
@@ -140,17 +145,7 @@ class HostProcess:
             start_new_session=True,
             pass_fds=[keep_open],
         )
-        if said and self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # It has ended already: how says more.
-                self._process.stdin.write(said)
-
-    @property
-    def host(self) -> Host:
-        return self._host
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._ranks
+        self.say(said or b"")
 
     @property
     def pid(self) -> int:
@@ -160,21 +155,16 @@ class HostProcess:
         return _signalled(self._process.poll())
 
     def signal(self, number: signal.Signals) -> None:
-        if self._held and number in (signal.SIGTERM, signal.SIGKILL):
-            self._say(STOP if number == signal.SIGTERM else KILL)
-            if (
-                number == signal.SIGKILL
-            ):  # What runs there takes its client with it, unless nothing arrives any more.
-                end = threading.Timer(CLIENT_S, self._process.kill)
-                end.daemon = True
-                end.start()
-        elif (
-            number == signal.SIGTERM and self._stops_with_input and self._process.stdin is not None
-        ):
-            self._process.stdin.close()
-        else:
-            if number == signal.SIGTERM and self._leads:
-                self._say(STOP)
+        if number == signal.SIGTERM:
+            self.say(STOP)
+        elif self._held:
+            # What runs there takes its client with it, unless nothing arrives any more.
+            self.say(KILL)
+            end = threading.Timer(CLIENT_S, self._process.kill)
+            end.daemon = True
+            end.start()
+            return
+        if number == signal.SIGKILL or not self._stops_by_word:
             self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -183,23 +173,21 @@ class HostProcess:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    @property
-    def _answers(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
+    def say(self, word: bytes) -> None:
+        """Write to standard input, where there is one."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # It has ended already.
+                self._process.stdin.write(word)
 
-    def _say(self, word: bytes) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # It has ended already.
-            self._process.stdin.write(word)
-
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float | None) -> None:
         self._process.wait(timeout)
 
-    def read(self, path: Path) -> bytes | None:
-        if self._host.folder is None:
-            return path.read_bytes() if path.exists() else None
-        return ask(self._host, f"cat {quoted(path)}")
+
+def read_file(host: Host, path: Path) -> bytes | None:
+    """Return a file of a host; None where there is none."""
+    if host.folder is None:
+        return path.read_bytes() if path.exists() else None
+    return ask(host, f"cat {quoted(path)}")
 
 
 def _signalled(code: int | None) -> int | None:

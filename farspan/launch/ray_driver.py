@@ -3,8 +3,8 @@ cluster.
 
 With `describe ADDRESS` instead it says what nodes a cluster has.
 
-Makes one actor a rank on the node of the rank's host, lets each run a worker, writes what ended a
-worker beside the run's logs, and ends when all workers have. The first line of standard input is
+Makes one actor a rank on the node of the rank's host, lets each run a worker, writes how workers
+failed beside the run's logs, and ends when all workers have. The first line of standard input is
 the cluster's token, or empty, the second the secret of the run. The end of standard input asks
 workers to save and end, by the word of who started them; a signal is passed on without that word.
 The only file that imports Ray.
@@ -12,50 +12,43 @@ The only file that imports Ray.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import ray
 
-from farspan.domain.cluster import GIVEN
-from farspan.domain.codec import save
+from farspan.domain.cluster import GIVEN, Host
+from farspan.domain.codec import load, save
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
-from farspan.domain.preemption import preempted
-from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.run import HOME, ON_STDIN, SECRET
+from farspan.domain.problems import Problem, Refusal
 from farspan.domain.standard_input import STOP, first_line
+from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.agent import free_ports, interfaces, nvidia
-from farspan.launch.launchers.ray import LOST, Job, Node
-from farspan.launch.processes import worker_environment
+from farspan.launch.launchers.ray import EXITS, Job, Node
+from farspan.launch.processes import (
+    HostProcess,
+    meeting_environment,
+    with_environment,
+    worker_environment,
+)
 from farspan.launch.stop_on_stdin import follow_input
 from farspan.launch.workers import GRACE_S
 
 POLL_S = 0.2
-#: A node that does not answer for so long is lost; Ray's own health check takes 15 s and more.
-ANSWER_S = 15.0
 #: Nodes join within seconds of each other, on busy machines within tens of seconds.
 JOIN_S = 60.0
 #: A node starts a process and asks its driver within this.
 CARDS_S = 40.0
-
-
-class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker ended: well, with a problem that it `said`, or with one that was seen from
-    outside."""
-
-    problem: Problem | None = None
-    said: bool = False
 
 
 class Spot(NamedTuple):
@@ -85,46 +78,38 @@ class RankActor:
 
     def start(self, folder: str, environment: dict[str, str], secret: str) -> None:
         self._folder = Path(folder).expanduser()
-        self._logs = self._folder / "logs"
-        self._logs.mkdir(parents=True, exist_ok=True)
-        self._rank = environment["RANK"]
-        self._words = self._logs / f"rank-{self._rank}.problem.json"
+        logs = self._folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        rank = environment["RANK"]
+        self._words = logs / f"rank-{rank}.problem.json"
         self._words.unlink(missing_ok=True)
         words = module_command(
-            sys.executable,
-            "farspan.runtime.worker",
-            str(self._folder / "plan.json"),
-            str(self._folder),
+            sys.executable, "farspan.runtime.worker", f"{self._folder}/plan.json", str(self._folder)
         )
-        with open_own(self._logs / f"rank-{self._rank}.log", "ab") as log:
-            self._process = subprocess.Popen(
-                words,
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                bufsize=0,
+        here = Host(name="here", devices=(), enter=())
+        with open_own(logs / f"rank-{rank}.log", "ab") as log:
+            # Its input stays open: the end of it says that this actor is gone.
+            self._process = HostProcess(
+                here,
+                (int(rank),),
+                with_environment(environment, words),
+                log=log,
+                keep_open=log.fileno(),
+                secret=secret,
             )
-        assert self._process.stdin is not None
-        self._process.stdin.write(
-            f"{secret}\n".encode()
-        )  # It stays open: its end says that this actor is gone.
 
-    def poll(self) -> tuple[int | None, bytes | None]:
-        """The exit code, if it has ended, and the problem that the worker wrote."""
-        code = self._process.poll()
-        return code, self._words.read_bytes() if code and self._words.exists() else None
+    def wait(self) -> tuple[int, Problem | None]:
+        """Return the exit code of the worker, and the problem that it wrote, once it has ended."""
+        self._process.wait(None)
+        code = self._process.poll() or 0
+        return code, load(self._words, Problem) if code and self._words.exists() else None
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, said: bool = False) -> None:
+        """Signal the worker, by the word of who started it if that is `said`."""
         if self._process.poll() is None:
-            self._process.send_signal(number)
-
-    def stop(self) -> None:
-        """Ask the worker to save and end, by the word of who started it."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # It has ended already.
-            self._process.stdin.write(STOP)
-        self.signal(signal.SIGTERM)
+            if said:
+                self._process.say(STOP)
+            os.kill(self._process.pid, number)
 
 
 class Requests:
@@ -178,8 +163,8 @@ def _names(node: dict[str, Any]) -> tuple[str | None, ...]:
     return labels.get("farspan-host"), node["NodeManagerHostname"], node["NodeManagerAddress"]
 
 
-def run(job: Job, secret: str, requests: Requests) -> list[WorkerEnd | None]:
-    """How each rank ended."""
+def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
+    """Run the workers; return how those ended that failed."""
     nodes = nodes_of(job)
     remote: Any = ray.remote(RankActor)
     # A GPU that an actor asks for is given to nobody else as long as it lives.
@@ -187,6 +172,7 @@ def run(job: Job, secret: str, requests: Requests) -> list[WorkerEnd | None]:
         remote.options(
             num_cpus=0,
             num_gpus=int(gpu is not None),
+            max_concurrency=2,  # One waits for the worker, one signals it.
             label_selector={"ray.io/node-id": nodes[host]},
         ).remote()
         for host, gpu in zip(job.ranks, job.gpus, strict=True)
@@ -195,49 +181,27 @@ def run(job: Job, secret: str, requests: Requests) -> list[WorkerEnd | None]:
     order = takers(job, spots)
     actors, places = [created[k] for k in order], [spots[k] for k in order]
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
-        environment = worker_environment(job.threads[rank]) | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(actors)),
-            "MASTER_ADDR": places[0].address,
-            "MASTER_PORT": str(places[0].port),
-            SECRET: ON_STDIN,
-            **job.environment,
-        }
-        if place.interface:
-            environment |= {
-                "GLOO_SOCKET_IFNAME": place.interface,
-                "NCCL_SOCKET_IFNAME": place.interface,
-            }
+        environment = worker_environment(job.threads[rank])
+        environment |= meeting_environment(
+            places[0].address, places[0].port, place.interface, job.caches.get(host)
+        )
+        environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(actors))}
+        environment |= job.environment
         if place.gpu is not None:  # The only one that the worker sees.
             environment |= {"CUDA_VISIBLE_DEVICES": place.gpu, GIVEN: "0"}
-        if host in job.caches:
-            environment["FARSPAN_CACHE"] = job.caches[host]
         ray.get(actor.start.remote(job.folders[host], environment, secret), timeout=JOIN_S)
 
     def end(number: int, frame: object) -> None:
         requests.signalled = True
         for actor in actors:
-            if requests.said:
-                actor.stop.remote()
-            else:
-                actor.signal.remote(number)
+            actor.signal.remote(number, requests.said)
 
     signal.signal(signal.SIGTERM, end)
-    ended = watch(job, actors)
+    exits = watch(job, actors)
     if requests.signalled and not requests.said:
-        return [end if end is not None and end.problem else _preempted(job) for end in ended]
-    return ended
-
-
-def _preempted(job: Job) -> WorkerEnd:
-    """How a worker ended that this driver has passed a signal from elsewhere on to, as to all."""
-    problem = preempted(
-        dict(enumerate(job.ranks)),
-        where=f"host {job.ranks[0]}",
-        fact="the driver of Ray got a signal from outside the run",
-        remedy=command("resume", job.environment[HOME]),
-    )
-    return WorkerEnd(problem=problem)
+        # This driver has passed a signal from elsewhere on to all.
+        exits = [msgspec.structs.replace(each, code=-signal.SIGTERM) for each in exits]
+    return [each for each in exits if each.code != 0]
 
 
 def _spots(job: Job, actors: list[Any]) -> list[Spot]:
@@ -288,61 +252,28 @@ def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
     return [chosen[rank] for rank in range(len(spots))]
 
 
-def watch(job: Job, actors: list[Any]) -> list[WorkerEnd | None]:
-    ended: list[WorkerEnd | None] = [None] * len(actors)
-    failed_at: float | None = None
-    while None in ended:
-        for rank, actor in enumerate(actors):
-            if ended[rank] is None:
-                ended[rank] = _poll(job, rank, actor)
-        if failed_at is None and any(end is not None and end.problem for end in ended):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
-            for rank, actor in enumerate(actors):
-                if ended[rank] is None:
-                    actor.signal.remote(signal.SIGKILL)
-                    # Ended by this driver: its end is not what the others failed of.
-                    ended[rank] = WorkerEnd()
-        time.sleep(POLL_S)
-    return ended
-
-
-def _poll(job: Job, rank: int, actor: Any) -> WorkerEnd | None:
-    """None while the worker runs."""
-    host = job.ranks[rank]
-    try:
-        code, words = ray.get(actor.poll.remote(), timeout=ANSWER_S)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-        code = None
-        cause = f"its Ray node does not answer: {' '.join(str(error).split())[:200]}"
-    else:
-        if not code:
-            return WorkerEnd() if code == 0 else None
-        if words:
-            return WorkerEnd(problem=msgspec.json.decode(words, type=Problem), said=True)
-        cause = (
-            f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        )
-        if code == -signal.SIGTERM:
-            problem = preempted(
-                {rank: host},
-                where=f"host {host}",
-                fact=f"{cause} before its first step",
-                remedy=command("resume", job.environment[HOME]),
-                signal=signal.SIGTERM.name,
+def watch(job: Job, actors: list[Any]) -> list[WorkerExit]:
+    """Return how workers ended, once all have or, after a failure, GRACE_S later: then the others
+    are killed, and left out."""
+    running = {actor.wait.remote(): rank for rank, actor in enumerate(actors)}
+    exits, until = list[WorkerExit](), math.inf
+    while running and time.monotonic() < until:
+        for ended in ray.wait(list(running), timeout=POLL_S)[0]:
+            rank = running.pop(ended)
+            code, problem, fact = None, None, ""
+            try:
+                code, problem = ray.get(ended)
+            except ray.exceptions.RayError as error:
+                fact = f"its Ray node does not answer: {' '.join(str(error).split())[:200]}"
+            exits.append(
+                WorkerExit(rank=rank, host=job.ranks[rank], problem=problem, code=code, fact=fact)
             )
-            return WorkerEnd(problem=problem)
-    return WorkerEnd(
-        problem=Problem(
-            code="worker-lost",
-            what=f"rank {rank} on {host} was lost",
-            where=f"host {host}",
-            fact=cause,
-            remedy=command("resume", job.environment[HOME]),
-            host=host,
-            suspected="memory" if code == -signal.SIGKILL else None,
-        )
-    )
+            if code != 0:
+                until = min(until, time.monotonic() + GRACE_S)
+    for rank in running.values():
+        actors[rank].signal.remote(signal.SIGKILL)
+    time.sleep(POLL_S)
+    return exits
 
 
 def describe(address: str) -> list[Node]:
@@ -398,30 +329,26 @@ def main() -> int:
     secret, requests = first_line().strip(), Requests()
     follow_input(stop=requests.say, ended=requests.say)
     job = msgspec.json.decode(sys.argv[1], type=Job)
-    logs = Path(job.folders[job.ranks[0]]) / "logs"
     try:
         join(job.address)
-        ended = dict(enumerate(run(job, secret, requests)))
+        exits = run(job, secret, requests)
     except Refusal as refusal:
-        ended = {0: WorkerEnd(problem=refusal.problem)}
+        exits = [_not_started(job, refusal.problem)]
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-        ended = {
-            0: WorkerEnd(
-                problem=Problem(
-                    code="launcher-unusable",
-                    what="Ray cannot be used",
-                    where=job.address,
-                    fact=" ".join(str(error).split())[:400],
-                    remedy="ray status, with the same RAY_AUTH_TOKEN",
-                )
-            )
-        }
-    problems = {rank: end for rank, end in ended.items() if end is not None and end.problem}
-    for rank, end in problems.items():
-        if end.said:
-            save(end.problem, logs / f"rank-{rank}.problem.json")
-    save({rank: end.problem for rank, end in problems.items() if not end.said}, logs / LOST)
-    return 1 if problems else 0
+        problem = Problem(
+            code="launcher-unusable",
+            what="Ray cannot be used",
+            where=job.address,
+            fact=" ".join(str(error).split())[:400],
+            remedy="ray status, with the same RAY_AUTH_TOKEN",
+        )
+        exits = [_not_started(job, problem)]
+    save(exits, Path(job.folders[job.ranks[0]]) / "logs" / EXITS)
+    return 1 if exits else 0
+
+
+def _not_started(job: Job, problem: Problem) -> WorkerExit:
+    return WorkerExit(rank=0, host=job.ranks[0], problem=problem)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 import psutil
@@ -71,7 +71,7 @@ class SpareProcess(HostProcess):
 
     def is_ready(self) -> bool:
         """Ask it, once, and wait for the answer. False where it has ended or stands still."""
-        self._say(SPARE_ASKED)
+        self.say(SPARE_ASKED)
         said, computed_s = b"", -1.0
         began = active = time.monotonic()
         while not said.endswith(SPARE_READY):
@@ -85,6 +85,11 @@ class SpareProcess(HostProcess):
             if now - active > SILENCE_S or now - began > IMPORT_S:
                 return False
         return True
+
+    @property
+    def _answers(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
 
     def _computed_s(self) -> float:
         """Seconds of processor time that it has had so far, with what entered its host."""
@@ -103,9 +108,9 @@ class SpareProcess(HostProcess):
         task = SpareTask(
             plan=str(folder.plan), run=str(folder.path), environment=environment, log=str(log)
         )
-        self._ranks, self._stops_with_input, self._leads = (rank,), False, True
+        self.ranks, self._stops_by_word = (rank,), False
         self._answers.close()
-        self._say(msgspec.json.encode(task) + f"\n{secret}\n".encode())
+        self.say(msgspec.json.encode(task) + f"\n{secret}\n".encode())
 
 
 class Spares:

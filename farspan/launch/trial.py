@@ -4,11 +4,8 @@ deadline."""
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,10 +20,9 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import save
 from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.engine import engine
-from farspan.domain.interpreter import module_command
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Refusal
 from farspan.domain.results import (
     COMPUTE,
     IN_STEP,
@@ -61,9 +57,6 @@ SEND_RATE = 1e6
 #: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast,
 #: bytes a second.
 STATE_BYTES, STATE_RATE = 16, 2e8
-POLL_S = 0.2
-#: After its deadline a trial has so long to end its workers.
-END_S = 60.0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,21 +218,23 @@ def _run(
 
 
 class Deadline:
-    """Ends the workers of a run when its time is over, or when the `with` is left while they run:
+    """Kills the workers of a run when its time is over, or when the `with` is left while they run:
     nothing of them is to be saved."""
 
     def __init__(self, workers: Workers, seconds: float) -> None:
-        self._workers, self._left = workers, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.passed = False
-        self.begin(seconds)
+        self._workers, self.seconds, self.passed = workers, seconds, False
+        self._timer = threading.Timer(seconds, self._pass)
 
     def begin(self, seconds: float) -> None:
-        """So many seconds from now on."""
-        self.seconds, self._until = seconds, time.monotonic() + seconds
+        """Allow so many seconds from now on."""
+        self.seconds = seconds
+        self._timer.cancel()
+        self._timer = threading.Timer(seconds, self._pass)
+        self._timer.daemon = True
+        self._timer.start()
 
     def __enter__(self) -> Deadline:
-        self._thread.start()
+        self.begin(self.seconds)
         return self
 
     def __exit__(
@@ -248,15 +243,12 @@ class Deadline:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._left.set()
-        self._thread.join()
+        self._timer.cancel()
         self._kill()
 
-    def _watch(self) -> None:
-        while not self._left.wait(POLL_S):
-            if time.monotonic() > self._until and not self.passed:
-                self.passed = True
-                self._kill()
+    def _pass(self) -> None:
+        self.passed = True
+        self._kill()
 
     def _kill(self) -> None:
         for process in self._workers.processes:
@@ -321,75 +313,3 @@ def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
     for host in cluster.hosts:
         if host.name in used and host.folder is not None:
             ask(host, f"rm -rf {quoted(run_folder(host, plan, run).path)}")
-
-
-class TrialQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of its own is asked: `python -m farspan.launch.trial PARENT`, on its standard
-    input as JSON."""
-
-    plan: Plan
-    corpus: str
-    cluster: Cluster
-    launcher: str
-    within: Limits
-
-
-def apart(question: TrialQuery) -> Trial:
-    """The trial in a process of its own: what that dies of is in the Trial, too. Raises
-    KeyboardInterrupt."""
-    began = time.monotonic()
-    with subprocess.Popen(
-        module_command(sys.executable, "farspan.launch.trial", str(os.getpid())),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            longest_s = (
-                start_s(question.plan, question.cluster, Path(question.corpus))
-                + question.within.deadline_s
-            )
-            out, said = process.communicate(msgspec.json.encode(question), longest_s + END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, said = process.communicate()
-        except BaseException:
-            process.terminate()
-            process.wait(END_S)
-            raise
-    if process.returncode == 0:
-        return msgspec.json.decode(out, type=Trial)
-    last = said.decode(errors="replace").strip().splitlines() or ["nothing"]
-    problem = Problem(
-        code="worker-lost",
-        what="the process that ran the cell was lost",
-        where="python -m farspan.launch.trial",
-        fact=f"exit code {process.returncode}; last words: {last[-1][:300]}",
-        remedy="farspan doctor",
-    )
-    return Trial(
-        plan=plan_key(question.plan),
-        status="failed",
-        problem=problem,
-        took_s=time.monotonic() - began,
-    )
-
-
-def follow(parent: int) -> None:
-    """Interrupt this process when the one that asked is gone: nobody waits for the answer, and
-    nobody else would end the workers."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def main() -> None:
-    query = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialQuery)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    threading.Thread(target=follow, args=(int(sys.argv[1]),), daemon=True).start()
-    outcome = trial(query.plan, Path(query.corpus), query.cluster, query.launcher, query.within)
-    sys.stdout.buffer.write(msgspec.json.encode(outcome))
-
-
-if __name__ == "__main__":
-    main()

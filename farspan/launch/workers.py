@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple
@@ -19,33 +18,27 @@ import msgspec
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import FAR_FOLDER
-from farspan.domain.codec import cut_unfinished_line, parse_json, write_atomically
+from farspan.domain.codec import cut_unfinished_line, write_atomically
 from farspan.domain.epoch import EPOCH, Epoch
-from farspan.domain.memory_kills import WorkerGroup, machine_kills
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
-from farspan.domain.preemption import preempted
-from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
-from farspan.domain.problems import command as farspan
+from farspan.domain.problems import Refusal
 from farspan.domain.results import (
     STOPPED,
     Event,
     Finished,
     Saved,
-    Started,
-    Step,
     Validated,
     Warned,
     decoded,
-    load_estimate,
 )
 from farspan.domain.run import HOME, RunFolder
-from farspan.domain.units import format_bytes
+from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.checkpoint_mirror import FlawOf
-from farspan.launch.hosts import ask, by_client, quoted
-from farspan.launch.kill_cause import KillCause, kill_cause
+from farspan.launch.exits import ExitReader, cause_of
+from farspan.launch.hosts import ask, quoted
 from farspan.launch.lease import Lease
-from farspan.launch.processes import Process, run_folder
+from farspan.launch.processes import Process, read_file, run_folder
 from farspan.launch.remote_run import RemoteRun
 from farspan.launch.spares import SpareProcess, Spares
 
@@ -152,8 +145,7 @@ class Workers(ABC):
         self._heard: list[Process] = []
         #: When the first of them was seen to have failed, by the monotonic clock.
         self.failed_at: float | None = None
-        #: Processes that this machine's kernel had ended for memory before these were started.
-        self._killed_before = machine_kills()
+        self._reader = ExitReader(plan, run, self.hosts)
 
     @abstractmethod
     def start(self) -> Iterator[Process]:
@@ -201,6 +193,11 @@ class Workers(ABC):
             EPOCH: msgspec.json.encode(self._held.epoch).decode(),
         }
 
+    def ranks_on(self, host: Host) -> tuple[int, ...]:
+        return tuple(
+            rank for rank, device in enumerate(self.plan.devices) if device.host == host.name
+        )
+
     def spare(self, device: PlannedDevice) -> SpareProcess | None:
         """A warm process that waits for this device, if one does."""
         return self._held.spares.take(device.host, device.index, device.threads)
@@ -224,7 +221,7 @@ class Workers(ABC):
             self._end()
             return
         self._interrupted_at = time.monotonic()
-        self._signal(signal.SIGTERM)
+        self._ask_to_end()
 
     def end(self) -> None:
         """End the workers at once, with what they have recorded by now."""
@@ -241,7 +238,8 @@ class Workers(ABC):
                 self._away.pull(now=None not in codes)
             position, lines = _new_lines(self.run.events, position)
             # Before the last event of the run, which a warning is not.
-            yield from self._warnings()
+            for message in [] if self._away is None else self._away.mirror.warnings():
+                yield Warned(at=time.time(), message=message)
             for event in decoded(lines, self.run.events):
                 self._finished = event if isinstance(event, Finished) else None
                 self._mirror(event)
@@ -252,20 +250,18 @@ class Workers(ABC):
             if self.failed_at is None and self._interrupted_at is None and any(codes):
                 self.failed_at = time.monotonic()
             if self.failed_at is not None:
-                self._end_lost()
-            waited = time.monotonic() - self.failed_at if self.failed_at is not None else 0.0
-            saving = (
-                time.monotonic() - self._interrupted_at if self._interrupted_at is not None else 0.0
-            )
+                self.kill_unresponsive()
             plain = self._held.again and -signal.SIGKILL in codes
-            if waited > (PLAIN_S if plain else GRACE_S) or saving > SAVE_S:
+            if _passed(self.failed_at, PLAIN_S if plain else GRACE_S) or _passed(
+                self._interrupted_at, SAVE_S
+            ):
                 self._end()
             time.sleep(POLL_S)
         self._gather()
-        unfetched = self._fetch(waits=not any(codes))
-        self._refuse_if_failed()
-        if unfetched is not None:
-            raise unfetched
+        try:
+            self._fetch(waits=not any(codes))
+        finally:  # What the workers ended with says more.
+            self._refuse_if_failed()
 
     def _mirror(self, event: Event) -> None:
         """Have what rank 0 saves on a disk of its own copied here."""
@@ -275,26 +271,15 @@ class Workers(ABC):
             self._away.mirror.request(event.step, best=self._new_best)
             self._new_best = False
 
-    def _fetch(self, *, waits: bool) -> Refusal | None:
-        """Copy what was saved and not copied; why that cannot be done. With `waits` the copy that
-        is being made comes to its end, else it is made again: its host may be gone."""
-        if self._away is None or not self.fetches:
-            return None
-        if waits:
-            self._away.mirror.finish()
-        else:
-            self._away.mirror.close()
-        try:
+    def _fetch(self, *, waits: bool) -> None:
+        """Copy what was saved and not copied. With `waits` the copy that is being made comes to its
+        end, else it is made again: its host may be gone. Raises Refusal (host-unreachable)."""
+        if self._away is not None and self.fetches:
+            if waits:
+                self._away.mirror.finish()
+            else:
+                self._away.mirror.close()
             self._away.fetch()
-        except Refusal as refusal:
-            return refusal
-        return None
-
-    def _warnings(self) -> Iterator[Event]:
-        """What went wrong here and is in no worker's events."""
-        if self._away is not None:
-            for message in self._away.mirror.warnings():
-                yield Warned(at=time.time(), message=message)
 
     def _require_folder(self) -> None:
         """End all at once where the run's folder is gone: they have nowhere to save to."""
@@ -306,20 +291,16 @@ class Workers(ABC):
             self._end()
             raise
 
-    def _end_lost(self) -> None:
-        """End at once whom the others have lost: it stands still, or a link to it is cut, and it
-        will not end by itself."""
+    def kill_unresponsive(self) -> None:
+        """Kill workers that others report lost: they stand still, or a link to them is cut, and
+        they will not end by themselves."""
         for process in self.processes:
             if process in self._heard or not process.ranks or not process.poll():
                 continue
             self._heard.append(process)
-            for closeness, problem in self._problems(process):
-                # Who was preempted has saved, and ends by itself.
-                lost = closeness == 2 and problem.code == "worker-lost"
-                for other in self.processes if lost else ():
-                    if other.ranks == (problem.rank,) and other.poll() is None:
-                        self._culled.append(other)
-                        other.signal(signal.SIGKILL)
+            problems = [end.problem for end in self._exits_of(process) if end.problem]
+            lost = {(each.rank,) for each in problems if each.code == "worker-lost"}
+            self._kill([each for each in self._running() if each.ranks in lost])
 
     def _gather(self) -> None:
         """Fetch what workers on hosts of their own disk have recorded, for the report."""
@@ -327,12 +308,11 @@ class Workers(ABC):
             folder = run_folder(process.host, self.plan, self.run)
             for rank in process.ranks if process.host.folder is not None else ():
                 name = f"rank-{rank}.events.jsonl"
-                if content := process.read(folder.logs / name):
+                if content := read_file(process.host, folder.logs / name):
                     write_atomically(self.run.logs / name, content)
 
     def _refuse_if_failed(self) -> None:
         failed = [process for process in self.processes if process.ranks and process.poll()]
-        failed = [process for process in failed if process not in self._culled] or failed
         # Workers also save where what had started some of them is gone, and where some of them were
         # preempted: nobody has asked for that.
         asked = self._interrupted_at is not None
@@ -342,139 +322,53 @@ class Workers(ABC):
             raise Refusal.of(self._finished.problem)
         ended = [process.poll() for process in self.processes if process.ranks]
         if not asked and all(code == -signal.SIGTERM for code in ended):
-            raise Refusal(
-                "interrupted",
-                what="stopped before the first step: all workers were asked to end",
-                where=self.run.path,
-                fact="each got SIGTERM, from outside the run",
-                remedy=farspan("resume", self.run.path),
-            )
-        # Workers that lost a peer fail too. The cause is a problem that is about something else, or
-        # a worker that was killed before it could say anything.
-        problems = [entry for process in failed for entry in self._problems(process)]
-        said, cause = min(
-            problems,
-            key=lambda entry: (
-                entry[1].code == "worker-lost",
-                entry[1].code == "preempted",
-                entry[0],
-            ),
-        )
-        killed = any((process.poll() or 0) < 0 for process in failed)
-        if asked and ((killed and not said) or cause.code == "preempted"):
-            raise Refusal(
-                "interrupted",
-                what="stopped at once, as asked",
-                where=self.run.path,
-                fact="steps since the last save are not kept",
-                remedy=farspan("resume", self.run.path),
-            )
+            what = "stopped before the first step: all workers were asked to end"
+            raise self._interrupted(what, "each got SIGTERM, from outside the run")
+        failed = [process for process in failed if process not in self._culled] or failed
+        exits = [end for process in failed for end in self._exits_of(process)]
+        cause = cause_of(exits, self.run, saved=self.stopped)
+        if asked and (cause.signal is not None or cause.code == "preempted"):
+            fact = "steps since the last save are not kept"
+            raise self._interrupted("stopped at once, as asked", fact)
         raise Refusal.of(cause)
+
+    def _interrupted(self, what: str, fact: str) -> Refusal:
+        where, remedy = self.run.path, self.run.resume()
+        return Refusal("interrupted", what=what, where=where, fact=fact, remedy=remedy)
 
     @property
     def stopped(self) -> bool:
         """Whether workers have saved and ended between two steps."""
         return self._finished is not None and self._finished.reason in STOPPED
 
-    def lost(self, process: Process) -> dict[int, Problem]:
-        """Workers of a failed process that ended without a word, by rank, as far as it knows
-        them."""
-        rank = process.ranks[0]
-        return {rank: self.wordless(process, rank, process.poll() or 0)}
+    def failures(self, process: Process) -> list[WorkerExit]:
+        """Return what is seen from outside of the workers of a failed process that failed."""
+        return [self.exit_of(process.ranks[0], process.poll() or 0)]
 
-    def _problems(self, process: Process) -> Iterator[tuple[int, Problem]]:
-        """What ended each worker of a process, and how near its cause that is: 0 where it could say
-        nothing, 1 what it said of itself, 2 of another."""
-        logs, said = run_folder(process.host, self.plan, self.run).logs, set()
-        for rank in process.ranks:
-            where = logs / f"rank-{rank}.problem.json"
-            if content := process.read(where):
-                said.add(rank)
-                problem = parse_json(content, Problem, where)
-                yield 1 if problem.cause == "own" else 2, problem
-        yield from (
-            (0, problem) for rank, problem in self.lost(process).items() if rank not in said
-        )
+    def exit_of(self, rank: int, code: int) -> WorkerExit:
+        return WorkerExit(rank=rank, host=self.plan.devices[rank].host, code=code)
 
-    def wordless(self, process: Process, rank: int, code: int) -> Problem:
-        """What an exit code (negative: a signal) says of a worker that said nothing."""
+    def _exits_of(self, process: Process) -> Iterator[WorkerExit]:
         log = self.run.logs / f"rank-{process.ranks[0]}.log"
-        killed = signal.Signals(-code).name if code < 0 else None
-        fact = f"ended by {killed}" if killed else f"ended with exit code {code}"
-        name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
-        remedy = farspan("resume", self.run.path)
-        cause = self._kill_cause(process, rank) if code == -signal.SIGKILL else "other"
-        if cause != "other":
-            fact += f", as the kernel does when memory runs out{self._memory(process, rank)}"
-        if cause == "memory":
-            name, remedy = "out-of-memory", LESS_MEMORY
-        last_words = _last_line(self.words(log))
-        if code == -signal.SIGTERM:
-            return preempted(
-                {rank: process.host.name},
-                where=log,
-                fact=f"{fact} before its first step; last words: {last_words}",
-                remedy=remedy,
-                signal=killed,
-                last_words=last_words,
-            )
-        return Problem(
-            code=name,
-            what=f"rank {rank} on {process.host.name} was lost",
-            where=str(log),
-            fact=f"{fact}; last words: {last_words}",
-            remedy=remedy,
-            signal=killed,
-            rank=rank,
-            host=process.host.name,
-            last_words=last_words,
-            suspected="memory" if cause == "open" else None,
-        )
+        lines = [line for line in self.words(log).splitlines() if any(map(str.isalpha, line))]
+        return self._reader.read(process, self.failures(process), log, lines[-1:])
 
-    def _kill_cause(self, process: Process, rank: int) -> KillCause:
-        """Why a worker was killed; of another machine's kernel nobody here can tell."""
-        if by_client(process.host):
-            return "open"
-        where = run_folder(process.host, self.plan, self.run).logs / f"rank-{rank}.group.json"
-        group = None
-        with suppress(Refusal):  # Damaged: the group is not known.
-            if content := process.read(where):
-                group = parse_json(content, WorkerGroup, where)
-        # The memory of a GPU is none of the machine's.
-        on_cpu = self.plan.devices[rank].backend == "cpu"
-        held = self._held_bytes(process, rank) if on_cpu else 0
-        return kill_cause(self._killed_before, machine_kills(), group, held)
+    def _running(self, services: bool = False) -> list[Process]:
+        """Return the workers' processes that run, or the services."""
+        running = [process for process in self.processes if process.poll() is None]
+        return [process for process in running if bool(process.ranks) is not services]
 
-    def _memory(self, process: Process, rank: int) -> str:
-        """What a worker was predicted to need, and what it held when it was last heard."""
-        fact = ""
-        if self.run.estimate.exists() and rank < len(
-            memory := load_estimate(self.run.estimate).memory
-        ):
-            fact += f"; it was predicted to need {format_bytes(memory[rank].total)}"
-        held = self._held_bytes(process, rank)
-        return fact + (f"; held {format_bytes(held)}" if held else "")
+    def _kill(self, processes: list[Process]) -> None:
+        self._culled += processes
+        for process in processes:
+            process.signal(signal.SIGKILL)
 
-    def _held_bytes(self, process: Process, rank: int) -> int:
-        """What a worker of this start held at its last step; 0 where it made none."""
-        folder = run_folder(process.host, self.plan, self.run)
-        log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
-        held = 0
-        for event in decoded((process.read(log) or b"").split(b"\n")[:-1], log):
-            if isinstance(event, Started):  # Before it may have been another plan.
-                held = 0
-            elif isinstance(event, Step):
-                held = event.memory_bytes
-        return held
-
-    def _signal(self, number: signal.Signals, services: bool = False) -> None:
-        for process in self.processes:
-            if process.poll() is None and bool(process.ranks) is not services:
-                process.signal(number)
+    def _ask_to_end(self, services: bool = False) -> None:
+        for process in self._running(services):
+            process.signal(signal.SIGTERM)
 
     def _end(self) -> None:
-        self._culled += [process for process in self.processes if process.poll() is None]
-        self._signal(signal.SIGKILL)
+        self._kill(self._running())
         for process in self.processes:
             if process.ranks:
                 try:
@@ -498,15 +392,13 @@ class Workers(ABC):
         tb: TracebackType | None,
     ) -> None:
         if self._interrupted_at is None:
-            self._signal(signal.SIGTERM)
+            self._ask_to_end()
             deadline = time.monotonic() + SAVE_S
-            while time.monotonic() < deadline and any(
-                p.ranks and p.poll() is None for p in self.processes
-            ):
+            while time.monotonic() < deadline and self._running():
                 time.sleep(POLL_S)
         self._end()
         # Services take what they have started with them, if they are asked.
-        self._signal(signal.SIGTERM, services=True)
+        self._ask_to_end(services=True)
         for process in self.processes:
             try:
                 process.wait(timeout=SERVICE_S)
@@ -522,6 +414,10 @@ class Workers(ABC):
             self._held.lease.close()
 
 
+def _passed(since: float | None, seconds: float) -> bool:
+    return since is not None and time.monotonic() - since > seconds
+
+
 def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
     """Whole lines written after `position`, and where they end."""
     if not path.exists():
@@ -531,8 +427,3 @@ def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
         content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
     return position + len(whole), whole.splitlines()
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if any(map(str.isalpha, line))]
-    return lines[-1][:200] if lines else "none"

@@ -111,80 +111,56 @@ def _microbatches(replica: Replica) -> str:
     return f"{replica.microbatches}{depths}"
 
 
-#: A figure's name, its value, and how that is written.
-_Figure = tuple[str, Callable[[PlanSide], float | None], Callable[[float], str]]
-
-
 def figures(a: PlanSide, b: PlanSide, cluster: Cluster) -> tuple[DiffRow, ...]:
-    """Every figure of the estimates, and B's over A's. Time, dollars and energy are those of a
-    ranking: to the loss of synchronous training, queues included; those of the run itself follow
+    """Return every figure of the estimates, and B's over A's. Time, dollars and energy are those of
+    a ranking: to the loss of synchronous training, queues included; those of the run itself follow
     where they differ."""
     uneven = any(side.estimate.token_efficiency != 1.0 for side in (a, b))
-    to = " to equal loss" if uneven else ""
-    shown = [*_step_figures(), *_run_figures(to)]
-    if any(side.estimate.equal_loss_factor != 1.0 for side in (a, b)):
-        shown.append(("the run's own steps", lambda side: side.estimate.run_s, format_seconds))
-    if any(side.estimate.loss is not None for side in (a, b)):
-        shown.append(("training loss", lambda side: side.estimate.loss, "{:.3f}".format))
-    rows = [_figure(what, get(a), get(b), show) for what, get, show in shown]
-    sent = [_sent(side.plan, cluster) for side in (a, b)]
-    rows.insert(4, _figure("bytes between sites a step", sent[0], sent[1], format_bytes))
+    first, second = (_figures(side, cluster, " to equal loss" * uneven) for side in (a, b))
+    if all(side.estimate.equal_loss_factor == 1.0 for side in (a, b)):
+        del first["the run's own steps"]
+    if all(side.estimate.loss is None for side in (a, b)):
+        del first["training loss"]
+    rows = []
+    for what, (value, show) in first.items():
+        other = second[what][0]
+        texts = ["?" if figure is None else show(figure) for figure in (value, other)]
+        ratio = other / value if value and other is not None else None
+        rows.append(DiffRow(what=what, a=texts[0], b=texts[1], ratio=ratio))
     return tuple(rows)
 
 
-def _step_figures() -> list[_Figure]:
-    def bubble_s(side: PlanSide) -> float:
-        estimate = side.estimate
-        return estimate.bubble_s if estimate.bubble_s > 1e-9 * estimate.step_s else 0.0
-
-    return [
-        ("step", lambda side: side.estimate.step_s, short_time),
-        ("compute", lambda side: side.estimate.compute_s, short_time),
-        ("exposed communication", lambda side: side.estimate.communication_s, short_time),
-        ("bubble", bubble_s, short_time),
-        ("tokens/s", lambda side: side.estimate.tokens_per_s, "{:,.0f}".format),
-        ("TFLOP/s per device", lambda side: side.estimate.tflops_per_device, "{:.3g}".format),
-        ("MFU", lambda side: side.estimate.mfu, "{:.1%}".format),
-        ("memory of the fullest device", lambda side: side.estimate.memory_bytes, format_bytes),
-    ]
-
-
-def _run_figures(to: str) -> list[_Figure]:
-    def scaled(side: PlanSide, figure: float | None) -> float | None:
-        return None if figure is None else figure * side.estimate.equal_loss_factor
-
-    def time_s(side: PlanSide, seconds: float) -> float:
-        return side.queue_s + seconds
-
-    def kwh(value: float) -> str:
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-    return [
-        (
-            "tokens for one of synchronous training",
-            lambda side: 1 / side.estimate.token_efficiency,
+def _figures(
+    side: PlanSide, cluster: Cluster, to: str
+) -> dict[str, tuple[float | None, Callable[[float], str]]]:
+    """Return each figure of a plan, and how it is written."""
+    estimate, queue_s = side.estimate, side.queue_s
+    scale, (low_s, high_s) = estimate.equal_loss_factor, estimate.equal_loss_interval_s
+    bubble_s = estimate.bubble_s if estimate.bubble_s > 1e-9 * estimate.step_s else 0.0
+    usd = None if estimate.usd is None else estimate.usd * scale
+    kwh = None if estimate.kwh is None else estimate.kwh * scale
+    return {
+        "step": (estimate.step_s, short_time),
+        "compute": (estimate.compute_s, short_time),
+        "exposed communication": (estimate.communication_s, short_time),
+        "bubble": (bubble_s, short_time),
+        "bytes between sites a step": (_sent(side.plan, cluster), format_bytes),
+        "tokens/s": (estimate.tokens_per_s, "{:,.0f}".format),
+        "TFLOP/s per device": (estimate.tflops_per_device, "{:.3g}".format),
+        "MFU": (estimate.mfu, "{:.1%}".format),
+        "memory of the fullest device": (estimate.memory_bytes, format_bytes),
+        "tokens for one of synchronous training": (
+            1 / estimate.token_efficiency,
             "{:.3g}".format,
         ),
-        (f"run{to}", lambda side: time_s(side, side.estimate.equal_loss_s), format_seconds),
-        (
-            "interval, low",
-            lambda side: time_s(side, side.estimate.equal_loss_interval_s[0]),
-            format_seconds,
-        ),
-        (
-            "interval, high",
-            lambda side: time_s(side, side.estimate.equal_loss_interval_s[1]),
-            format_seconds,
-        ),
-        (f"dollars{to}", lambda side: scaled(side, side.estimate.usd), format_usd),
-        (f"energy in kWh{to}", lambda side: scaled(side, side.estimate.kwh), kwh),
-    ]
-
-
-def _figure(what: str, a: float | None, b: float | None, show: Callable[[float], str]) -> DiffRow:
-    texts = ["?" if value is None else show(value) for value in (a, b)]
-    ratio = b / a if a and b is not None else None
-    return DiffRow(what=what, a=texts[0], b=texts[1], ratio=ratio)
+        f"run{to}": (queue_s + estimate.equal_loss_s, format_seconds),
+        "interval, low": (queue_s + low_s, format_seconds),
+        "interval, high": (queue_s + high_s, format_seconds),
+        f"dollars{to}": (usd, format_usd),
+        f"energy in kWh{to}": (kwh, lambda kwh: f"{kwh:,.0f}" if kwh >= 100 else f"{kwh:.3g}"),
+        "the run's own steps": (estimate.run_s, format_seconds),
+        "training loss": (estimate.loss, "{:.3f}".format),
+    }
 
 
 def _sent(plan: Plan, cluster: Cluster) -> float:

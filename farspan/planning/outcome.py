@@ -7,131 +7,94 @@ from collections.abc import Sequence
 from farspan.domain.escapes import yaml_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.trial import Trial
-from farspan.domain.units import format_count, format_seconds, short_time
+from farspan.domain.units import counted, format_count, format_seconds, short_time
 from farspan.planning.candidate import Candidate
 from farspan.planning.misfit import largest_tried
 from farspan.planning.ranking import Ranking, called, verdict
 from farspan.planning.select import Selection, SelectionTask
 
+ENDED = {
+    "clear": "no other plan is better by its prediction",
+    "unpaid": "more trials would take longer than they could save",
+    "budget": "the budget for trials is spent",
+}
+
 
 def trial_line(candidate: Candidate, trial: Trial) -> str:
-    """`tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
-    text, kept = (
-        f"tried {called(candidate)}: ",
-        "" if trial.took_s else ", kept from an earlier trial",
-    )
+    """Return `tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
     if trial.step_s is not None:
-        return (
-            f"{text}{short_time(trial.step_s)} a step, predicted "
-            f"{short_time(candidate.estimate.step_s)}{kept}"
-        )
-    why = (
-        "no step was made"
-        if trial.problem is None
-        else f"{trial.problem.what} ({trial.problem.fact})"
-    )
-    return f"{text}{'out of memory' if trial.status == 'oom' else 'failed'}: {why}{kept}"
+        predicted = short_time(candidate.estimate.step_s)
+        found = f"{short_time(trial.step_s)} a step, predicted {predicted}"
+    else:
+        status = "out of memory" if trial.status == "oom" else "failed"
+        problem = trial.problem
+        fact = f"{problem.what} ({problem.fact})" if problem else "no step was made"
+        found = f"{status}: {fact}"
+    kept = "" if trial.took_s else ", kept from an earlier trial"
+    return f"tried {called(candidate)}: {found}{kept}"
 
 
 def why(selection: Selection) -> str:
-    """What was tried, what came out, and why it ended there, in a few sentences."""
+    """Return the choice, the next plan, the number of trials, and why they ended."""
     ranking, tried = selection.ranking, selection.tried
-    done = [candidate for candidate, trial in tried if trial.step_s is not None]
-    ended = {
-        "clear": "no other plan could be better by its prediction",
-        "unpaid": "more trials would take longer than they could save",
-        "budget": f"the budget of {format_seconds(selection.budget_s)} for trials is spent",
-    }[selection.ended]
-    text = f"{len(tried)} of {len(ranking.candidates)} plans tried"
-    text += f" in {format_seconds(selection.spent_s)}; {ended}." if tried else f"; {ended}."
+    spent = f" in {format_seconds(selection.spent_s)}" if tried else ""
+    trials = f"{len(tried)} of {len(ranking.candidates)} plans tried{spent}"
+    parts = [f"{trials}; {ENDED[selection.ended]}."]
     if ranking.chosen is None:
-        return f"Nothing is chosen. {text}"
+        return f"Nothing is chosen. {parts[0]}"
     chosen = ranking.candidates[ranking.chosen]
-    how = "measured" if chosen.trial is not None else "predicted"
-    head = f"{called(chosen)} is chosen: {short_time(chosen.estimate.step_s)} a step {how}"
+    ran = any(trial.step_s is not None for _, trial in tried)
     rivals = [
         candidate
         for candidate in ranking.candidates
-        if candidate is not chosen
-        and candidate.eligible
-        and (candidate.trial is not None or not done)
+        if candidate is not chosen and candidate.eligible and (candidate.trial or not ran)
     ]
-    if rivals:
-        behind = verdict(ranking, rivals[0])
-        if ranking.objective == "fewest_devices":
-            behind = f"with {len(rivals[0].places)} devices for {len(chosen.places)}, {behind}"
-        head += (
-            f"; the next, {called(rivals[0])}, takes {short_time(rivals[0].estimate.step_s)}, "
-            f"{behind}"
-        )
-    return f"{head}. {text}"
+    for rival in rivals[:1]:
+        step, devices = short_time(rival.estimate.step_s), counted(len(rival.places), "device")
+        parts.insert(0, f"Next: {called(rival)}, {step} on {devices}, {verdict(ranking, rival)}.")
+    how = "measured" if chosen.trial is not None else "predicted"
+    step = f"{short_time(chosen.estimate.step_s)} a step {how}"
+    return " ".join([f"{called(chosen)} is chosen: {step}.", *parts])
 
 
 def nothing_runs(
     ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: SelectionTask
 ) -> Refusal:
-    """Why no plan can be chosen: what the trials died of, or what is short, and the largest model
-    that fits."""
+    """Return why no plan can be chosen: what the trials failed by, or what is short, and the
+    largest model that fits."""
+    # At the speed that was measured it may not be run: a lease ends before it does.
+    ran = [each for each in ranking.candidates if each.trial and each.trial.step_s is not None]
     failed = [(candidate, trial) for candidate, trial in tried if trial.step_s is None]
-    ran = [
-        candidate
-        for candidate in ranking.candidates
-        if candidate.trial is not None and candidate.trial.step_s is not None
-    ]
-    if ran:  # At the pace that was measured it may not be run: a lease ends before it does.
-        return Refusal.of(unchosen(ran[0]))
-    if failed:
-        candidate, trial = failed[0]
-        what = f"all {len(failed)} plans that were tried"
-        fact = trial.problem.fact if trial.problem else "it made no step"
-        if any(trial.status == "oom" for _, trial in failed):
-            candidate, trial = next(
-                (candidate, trial) for candidate, trial in failed if trial.status == "oom"
-            )
-            every = all(trial.status == "oom" for _, trial in failed)
-            fact = trial.problem.fact if trial.problem else "it made no step"
-            how = "ran out of memory" if every else "ran out of memory or failed"
-            return _short(f"{what} {how}", called(candidate), fact, tried, asked, ranking)
-        return Refusal(
-            "cannot-plan",
-            what=f"{what} failed",
+    short = [pair for pair in failed if pair[1].status == "oom"]
+    if failed and not ran:
+        candidate, trial = (short or failed)[0]
+        problem = Problem(
+            code="out-of-memory" if short else "cannot-plan",
+            what=f"of {counted(len(failed), 'plan')} that were tried {len(short)} ran out of "
+            f"memory, {len(failed) - len(short)} failed",
             where=called(candidate),
-            fact=fact,
+            fact=trial.problem.fact if trial.problem else "it made no step",
             remedy="farspan doctor --cluster, with the same cluster",
         )
-    if ranking.candidates:
-        return Refusal.of(unchosen(ranking.candidates[0]))
-    problems = [refused.problem for refused in ranking.refused]
-    for problem in problems:
-        if problem.code == "out-of-memory":
-            return _short(problem.what, problem.where, problem.fact, (), asked, ranking)
-    return Refusal.of(problems[0])
-
-
-def _short(
-    what: str,
-    where: str,
-    fact: str,
-    tried: Sequence[tuple[Candidate, Trial]],
-    asked: SelectionTask,
-    ranking: Ranking,
-) -> Refusal:
-    """Too little memory, by predictions or by what the trials needed; with the largest model that
-    fits."""
-    limit, by = (
-        largest_tried(ranking.cluster, asked, tried),
-        "by what these needed, " if tried else "",
-    )
-    if limit is None:
-        fits, remedy = f"{by}no smaller model of its family fits", "farspan rent"
+    elif ran or ranking.candidates:
+        problem = unchosen((*ran, *ranking.candidates)[0])
     else:
-        fits = (
-            f"{by}{format_count(limit.amount)} parameters fit, with {limit.technique} on "
-            f"{limit.where}"
-        )
+        problems = [refused.problem for refused in ranking.refused]
+        out = [problem for problem in problems if problem.code == "out-of-memory"]
+        problem = (out or problems)[0]
+    if problem.code != "out-of-memory":
+        return Refusal.of(problem)
+
+    # The largest model that fits, by predictions or by what the trials needed.
+    limit = largest_tried(ranking.cluster, asked, tried)
+    fits, remedy = "no smaller model of its family fits", "farspan rent"
+    if limit is not None:
+        size = format_count(limit.amount)
+        fits = f"{size} parameters fit, with {limit.technique} on {limit.where}"
         family_word = yaml_word(asked.model.family)
         remedy = f"in run.yaml, model: {{family: {family_word}, params: {limit.typed}}}"
-    return Refusal("out-of-memory", what=what, where=where, fact=f"{fact}; {fits}", remedy=remedy)
+    fact = f"{problem.fact}; {fits}"
+    return Refusal(problem.code, what=problem.what, where=problem.where, fact=fact, remedy=remedy)
 
 
 def unchosen(candidate: Candidate) -> Problem:

@@ -3,12 +3,12 @@ often faster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import itertools
+from collections import defaultdict
 
 import msgspec
 
-from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.cluster import Cluster, Site
 
 #: Up to so many sites each is also left out in turn; of more, the half with the most FLOP/s is
 #: tried.
@@ -22,15 +22,6 @@ class ClusterPart(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[int, ...]
 
 
-class _At(msgspec.Struct, frozen=True):
-    """One device and where it is."""
-
-    place: int
-    device: Device
-    host: Host
-    site: Site
-
-
 def whole(cluster: Cluster) -> ClusterPart:
     """All devices."""
     return ClusterPart(name="all devices", places=tuple(range(len(cluster.devices))))
@@ -39,82 +30,66 @@ def whole(cluster: Cluster) -> ClusterPart:
 def all_parts(cluster: Cluster) -> list[ClusterPart]:
     """The whole; each site; all sites but one, or the faster half; each host; each kind; one
     device. Of parts that are alike the first."""
-    spots = [
-        (device, host, site)
-        for site in cluster.sites
-        for host in site.hosts
-        for device in host.devices
-    ]
-    everything = [_At(place, *spot) for place, spot in enumerate(spots)]
-    parts = [whole(cluster)]
-    seen, alike = {parts[0].places}, set()
-    for name, inside in _groups(cluster, everything):
-        chosen = [at for at in everything if inside(at)]
-        places, key = tuple(at.place for at in chosen), _likeness(cluster, chosen)
-        if chosen and places not in seen and key not in alike:
-            seen.add(places)
-            alike.add(key)
-            parts.append(ClusterPart(name=name, places=places))
-    return parts
+    parts: dict[object, ClusterPart] = {}
+    for name, places in _groups(cluster):
+        if places:
+            part = ClusterPart(name=name, places=tuple(places))
+            parts.setdefault(_likeness(cluster, part.places), part)
+    return list(parts.values())
 
 
-def _groups(
-    cluster: Cluster, everything: Sequence[_At]
-) -> Iterator[tuple[str, Callable[[_At], bool]]]:
-    """Names of parts, and what belongs to each."""
-    sites = [site.name for site in cluster.sites]
-    for name in sites:
-        yield name, lambda at, name=name: at.site.name == name  # type: ignore[misc]
-    if 2 < len(sites) <= MOST_LEFT_OUT:
-        for name in sites:
-            yield f"all but {name}", lambda at, name=name: at.site.name != name  # type: ignore[misc]
-    elif len(sites) > MOST_LEFT_OUT:
-        fast = sorted(cluster.sites, key=_flops, reverse=True)[: len(sites) // 2]
-        best = {site.name for site in fast}
-        yield f"the fastest {len(best)} sites", lambda at: at.site.name in best
-    for name in (host.name for host in cluster.hosts):
-        yield name, lambda at, name=name: at.host.name == name  # type: ignore[misc]
-    kinds = dict.fromkeys(at.device.kind for at in everything)
-    for kind in kinds:
-        yield f"every {kind}", lambda at, kind=kind: at.device.kind == kind  # type: ignore[misc]
-    for kind in kinds:
-        first = next(at for at in everything if at.device.kind == kind)
-        yield f"one {kind} of {first.host.name}", lambda at, place=first.place: at.place == place  # type: ignore[misc]
+def _groups(cluster: Cluster) -> list[tuple[str, list[int]]]:
+    """Return names of parts, and the places of each."""
+    by_site = defaultdict[str, list[int]](list)
+    by_host = defaultdict[str, list[int]](list)
+    by_kind = defaultdict[str, list[int]](list)
+    host_names: list[str] = []
+    for site in cluster.sites:
+        for host in site.hosts:
+            for device in host.devices:
+                place = len(host_names)
+                host_names.append(host.name)
+                by_site[site.name].append(place)
+                by_host[host.name].append(place)
+                by_kind[device.kind].append(place)
+    everything = range(len(host_names))
+    names = [site.name for site in cluster.sites]
+    groups = [("all devices", list(everything)), *by_site.items()]
+    if 2 < len(names) <= MOST_LEFT_OUT:
+        for name in names:
+            others = [place for place in everything if place not in by_site[name]]
+            groups.append((f"all but {name}", others))
+    elif len(names) > MOST_LEFT_OUT:
+        fast = sorted(cluster.sites, key=_flops, reverse=True)[: len(names) // 2]
+        fastest = sorted(itertools.chain.from_iterable(by_site[site.name] for site in fast))
+        groups.append((f"the fastest {len(fast)} sites", fastest))
+    groups += by_host.items()
+    groups += [(f"every {kind}", places) for kind, places in by_kind.items()]
+    for kind, places in by_kind.items():
+        groups.append((f"one {kind} of {host_names[places[0]]}", places[:1]))
+    return groups
 
 
 def _flops(site: Site) -> float:
-    devices = [device for host in site.hosts for device in host.devices]
-    return sum(
-        max(
-            (
-                *device.sheet.flops.values(),
-                *(f for r in device.times.rates for f in r.flops.values()),
-            ),
-            default=0.0,
+    total = 0.0
+    for host in site.hosts:
+        for device in host.devices:
+            rates = (device.sheet.flops, *(rate.flops for rate in device.times.rates))
+            total += max(itertools.chain(*(rate.values() for rate in rates)), default=0.0)
+    return total
+
+
+def _likeness(cluster: Cluster, places: tuple[int, ...]) -> object:
+    """Return what makes two parts of one site equal: their hosts with the devices that are used of
+    each, and the site's terms. Others are unique, and so are hosts with links of their own."""
+    part = cluster.only(places)
+    if len(part.sites) > 1 or part.links:
+        return places
+    hosts = [
+        msgspec.json.encode(
+            [host.memory, host.cpus, host.local_rate, host.nic]
+            + [device.but(enter=None) for device in host.devices]
         )
-        for device in devices
-    )
-
-
-def _likeness(cluster: Cluster, chosen: Sequence[_At]) -> object:
-    """What makes two parts of one site equal: their hosts with the devices that are used of each,
-    and the site's terms. Others are unique, and so are hosts with links of their own."""
-    sites = {at.site.name: at.site for at in chosen}
-    if len(sites) != 1 or any(
-        {link.a, link.b} <= {at.host.name for at in chosen} for link in cluster.links
-    ):
-        return tuple(at.place for at in chosen)
-    hosts: dict[str, list[Any]] = {}
-    for at in chosen:
-        figures = msgspec.json.encode(at.device.but(enter=None))
-        own = [at.host.memory or 0, at.host.cpus or 0, at.host.local_rate or 0, at.host.nic or 0]
-        hosts.setdefault(at.host.name, own).append(figures)
-    (site,) = sites.values()
-    lan = (site.lan_bandwidth, site.lan_rtt_s)
-    return (
-        tuple(sorted(map(tuple, hosts.values()))),
-        site.lease_s,
-        site.queue_s,
-        site.egress_usd_per_byte,
-        lan,
-    )
+        for host in part.hosts
+    ]
+    return tuple(sorted(hosts)), msgspec.structs.replace(part.sites[0], name="", hosts=())

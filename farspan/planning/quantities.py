@@ -4,7 +4,8 @@ key."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +32,12 @@ SIZES = {
     "large": 250_000_000,
     "xl": 1_000_000_000,
 }
+#: Keys of which at most one may be set.
+EXCLUSIVE = (
+    ("model.preset", "model.path", "model.params", "size"),
+    ("train.batch.global", "train.batch.per_device"),
+    *(("model.path", f"model.{knob}") for knob in ("family", *KNOBS)),
+)
 
 
 def out_of_range(
@@ -200,24 +207,11 @@ def check(config: RunConfig) -> None:
         asked_rows(batch.global_, 1)
     if model.path is not None and not (folder := Path(model.path).expanduser()).exists():
         raise missing_path(folder)
-    size = None if config.size == "auto" else config.size
-    _at_most_one(
-        {
-            "model.preset": model.preset,
-            "model.path": model.path,
-            "model.params": model.params,
-            "size": size,
-        }
-    )
-    _at_most_one({"train.batch.global": batch.global_, "train.batch.per_device": batch.per_device})
-    for knob in ("family", *KNOBS):
-        _at_most_one({"model.path": model.path, f"model.{knob}": getattr(model, knob)})
-
-
-def _at_most_one(values: Mapping[str, object]) -> None:
-    given = [key for key, value in values.items() if value is not None]
-    if len(given) > 1:
-        fact = f"{given[0]} = {values[given[0]]} sets the same"
-        raise out_of_range(
-            given[1], values[given[1]], fact, f"remove {key_word(given[1])} or {key_word(given[0])}"
-        )
+    for keys in EXCLUSIVE:
+        values = {key: attrgetter(key.replace("global", "global_"))(config) for key in keys}
+        given = [key for key, value in values.items() if value not in (None, "auto")]
+        if len(given) > 1:
+            first, second = given[:2]
+            fact = f"{first} = {values[first]} sets the same"
+            remedy = f"remove {key_word(second)} or {key_word(first)}"
+            raise out_of_range(second, values[second], fact, remedy)

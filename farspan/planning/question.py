@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import load
+from farspan.domain.config import Quantity
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
@@ -21,7 +22,14 @@ from farspan.domain.units import parse_count
 from farspan.planning.choose_model import DEFAULT_FAMILY
 from farspan.planning.choose_train import batch_tokens
 from farspan.planning.model_speed import common_precisions
-from farspan.planning.quantities import PARAMETERS, asked_rows, asked_tokens, out_of_range, positive
+from farspan.planning.quantities import (
+    PARAMETERS,
+    asked_rows,
+    asked_tokens,
+    out_of_range,
+    positive,
+    setting_remedy,
+)
 from farspan.planning.size import shape_for
 
 #: Vocabulary of a model that is asked for by its size alone: Llama-2's (arXiv 2307.09288).
@@ -35,7 +43,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     tokens: str = "20x_params"
-    batch: str | None = None
+    batch: Quantity | None = None
     seq_len: int | None = None
     precision: str = "auto"
     attention: str = "sdpa"
@@ -71,17 +79,22 @@ def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelS
     )
 
 
-def train_of(question: Question, model: ModelSpec, cluster: Cluster) -> TrainSpec:
+def train_of(question: Question, model: ModelSpec, cluster: Cluster, file: str = "") -> TrainSpec:
     """The training that a question means on a cluster; raises Refusal (out-of-range) for what
-    cannot be."""
+    cannot be, at a flag, or at a key below `train` of a `file`."""
+
+    def key(name: str) -> str:
+        return f"train.{name}" if file else f"--{name.replace('_', '-')}"
+
     seq_len = question.seq_len or model.context
     if not 1 <= seq_len <= model.context:
         fact = f"the model has {model.context} positions"
-        raise out_of_range("--seq-len", seq_len, fact, f"--seq-len {model.context:d}")
+        remedy = setting_remedy(key("seq_len"), f"{model.context}")
+        raise out_of_range(key("seq_len"), seq_len, fact, remedy, file)
     tokens = asked_tokens(question.tokens, parameters(model), "--tokens")
     devices = len(cluster.devices)
     if question.batch is not None:
-        batch = asked_rows(question.batch, seq_len, "--batch")
+        batch = asked_rows(question.batch, seq_len, key("batch"), file)
     else:
         rows = 2 ** max(0, round(math.log2(batch_tokens(tokens) / seq_len)))
         batch = max(1, math.ceil(rows / devices)) * devices
@@ -89,29 +102,25 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster) -> TrainSpe
         steps=max(1, round(tokens / (batch * seq_len))),
         batch=batch,
         seq_len=seq_len,
-        precision=_precision(question.precision, cluster),
+        precision=precision_of(question.precision, cluster, key("precision"), file),
         attention="vanilla" if question.attention == "vanilla" else "sdpa",
         recompute=question.recompute,
         wan_bits=question.wan_bits,
     )
 
 
-def _precision(asked: str, cluster: Cluster) -> Precision:
+def precision_of(asked: str, cluster: Cluster, key: str, file: str = "") -> Precision:
+    """A precision, or the fastest that all devices compute in hardware; refuses one that a device
+    does not."""
     common = common_precisions(cluster)
     if asked == "auto":
         return common[0]
-    for precision in ("fp32", "tf32", "bf16", "fp16"):
-        if asked == precision:
-            break
-    else:
-        known = ("auto", "fp32", "tf32", "bf16", "fp16")
-        raise out_of_range(
-            "--precision",
-            asked,
-            known_names(asked, known),
-            advise(asked, known, option="--precision", fix="--precision auto"),
-        )
+    known = ("auto", *get_args(Precision))
+    if asked not in known:
+        remedy = advise(asked, known, option="--precision", fix="--precision auto")
+        raise out_of_range(key, asked, known_names(asked, known), remedy, file)
+    precision = cast(Precision, asked)
     if lacking := cluster.lacking(precision):
-        fact = f"{', '.join(lacking)} does not compute it in hardware"
-        raise out_of_range("--precision", asked, fact, "--precision auto")
+        fact = f"{', '.join(lacking)} cannot compute it in hardware; {', '.join(common)} can be"
+        raise out_of_range(key, asked, fact, setting_remedy(key, common[0]), file)
     return precision

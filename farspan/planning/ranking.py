@@ -57,12 +57,6 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
         return self.candidates + self.refused
 
 
-def step_s(candidate: Candidate) -> float:
-    """Seconds of a step, and of the further ones that the same loss takes where a token counts for
-    less than one."""
-    return candidate.estimate.step_s / candidate.estimate.token_efficiency
-
-
 def by_money(ranking: Ranking) -> bool:
     """Whether the objective compares money."""
     return ranking.objective in ("cost", "loss_per_dollar")
@@ -70,34 +64,20 @@ def by_money(ranking: Ranking) -> bool:
 
 def factor(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
     """How many times as long, or as many dollars, `candidate` takes as `base`."""
-    if not by_money(ranking):
+    if not by_money(ranking) or candidate.usd is None or not base.usd:
         return candidate.time_s / base.time_s
-    return (
-        candidate.time_s / base.time_s
-        if candidate.usd is None or not base.usd
-        else candidate.usd / base.usd
-    )
+    return candidate.usd / base.usd
 
 
 def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> str:
-    """`1.24` is `24 % slower`, `3.5` is `3.5 x slower`, `0.9` is `10 % faster`."""
+    """Return `24 % slower` of 1.24, `3.5 x slower` of 3.5, `10 % faster` of 0.9."""
     if abs(value - 1) < SAME:
-        return "as " + ("fast" if words[0] == "slower" else "cheap")
-    if value < 1:
-        return f"{_percent(1 - value)} {words[1]}"
-    return f"{_percent(value - 1)} {words[0]}" if value < 2 else f"{_times(value)} x {words[0]}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
-
-
-def _times(value: float) -> str:
-    return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
-
-
-def words_of(ranking: Ranking) -> tuple[str, str]:
-    return ("costlier", "cheaper") if by_money(ranking) else ("slower", "faster")
+        return "as fast" if words[0] == "slower" else "as cheap"
+    word = words[value < 1]
+    if value >= 2:
+        return f"{value:.2g} x {word}" if value < 10 else f"{value:,.0f} x {word}"
+    percent = 100 * abs(value - 1)
+    return f"{percent:.{int(percent < 9.95)}f} % {word}"
 
 
 def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
@@ -109,7 +89,8 @@ def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
     chosen = ranking.candidates[ranking.chosen]
     if candidate is chosen:
         return "chosen"
-    return difference(factor(ranking, candidate, chosen), words_of(ranking))
+    words = ("costlier", "cheaper") if by_money(ranking) else ("slower", "faster")
+    return difference(factor(ranking, candidate, chosen), words)
 
 
 def refused_by_reason(ranking: Ranking) -> dict[str, list[Refused]]:

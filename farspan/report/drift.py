@@ -8,8 +8,7 @@ of hosts are never compared: what a link takes is the way there and back togethe
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Literal
 
@@ -17,7 +16,6 @@ import msgspec
 
 from farspan.domain.plan import Replica
 from farspan.domain.results import IN_STEP, Estimate, Span
-from farspan.domain.units import short_time
 from farspan.domain.words import joined
 from farspan.estimate.between_stages import edges
 from farspan.estimate.schedule import Hop
@@ -27,6 +25,11 @@ from farspan.report.expected import Expected
 from farspan.report.history import RunHistory
 from farspan.report.traces import Traces
 
+LABELS = {
+    "device": "compute of",
+    "messages": "round trip between",
+    "gradients": "exposed gradient sync of",
+}
 #: Nothing is told of runs with fewer steps.
 LEAST_STEPS = 10
 #: Nor of what makes less than this share of a step.
@@ -38,7 +41,7 @@ WAITED = 0.1
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
-    """One device, or several alike, or a link: seconds as measured and as predicted, so many times
+    """One device or link: seconds as measured and as predicted, so many times
     in a step. `paces` are measured over predicted compute time, by rank."""
 
     what: Literal["device", "messages", "gradients"]
@@ -54,18 +57,10 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     def factor(self) -> float:
         return self.measured_s / self.predicted_s
 
-    def __str__(self) -> str:
-        long = f"{self.factor:.2g}x as long as the plan assumed"
-        times = f"{short_time(self.measured_s)}, not {short_time(self.predicted_s)}"
-        if self.what == "device":
-            each = ("computes", "") if len(self.paces) == 1 else ("compute", " each")
-            return f"{self.who} {each[0]} {long}: {times} a step{each[1]}"
-        if self.what == "messages":
-            round_trip = (
-                f"{short_time(self.measured_s)} there and back, not {short_time(self.predicted_s)}"
-            )
-            return f"messages between {self.who} take {long}: {round_trip}"
-        return f"the sums of gradients among {self.who} hold a step up {long}: {times}"
+    @property
+    def label(self) -> str:
+        """Return what takes longer or less long than predicted: `compute of rank 2`."""
+        return f"{LABELS[self.what]} {self.who}"
 
 
 def drifts(
@@ -88,10 +83,9 @@ def drifts(
         )
 
     timed = [rank for rank in traces.ranks if run.plan.devices[rank].backend in IN_STEP]
-    slow = filter(
-        beyond, _devices(traces, steps, {rank: devices[rank] for rank in timed if rank in devices})
-    )
-    return (*_alike(slow, costs), *filter(beyond, _links(run, traces, steps, timed, costs)))
+    computing = {rank: devices[rank] for rank in timed if rank in devices}
+    found = [*_devices(traces, steps, computing, costs), *_links(run, traces, steps, timed, costs)]
+    return tuple(filter(beyond, found))
 
 
 def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
@@ -110,9 +104,10 @@ def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
 
 
 def _devices(
-    traces: Traces, steps: dict[int, float], devices: dict[int, Expected]
+    traces: Traces, steps: dict[int, float], devices: dict[int, Expected], costs: Costs
 ) -> Iterator[Drift]:
     """The compute time of every device whose passes hold nothing but arithmetic."""
+    network = costs.network
     for rank, device in sorted(devices.items()):
         if device.compute_s and device.rows and not device.inside_s:
             measured = median(
@@ -120,32 +115,11 @@ def _devices(
             )
             yield Drift(
                 what="device",
-                who=str(rank),
+                who=f"rank {rank} ({network.devices[rank].kind} in {network.hosts[rank]})",
                 measured_s=measured,
                 predicted_s=device.compute_s,
                 paces={rank: measured / device.compute_s},
             )
-
-
-def _alike(drifting: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
-    """The same, those of one kind in one host that are all slower, or all faster, as one."""
-
-    def place(drift: Drift) -> tuple[str, bool]:
-        (rank,) = drift.paces
-        return (
-            f"{costs.network.devices[rank].kind} in {costs.network.hosts[rank]}",
-            drift.factor > 1,
-        )
-
-    for (where, _), alike in itertools.groupby(sorted(drifting, key=place), place):
-        group = list(alike)
-        yield Drift(
-            what="device",
-            who=f"rank{'s' * (len(group) > 1)} {joined([drift.who for drift in group])} ({where})",
-            measured_s=median(drift.measured_s for drift in group),
-            predicted_s=median(drift.predicted_s for drift in group),
-            paces={rank: pace for drift in group for rank, pace in drift.paces.items()},
-        )
 
 
 def _links(

@@ -12,9 +12,9 @@ from farspan.domain.codec import content_hash, write_atomically
 from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
-from farspan.report import charts, compared_text, losses, plan_terminal, text
+from farspan.report import charts, compare_text, losses, plan_terminal, text
 from farspan.report.charts import TINTS, Chart, thin
-from farspan.report.compared import Comparison
+from farspan.report.compare import Comparison
 from farspan.report.endings import ending
 from farspan.report.figures import figures
 from farspan.report.history import RunHistory
@@ -51,7 +51,7 @@ def page(run: RunHistory, comparison: Comparison | None = None) -> str:
             name=run.folder.resolve().name,
             chart_style=chart_style(),
             loss_notes=losses.notes(run, measured) if measured else [],
-            comparison=text.comparison(run, measured),
+            compared=compare_text.tables(run, measured, comparison),
             references=text.references(run, measured),
             timeline=timeline(run),
             environments=_environments(run),
@@ -91,10 +91,7 @@ def environment(*more: Path) -> jinja2.Environment:
         "capitalised": lambda words: words[:1].upper() + words[1:],
     }
     shown = (
-        compared_text.sentences,
-        compared_text.part_rows,
-        compared_text.memory_rows,
-        compared_text.traced_line,
+        compare_text.traced_line,
         ending,
         charts.scales,
         charts.ticks,
@@ -134,31 +131,23 @@ def chart_style(*more: Path) -> str:
 
 def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
     """(when, what, more) of starts, saves and ends, oldest first."""
-    rows = []
-    for started, before_s in run.history.starts:
-        after = (
-            f" · after step {started.step:,}, {format_seconds(before_s)} of work"
-            if before_s
-            else ""
-        )
-        workers = counted(started.world, "worker")
-        rows.append((started.at, "resumed" if before_s else "started", workers + after))
-    for again in run.history.recoveries:
+    history, rows = run.history, list[tuple[float, str, str]]()
+    for started, before_s in history.starts:
+        after = f" · after step {started.step:,}, {format_seconds(before_s)} of work"
+        facts = counted(started.world, "worker") + (after if before_s else "")
+        rows.append((started.at, "resumed" if before_s else "started", facts))
+    for again in history.recoveries:
+        lost = f"{counted(again.lost, 'step')} and {format_seconds(again.down_s)} lost"
         plan = ", by another plan" if again.replanned else ""
-        facts = (
-            f"{again.fault.what} · {counted(again.lost, 'step')} and "
-            f"{format_seconds(again.down_s)} lost{plan}"
-        )
-        rows.append((again.at, "recovered", facts))
-    for saved in run.history.saves:
+        rows.append((again.at, "recovered", f"{again.fault.what} · {lost}{plan}"))
+    for saved in history.saves:
         size = f"{format_bytes(saved.size_bytes)} in {format_seconds(saved.seconds)}"
         rows.append((saved.at, "saved", f"step {saved.step:,} · {size} · {saved.path}"))
-    for end in run.history.ends:
+    for end in history.ends:
         rows.append((end.at, "ended", f"step {end.step:,} · {ending(end.reason, end.step)}"))
-    for change in run.history.rescheduled:
+    for change in history.rescheduled:
         rows.append((change.at, "rescheduled", f"step {change.step:,} · {change}"))
-    for warning in run.history.warnings:
-        rows.append((warning.at, "warned", warning.message))
+    rows += [(warning.at, "warned", warning.message) for warning in history.warnings]
     rows.sort(key=lambda row: row[0])
     return [
         (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}", what, more)

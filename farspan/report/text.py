@@ -3,26 +3,24 @@ report`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.forecast import Forecast
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
-from farspan.domain.results import RESERVE, Estimate, Measurement, Recovered
+from farspan.domain.results import Estimate, Measurement, Recovered
 from farspan.domain.units import (
     counted,
     format_bytes,
     format_count,
     format_seconds,
     format_usd,
-    short_time,
 )
-from farspan.estimate.forecast import revised
 from farspan.report import losses
-from farspan.report.compared import Comparison
-from farspan.report.compared_text import memory_rows, part_rows, sentences
+from farspan.report.compare import Comparison
+from farspan.report.compare_text import step_lines, tables
 from farspan.report.endings import ended_at
 from farspan.report.history import COMPLETE, RunHistory
 from farspan.report.measure import measure
@@ -88,7 +86,7 @@ def summary(run: RunHistory, compared: Comparison | None = None) -> str:
             "· "
             f"{format_bytes(measured.memory_bytes)} · {money(measured.usd)}"
         )
-    lines += sentences(compared) if compared else []
+    lines += step_lines(compared) if compared else []
     shown = history.recoveries[-RECOVERIES_SHOWN:]
     lines += [f"recovered after {recovery_words(again)}" for again in shown]
     lines += [f"warning: {message}" for message in run.warnings]
@@ -130,21 +128,8 @@ def report(run: RunHistory, compared: Comparison | None = None) -> str:
     lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run, compared)]
     if duplicates := run.corpus.duplicates_line:
         lines.append(duplicates)
-    if rows := comparison(run, measured):
-        lines += ["", *table([("", "predicted", "measured", "measured / predicted"), *rows])]
-    if compared is not None:
-        beside = ("predicted", "measured", "measured / predicted")
-        if compared.slowest is not None:
-            lines += [
-                "",
-                *table(
-                    [
-                        (f"step {compared.traced:,} of {compared.slowest.name}", *beside),
-                        *part_rows(compared),
-                    ]
-                ),
-            ]
-        lines += ["", *table([("peak memory", *beside), *memory_rows(compared)])]
+    for rows in tables(run, measured, compared):
+        lines += ["", *table(rows)]
     if rows := references(run, measured):
         lines += ["", *table([("nats a token", "entropy", "validation loss", "difference"), *rows])]
         assert measured is not None
@@ -153,61 +138,6 @@ def report(run: RunHistory, compared: Comparison | None = None) -> str:
     if run.history.samples and (known := run.history.samples[-1].verbatim) is not None:
         lines.append(f"{known:.0%} of the last sample stands in the text word for word")
     return "\n".join(lines)
-
-
-def comparison(run: RunHistory, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
-    """Rows (what, predicted, measured, measured / predicted), or none where either side is missing.
-
-    The predicted time and money of a run that ended early are those of the steps that it did; under
-    a deadline fewer may have been foretold than the plan has.
-    """
-    estimate = run.history.estimate
-    if estimate is None or measured is None:
-        return []
-    train = run.plan.train
-    foretold = train.steps
-    if train.deadline_s is not None:
-        foretold = max(1, min(foretold, round((1 - RESERVE) * estimate.run_s / estimate.step_s)))
-    share = measured.steps / foretold
-    part = "" if measured.steps == train.steps else f" of {counted(measured.steps, 'step')}"
-    rows = [
-        _row("step time", estimate.step_s, measured.step_s, short_time),
-        _row(f"run time{part}", estimate.run_s * share, measured.run_s, format_seconds),
-        _row(
-            "tokens/s within steps",
-            estimate.tokens_per_s,
-            measured.tokens_per_s,
-            lambda rate: f"{rate:,.0f}",
-        ),
-        _row("peak memory", estimate.memory_bytes, measured.memory_bytes, format_bytes),
-    ]
-    if estimate.usd is not None and measured.usd is not None:
-        rows.append(_row(f"money{part}", estimate.usd * share, measured.usd, money))
-    return rows + _loss_rows(run)
-
-
-def _loss_rows(run: RunHistory) -> list[tuple[str, str, str, str]]:
-    """The loss of a run that has ended as it was expected before, and after the first fifth; the
-    last column is what lies between."""
-    expected, end, steps = run.forecast, losses.last(run), run.history.steps
-    if expected is None or end is None or run.history.reason not in COMPLETE:
-        return []
-    told, whole = [("validation loss", expected.loss)], steps[-1].step.steps or run.plan.train.steps
-    for event in run.history.validations:
-        share, schedule = event.step / whole, run.plan.train.schedule
-        if (later := revised(expected, schedule, share, event.loss, event.bigram_nats)) is not None:
-            told.append((f"the same, from step {event.step:,}", later[0]))
-            break
-    return [
-        (what, f"{loss:.3f}", f"{end.loss:.3f}", f"{end.loss - loss:+.3f}") for what, loss in told
-    ]
-
-
-def _row(
-    what: str, predicted: float, measured: float, show: Callable[[float], str]
-) -> tuple[str, str, str, str]:
-    ratio = f"{measured / predicted:.2f}" if predicted else "n/a"
-    return what, show(predicted), show(measured), ratio
 
 
 def references(run: RunHistory, measured: Measurement | None) -> list[tuple[str, str, str, str]]:

@@ -12,7 +12,7 @@ import hashlib
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -78,23 +78,15 @@ def bare(line: str) -> str:
     return "".join(filter(str.isalnum, line)).lower()
 
 
-def chunk_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, size: int
+def chunk_document(
+    document: Document, number: int, tokenizer: Tokenizer, size: int
 ) -> Iterator[Chunk]:
-    """Chunks of at most `size` tokens (8 or more), in order; neighbours share at most an eighth of
-    that.
+    """The chunks of one document, whose number they bear: of at most `size` tokens (8 or more), in
+    order; neighbours share at most an eighth of that.
 
     Head and body are cut apart, so that no chunk holds some of both. A part that is blank gives no
     chunk.
     """
-    for number, document in enumerate(documents):
-        yield from chunk_document(document, number, tokenizer, size)
-
-
-def chunk_document(
-    document: Document, number: int, tokenizer: Tokenizer, size: int
-) -> Iterator[Chunk]:
-    """The chunks of one document, whose number they bear."""
     cut, headings, seen = head_length(document), outline(document), Counter[str]()
     starts, paths = [heading.start for heading in headings], HeadingPaths(headings)
     for head, offset, part in ((True, 0, document.text[:cut]), (False, cut, document.text[cut:])):

@@ -11,7 +11,6 @@ size of a vector, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -19,20 +18,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farspan.corpus.tokenizer import Tokenizer
-from farspan.domain.codec import to_json
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.lexical import spread
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
-from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
-from farspan.retrieval.rerank import log_likelihoods
+from farspan.retrieval.pooling import Processes, pool_batch
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
@@ -95,10 +91,9 @@ class Embedder:
         pairs: Pairs,
         fit: FitSettings,
         seconds: float = math.inf,
-        taught_VT: Tensor | None = None,
     ) -> Embedder:
         """Another one, fitted to passages and to what is asked for them, in so many `seconds` at
-        most, and beginning at what a teacher says of tokens (`teacher.py`)."""
+        most."""
         spec = self._model.spec
         tuned = tune(
             (passages.bags, asked.bags),
@@ -109,18 +104,9 @@ class Embedder:
             fit,
             self._work,
             seconds,
-            taught_VT,
         )
         fitted = {"weights": self._fitted["weights"], **tuned}
         return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)
-
-    def token_texts(self) -> list[str]:
-        """Each token of the vocabulary (V) as text; blank for one that is part of a letter."""
-        texts = [self._tokenizer.decode([token]) for token in range(self._model.spec.vocab_size)]
-        return [
-            "" if "\ufffd" in text or token == self._tokenizer.end_of_text else text
-            for token, text in enumerate(texts)
-        ]
 
     def read(self, texts: Sequence[str]) -> Read:
         return Read(self.bags(texts), self.pool(texts))
@@ -138,10 +124,6 @@ class Embedder:
         """Unit vectors (N, E) of queries: they are short and unlike passages, so they have a mean
         and a map apart."""
         return self.vectors(self.read(texts), "query")
-
-    def likelihoods(self, query: str, passages: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Of a query behind each passage (N), in nats a token."""
-        return log_likelihoods(self._model, self._tokenizer, query, passages)
 
     def bags(self, texts: Sequence[str]) -> list[list[int]]:
         """The distinct tokens of each text's words in small letters, names split."""
@@ -196,25 +178,19 @@ class Embedder:
         batches = [order[start : start + _ROWS] for start in range(0, len(order), _ROWS)]
         with self._work.features(self._name(ids)) as features:
             self._work.start("embedding")
-            done = 0
-            while done < len(batches):
-                kept = features.read(len(batches[done]) * pooled_NF.shape[1])
-                if kept is None:
-                    break
-                pooled_NF[batches[done]] = torch.from_numpy(kept.copy()).view(
-                    len(batches[done]), -1
-                )
-                self._work.kept += len(batches[done])
-                self._work.did(sum(len(texts[row]) for row in batches[done]), kept=True)
-                done += 1
-            rest = batches[done:]
-            for rows, pooled_BF in zip(
-                rest, self._pooled([[ids[r] for r in rows] for rows in rest]), strict=True
-            ):
-                pooled_NF[rows] = pooled_BF
-                features.write(pooled_BF.numpy())
-                self._work.embedded += len(rows)
-                self._work.did(sum(len(texts[row]) for row in rows))
+            computed: Iterator[Tensor] | None = None
+            for number, rows in enumerate(batches):
+                # What is on disk comes first; from the first batch that is not, all are computed.
+                block = None if computed else features.read(len(rows) * pooled_NF.shape[1])
+                if block is None:
+                    computed = computed or self._pooled(
+                        [[ids[row] for row in rows] for rows in batches[number:]]
+                    )
+                    block = next(computed).numpy()
+                    features.write(block)
+                pooled_NF[rows] = torch.from_numpy(block.copy()).view(len(rows), -1)
+                chars = sum(len(texts[row]) for row in rows)
+                self._work.did(chars, texts=len(rows), kept=computed is None)
         return pooled_NF
 
     def _pooled(self, batches: list[list[Tensor]]) -> Iterator[Tensor]:
@@ -228,29 +204,11 @@ class Embedder:
         yield from self._processes.pooled(self._model, weights_V, end, batches)
 
     def _name(self, ids: Sequence[Tensor]) -> str:
-        """The features of these texts are named by all that they are computed from."""
-        digest = hashlib.sha256(self._model_digest)
-        digest.update(self._fitted["weights"].numpy().tobytes())
+        """The features of these texts are named by what one model computes them from."""
+        digest = hashlib.sha256(self._fitted["weights"].numpy().tobytes())
         for text in ids:
             digest.update(len(text).to_bytes(8, "little") + text.numpy().tobytes())
         return digest.hexdigest()
-
-    @functools.cached_property
-    def _model_digest(self) -> bytes:
-        device = self._model.tok.weight.device
-        how = [
-            torch.__version__,
-            device.type,
-            bf16_is_fast(device),
-            _ROWS,
-            self._tokenizer.end_of_text,
-        ]
-        digest = hashlib.sha256(to_json([self._model.spec, *map(str, how)]))
-        for name, tensor in self._model.state_dict().items():
-            digest.update(
-                name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes()
-            )
-        return digest.digest()
 
 
 def _read_fitted(path: Path) -> dict[str, Tensor]:

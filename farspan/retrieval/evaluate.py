@@ -23,8 +23,8 @@ from farspan.report.tables import table_lines
 from farspan.retrieval.lexical import K1, B, Lexical, Numbered
 from farspan.retrieval.metrics import Floats, Ints, bootstrap, hit, mrr, ndcg, ranks, recall
 from farspan.retrieval.queries import Kind, Queries, Query
-from farspan.retrieval.rank import SYSTEM_NAMES, Scores, by_document, fuse
-from farspan.retrieval.stores import Vectors
+from farspan.retrieval.rank import SYSTEM_NAMES, Nearest, fuse, vector_scores
+from farspan.retrieval.stores import Scores, Vectors
 
 WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 #: Values of BM25 that are tried, k1 first.
@@ -139,7 +139,7 @@ def evaluate(
     for row, query in enumerate(queries.reported):
         scored = {"bm25": chosen.lexical.scores(query.text)}
         scored |= {
-            name: by_document(owners, side.chunks @ side.reported[row], N)
+            name: vector_scores(exact(owners, side.chunks), side.reported[row], N)
             for name, side in sides.items()
         }
         scored["fused"] = fuse(scored["bm25"], scored["model"], chosen.weight)
@@ -206,7 +206,8 @@ def choose(
     k1 = max(K1S, key=lambda k1: float(balance_Q @ found(words(k1, B))))
     b = max(BS, key=lambda b: float(balance_Q @ found(words(k1, b))))
     words_QN = words(k1, b)
-    near_QN = [by_document(owners, side.chunks @ query_E, len(bodies)) for query_E in side.tuning]
+    nearest = exact(owners, side.chunks)
+    near_QN = [vector_scores(nearest, query_E, len(bodies)) for query_E in side.tuning]
     alone_Q = found(words_QN)
     more_WQ = np.array(
         [found(map(fuse, words_QN, near_QN, repeat(weight))) - alone_Q for weight in WEIGHTS]
@@ -234,6 +235,18 @@ def choose(
             interval=interval,
         ),
     )
+
+
+def exact(owners: npt.ArrayLike, chunks_CE: Vectors) -> Nearest:
+    """What finds chunks as a store does that compares every one; `owners` are their documents."""
+    owners_C = np.asarray(owners, np.int64)
+
+    def nearest(vector_E: Vectors, k: int) -> tuple[Ints, Scores]:
+        scores_C = chunks_CE @ vector_E
+        best = np.argpartition(scores_C, -k)[-k:] if k < len(scores_C) else slice(None)
+        return owners_C[best], scores_C[best]
+
+    return nearest
 
 
 def _balance(kinds: Sequence[Kind]) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from farspan.domain.units import counted, format_seconds
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.embed import Embedder, Read
 from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
-from farspan.retrieval.index import Recipe
+from farspan.retrieval.index import Origin, Recipe
 from farspan.retrieval.pairs import pairs_of
 from farspan.retrieval.pooling import Processes
 from farspan.retrieval.queries import (
@@ -31,32 +32,45 @@ from farspan.retrieval.queries import (
 )
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.stores import Vectors
-from farspan.retrieval.teacher import word_vectors
 from farspan.retrieval.tuning import steps_to_fit
 from farspan.retrieval.work import IndexWork
-from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder
 
 
-def fit_corpus(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    chunks: Sequence[Chunk],
-    train: int,
-    recipe: Recipe,
-    say: Callable[[str], None],
-    work: IndexWork,
-    processes: Processes | None = None,
-    own: Sequence[Query] = (),
-    seconds: float = math.inf,
-    teacher: Path | None = None,
-    copies: Copies | None = None,
-) -> tuple[Embedder, Vectors, Evaluation | None]:
-    """What embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks for one
-    and a document has a body to be found by. The first `train` documents are the training split;
-    `own` queries are judged too, and the fit takes so many `seconds` at most and begins at a
-    `teacher`'s words. Near `copies` are found, and nothing is fitted to them."""
-    copies = copies or Copies.none(len(documents))
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An index to be made at `path`, and of what. The first `train` documents are the training
+    split; `say` gets lines for people, and `work` is told how far it is."""
+
+    path: Path
+    model: Decoder
+    tokenizer: Tokenizer
+    documents: Sequence[Document]
+    train: int
+    origin: Origin
+    recipe: Recipe
+    say: Callable[[str], None]
+    work: IndexWork
+    #: Which of the documents are copies, and where exact copies stand; none without it.
+    copies: Copies | None = None
+    #: Fingerprint of where the documents were read from.
+    source: str = ""
+    #: Fit to the documents of today, whatever the old index was fitted to.
+    refit: bool = False
+    #: A person's queries, which a fit is judged by too, and the seconds that it takes at most.
+    own: Sequence[Query] = ()
+    fit_s: float = math.inf
+    processes: Processes | None = None
+
+    def known_copies(self) -> Copies:
+        return self.copies or Copies.none(len(self.documents))
+
+
+def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, Evaluation | None]:
+    """Return what embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks
+    for one and a document has a body to be found by. Near copies are found, and nothing is fitted
+    to them."""
+    documents, copies, recipe = task.documents, task.known_copies(), task.recipe
     kept = [row for row, chunk in enumerate(chunks) if chunk.document < copies.kept]
     # Heads hold titles, and some bodies questions: what is fitted must not know them, or the
     # evaluation would.
@@ -69,11 +83,13 @@ def fit_corpus(
     ]
     bodies = [chunks[row] for row in fitted_rows]
     found_by = [body_of(document) for document in documents]
-    queries = choose_queries(documents, found_by, train, recipe.seed, own=own, copies=copies)
+    queries = choose_queries(
+        documents, found_by, task.train, recipe.seed, own=task.own, copies=copies
+    )
     questions = [question_lines(document) for document in documents]
     passages = [passage_of(chunk, questions[chunk.document]) for chunk in bodies]
     copied = [passage_of(chunks[row], questions[chunks[row].document]) for row in copied_rows]
-    pairs = pairs_of(documents[:train], bodies, passages, queries.relevant)
+    pairs = pairs_of(documents[: task.train], bodies, passages, queries.relevant)
     # What the index holds beside: passages with their questions, and heads.
     found_rows = [*fitted_rows, *copied_rows]
     found_texts = [*passages, *copied]
@@ -88,20 +104,19 @@ def fit_corpus(
         if recipe.evaluate
         else []
     )
-    work.expect(
+    task.work.expect(
         "embedding", _chars(found_texts, pairs.asked, asked, [chunks[row].indexed for row in rest])
     )
-    work.expect("fitting", steps_to_fit(len(pairs.texts), recipe.fit))
-    limit = f", for {format_seconds(seconds)} at most" if seconds < math.inf else ""
-    say(
+    task.work.expect("fitting", steps_to_fit(len(pairs.texts), recipe.fit))
+    limit = f", for {format_seconds(task.fit_s)} at most" if task.fit_s < math.inf else ""
+    task.say(
         f"fitting to {counted(len(pairs.texts), 'pair')} of a title, opening or heading and a "
         f"passage{limit}"
     )
-    start = Embedder.unfitted(model, tokenizer, passages, work, processes)
+    start = Embedder.unfitted(task.model, task.tokenizer, passages, task.work, task.processes)
     texts, belonging = start.read(passages), start.read(pairs.asked)
     copied_texts = start.read(copied)
-    taught_VT = word_vectors(teacher, start.token_texts()) if teacher else None
-    embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds, taught_VT)
+    embedder = start.fitted(texts, belonging, pairs, recipe.fit, task.fit_s)
     evaluation = None
     if recipe.evaluate and queries.reported:
         sides = {
@@ -110,7 +125,6 @@ def fit_corpus(
                 belonging,
                 pairs,
                 msgspec.structs.replace(recipe.fit, steps=0),
-                taught_VT=taught_VT,
             ),
             "model": embedder,
         }
@@ -154,10 +168,3 @@ def sides_of(
 
 def _chars(*texts: Sequence[str]) -> int:
     return sum(len(text) for part in texts for text in part)
-
-
-def untrained(model: Decoder, seed: int) -> Decoder:
-    """A model of the same shape, on the same device, with the weights that training begins from."""
-    blank = Decoder(model.spec).eval().to(model.tok.weight.device)
-    initialise(blank, seed)
-    return blank

@@ -1,9 +1,10 @@
 """An index that is open: one folder with the manifest, and the folder of the files that it names.
 
-index.json               what it was made from, how, how well it searches, and FOLDER
-FOLDER/passages/         documents, chunks and their vectors (farspan.retrieval.passages)
-FOLDER/fitted.safetensors    what was fitted to the corpus
-FOLDER/store/, FOLDER/bm25/
+    index.json                   what it was made from, how, how well it searches, and FOLDER
+    FOLDER/passages/             documents and their chunks (farspan.retrieval.passages)
+    FOLDER/fitted.safetensors    what was fitted to the corpus
+    FOLDER/store/NAME/           a set of vectors, unless it lies at a server
+    FOLDER/bm25/
 
 A new index gets a folder of its own, and takes the old one's place as the manifest is renamed over
 the old one. Nothing here imports PyTorch: words alone are searched without a model.
@@ -11,10 +12,11 @@ the old one. Nothing here imports PyTorch: words alone are searched without a mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -28,15 +30,12 @@ from farspan.retrieval import stores
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
-from farspan.retrieval.stores import About, Spot, Store, Vectors
+from farspan.retrieval.stores import Store, StoreLocation, StoreModule, Vectors
 
-MANIFEST, PASSAGES, FITTED, STORE, LEXICAL = (
-    "index.json",
-    "passages",
-    "fitted.safetensors",
-    "store",
-    "bm25",
-)
+MANIFEST, PASSAGES, LEXICAL = "index.json", "passages", "bm25"
+FITTED, STORE, SEAL = "fitted.safetensors", "store", "seal"
+#: The set of vectors that the run's own model makes, under the index's fit.
+OWN = "own"
 #: A new fit is due when so many of the chunks, or of those that the fit was made to, are not of
 #: both.
 DRIFT = 0.2
@@ -71,13 +70,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fit: FitSettings = FitSettings()
     #: `NAME` or `NAME:LOCATION`, as in run.yaml.
     store: str = "auto"
-    #: What the teacher's model is known by (`teacher.py`); empty where there is none.
-    teacher: str = ""
     seed: int = 0
     #: Whether it is measured how well the index searches.
     evaluate: bool = True
     #: Raised whenever the same fields come to give another index.
-    version: int = 7
+    version: int = 8
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +86,44 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     chunks: int
     k1: float
     b: float
+
+
+#: What a table or collection of an index is called at a server; empty for a store in a folder.
+Table = Annotated[str, msgspec.Meta(pattern=r"^(farspan_[0-9a-f]{16})?\Z")]
+
+
+class IndexFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What made vectors: hashes of the model's weights, of its tokenizer and of the maps that were
+    fitted; numbers a vector. Vectors have length 1, so that the inner product is the cosine."""
+
+    model: str
+    tokenizer: str
+    fit: str
+    dim: int
+    metric: Literal["cosine"] = "cosine"
+
+
+class VectorSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A vector of every passage by one encoder, in a store: `NAME` or `NAME:LOCATION`, as in
+    run.yaml."""
+
+    encoder: str
+    dim: Annotated[int, msgspec.Meta(ge=1)]
+    store: str
+    table: Table
+
+    def place(self, folder: Path) -> StoreLocation:
+        """Where the vectors lie: in `folder`, or at a server."""
+        return StoreLocation(
+            folder=folder,
+            location=stores.resolve(self.store)[1],
+            name=self.table or stores.EMBEDDED_TABLE,
+            dim=self.dim,
+        )
+
+    @property
+    def module(self) -> StoreModule:
+        return stores.load(stores.resolve(self.store)[0])
 
 
 class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,18 +142,24 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     #: documents, where exact copies stand.
     near_copies: int = 0
     exact_copies: int = 0
-    dim: Annotated[int, msgspec.Meta(ge=1)]
+    #: Sets of vectors by their names; and the numbers of a vector, the metric and the table of the
+    #: run's own.
+    sets: dict[Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]+\Z")], VectorSet]
+    dim: int
+    metric: Literal["cosine"] = "cosine"
+    table: Table
     fit: Fit
     #: Chunks of today that the fit was made to.
     fitted_chunks: int
     #: What a search can be narrowed by.
     fields: tuple[str, ...]
     evaluation: Evaluation | None
-    #: The folder of the files, beside the manifest, and the table or collection where the store
-    #: lies at a server.
+    #: The folder of the files, beside the manifest.
     files: ContentHash
-    table: Annotated[str, msgspec.Meta(pattern=r"^(farspan_[0-9a-f]{16})?\Z")]
-    metric: Literal["cosine"] = "cosine"
+
+    def __post_init__(self) -> None:
+        if OWN not in self.sets:
+            raise ValueError(f"there is no set of vectors {OWN!r}")
 
     @property
     def fit_is_due(self) -> bool:
@@ -126,32 +167,25 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.fitted_chunks < (1 - DRIFT) * max(self.chunks, self.fit.chunks)
 
     @property
-    def about(self) -> About:
-        return About(
+    def about(self) -> IndexFingerprint:
+        return IndexFingerprint(
             model=self.origin.model, tokenizer=self.origin.tokenizer, fit=self.fit.id, dim=self.dim
         )
 
-    def spot(self, path: Path) -> Spot:
-        """Where the store of the index at `path` lies."""
-        return Spot(
-            folder=path / self.files / STORE,
-            location=self.store[1],
-            name=self.table or stores.EMBEDDED_TABLE,
-        )
-
     @property
-    def store(self) -> tuple[str, str]:
-        """The name of the store and its location."""
-        return stores.resolve(self.recipe.store)
+    def servers(self) -> str:
+        """The stores that lie at servers; empty where none does."""
+        return " ".join(sorted({one.store for one in self.sets.values() if one.table}))
+
+    def place(self, path: Path, name: str = OWN) -> StoreLocation:
+        """Where a set of vectors of the index at `path` lies."""
+        return self.sets[name].place(path / self.files / STORE / name)
 
 
 class QueryEmbedder(Protocol):
     """What makes vectors of queries: `farspan.retrieval.embed.Embedder`."""
 
     def queries(self, texts: list[str]) -> Vectors: ...
-
-    def likelihoods(self, query: str, passages: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Of a query behind each passage (N), in nats a token."""
 
 
 class Index:
@@ -169,8 +203,8 @@ class Index:
     ) -> None:
         self.path, self.manifest, self._embedder, self._remedy = path, manifest, embedder, remedy
         self._files = path / manifest.files
-        self._opened: Store | None = None
-        self.passages = passages_of(path, path, manifest)
+        self.passages = passages_of(path, manifest)
+        self._closing = ExitStack()
 
     @classmethod
     def open(
@@ -193,16 +227,13 @@ class Index:
                 index = cls(path, manifest, embedder, remedy)
                 # All that a search may need is opened now: a new index may take this one's files
                 # away.
-                index._read(vectors)
+                for part in ("lexical", "documents", *(("stores",) if vectors else ())):
+                    getattr(index, part)
                 return index
             except Exception:
                 # A new index may have taken this one's files away meanwhile.
                 if read_manifest(path, remedy) == manifest:
                     raise
-
-    def _read(self, vectors: bool) -> None:
-        for name in ("lexical", "documents", *(("store",) if vectors else ())):
-            getattr(self, name)
 
     @cached_property
     def documents(self) -> list[IndexedDocument]:
@@ -234,19 +265,22 @@ class Index:
         return self._embedder(self._files / FITTED, self.manifest.origin)
 
     @cached_property
+    def stores(self) -> dict[str, Store]:
+        """The store of each set of vectors."""
+        opened = {}
+        for name, one in self.manifest.sets.items():
+            opened[name] = one.module.open(self.manifest.place(self.path, name))
+            self._closing.callback(opened[name].close)
+        return opened
+
+    @property
     def store(self) -> Store:
-        """Refuses (store-mismatch) vectors of another model, tokenizer, fit or size."""
-        self._opened = stores.load(self.manifest.store[0]).open_store(self.manifest.spot(self.path))
-        about, wanted = self._opened.describe(), self.manifest.about
-        if about != wanted:
-            raise Refusal(
-                "store-mismatch",
-                what="the store holds the vectors of another index",
-                where=self.path,
-                fact=f"it was made for {about}, the index for {wanted}",
-                remedy=self._remedy,
-            )
-        return self._opened
+        """The store of the vectors that searches ask."""
+        return self.stores[OWN]
+
+    def vectors(self, rows: npt.NDArray[np.integer[Any]]) -> Vectors:
+        """The vectors (N, E) of passages."""
+        return self.store.vectors(self.passages.rows_N["id"][rows].tolist())
 
     def masked(self, where: dict[str, str]) -> np.ndarray:
         """Which documents (N) have these values in these fields, in one of their places; refuses
@@ -262,8 +296,7 @@ class Index:
         return np.array(equal, bool)
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        self._closing.close()
 
 
 def field(document: IndexedDocument | Place, name: str) -> str | None:
@@ -283,11 +316,10 @@ def unknown_field(name: str, fields: tuple[str, ...]) -> Refusal:
     )
 
 
-def passages_of(index: Path, folder: Path, manifest: IndexManifest) -> Passages:
-    """The passages of the index at `index`, whose files are in `folder`. Raises Damaged."""
-    return Passages(
-        index, folder / manifest.files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim
-    )
+def passages_of(path: Path, manifest: IndexManifest) -> Passages:
+    """The passages of the index at `path`. Raises Damaged."""
+    folder = path / manifest.files / PASSAGES
+    return Passages(path, folder, manifest.documents, manifest.chunks)
 
 
 def read_manifest(path: Path, remedy: str) -> IndexManifest:

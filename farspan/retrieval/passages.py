@@ -1,9 +1,11 @@
 """The documents of an index and their chunks on disk: what is read of them is what is asked for.
 
-documents.jsonl     one IndexedDocument a line chunks.jsonl        one Chunk a line, in the order of
-their documents and of their places in them rows.npy            of each chunk: id, hash of what is
-embedded, document, first byte in chunks.jsonl, is it in the fit vectors.npy         of each chunk:
-its unit vector (N, E), float32
+    documents.jsonl    one IndexedDocument a line
+    chunks.jsonl       one Chunk a line, in the order of their documents and of their places in them
+    rows.npy           of each chunk: id, hash of what is embedded, document, first byte in
+                       chunks.jsonl, is it in the fit
+
+Their vectors lie in a store (`farspan.retrieval.stores`), under the chunks' ids.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal, command
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.stores import Ids, Vectors
+from farspan.retrieval.stores import Ids
 
-_DOCUMENTS, _CHUNKS, _ROWS, _VECTORS = "documents.jsonl", "chunks.jsonl", "rows.npy", "vectors.npy"
+_DOCUMENTS, _CHUNKS, _ROWS = "documents.jsonl", "chunks.jsonl", "rows.npy"
 ROW = np.dtype(
     [("id", "<i8"), ("text", "<i8"), ("document", "<i4"), ("byte", "<i8"), ("fitted", "?")]
 )
@@ -93,7 +95,6 @@ def write(
     folder: Path,
     documents: Sequence[IndexedDocument],
     chunks: Sequence[Chunk],
-    vectors_NE: Vectors,
     texts_N: npt.NDArray[np.int64],
     fitted_N: npt.NDArray[np.bool_],
 ) -> None:
@@ -109,32 +110,23 @@ def write(
     rows_N["document"] = [chunk.document for chunk in chunks]
     rows_N["byte"][1:] = np.cumsum([len(line) + 1 for line in lines])[:-1]
     rows_N["text"], rows_N["fitted"] = texts_N, fitted_N
-    for name, values in ((_ROWS, rows_N), (_VECTORS, vectors_NE)):
-        with open_own(folder / name, "wb") as file:
-            np.save(file, values)
+    with open_own(folder / _ROWS, "wb") as file:
+        np.save(file, rows_N)
 
 
 class Passages:
     """The passages of the index at `index`, in `folder`, opened for reading. Raises Damaged where
-    sizes contradict each other, or what the manifest says of `documents`, `chunks` and `dim`."""
+    sizes contradict each other, or what the manifest says of `documents` and `chunks`."""
 
-    def __init__(self, index: Path, folder: Path, documents: int, chunks: int, dim: int) -> None:
+    def __init__(self, index: Path, folder: Path, documents: int, chunks: int) -> None:
         self._index, self._folder, self._count = index, folder, documents
         try:
             self.rows_N: Rows = np.load(folder / _ROWS)
-            self.vectors_NE: Vectors = np.load(folder / _VECTORS, mmap_mode="r")
             self._size = (folder / _CHUNKS).stat().st_size
         except Exception as error:  # What a damaged header leads to is not said.
-            raise Damaged(index, f"{_ROWS}, {_VECTORS}: {error}") from None
-        right = (
-            self.rows_N.dtype == ROW
-            and self.rows_N.shape == (chunks,)
-            and self.vectors_NE.shape == (chunks, dim)
-        )
-        if not right or self.vectors_NE.dtype != np.float32:
-            raise Damaged(
-                index, f"{_ROWS} and {_VECTORS} do not hold {chunks} chunks of {dim} numbers"
-            )
+            raise Damaged(index, f"{_ROWS}: {error}") from None
+        if self.rows_N.dtype != ROW or self.rows_N.shape != (chunks,):
+            raise Damaged(index, f"{_ROWS} does not hold {chunks} chunks")
         numbers, bytes_N = self.rows_N["document"], self.rows_N["byte"]
         within = bool(
             numbers[0] >= 0

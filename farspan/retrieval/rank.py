@@ -3,27 +3,29 @@ every line of it."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from farspan.retrieval.lexical import parts
+from farspan.retrieval.stores import Scores, Vectors
 
-System = Literal["bm25", "model", "fused", "reranked"]
+System = Literal["bm25", "model", "fused"]
 SYSTEM_NAMES: dict[System, str] = {
     "bm25": "keyword search (BM25)",
     "model": "vector search",
     "fused": "hybrid search (BM25 and vectors)",
-    "reranked": "hybrid search, reranked by the model",
 }
 #: Documents that vectors propose for a query; others get nothing from them.
 DEPTH = 100
-#: Documents that are reranked by how likely the query is (`rerank.py`), and what a nat a token
-#: counts there: of 0.02 to 0.4 what did least harm with a model of 3 M parameters (docs/log.md).
-RERANKED, NAT = 50, 0.1
+#: Passages that are asked for to find them: a document may hold several of the nearest.
+CHUNKS = 4 * DEPTH
 
-Scores = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.integer[Any]]
+#: What gives the passages nearest to a vector, this many at most: their documents, and cosines.
+Nearest = Callable[[Vectors, int], tuple[Ints, Scores]]
 
 
 def query_form(text: str) -> str:
@@ -32,9 +34,12 @@ def query_form(text: str) -> str:
     return "".join(f" {part}" for word in text.split() for part in parts(word))
 
 
-def by_document(
-    documents: npt.ArrayLike, similarities: npt.NDArray[np.floating], count: int
-) -> Scores:
+def vector_scores(nearest: Nearest, vector_E: Vectors, count: int) -> Scores:
+    """Cosines by document, from the CHUNKS passages nearest to a query, of `count` documents."""
+    return by_document(*nearest(vector_E, CHUNKS), count)
+
+
+def by_document(documents: Ints, similarities: npt.NDArray[np.floating], count: int) -> Scores:
     """Scores of `count` documents from the similarities of chunks: a document's best, kept for the
     DEPTH best only.
 
@@ -42,7 +47,7 @@ def by_document(
     query get 0.
     """
     scores_N = np.zeros(count, np.float32)
-    np.maximum.at(scores_N, np.asarray(documents, np.int64), similarities.astype(np.float32))
+    np.maximum.at(scores_N, documents, similarities.astype(np.float32))
     if count > DEPTH:
         scores_N[scores_N < np.partition(scores_N, -DEPTH)[-DEPTH]] = 0
     return scores_N

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -19,20 +19,17 @@ from farspan.domain.units import counted
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import NAME, content_words, words
-from farspan.retrieval.metrics import Ints
 from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.rank import (
     DEPTH,
-    NAT,
-    RERANKED,
     SYSTEM_NAMES,
-    Scores,
+    Ints,
     System,
-    by_document,
     fuse,
     query_form,
+    vector_scores,
 )
-from farspan.retrieval.stores import Vectors
+from farspan.retrieval.stores import Scores, Vectors
 
 SNIPPET_CHARS = 300
 #: Random strings whose nearest passage says what a cosine means: one query without meaning in
@@ -140,15 +137,13 @@ def search(
         scores_N = _vector_scores(index, vector_E, within, mask_N)
     if not known and system is None:
         scores_N[scores_N <= chance_cosine(index, query, within)] = 0
-    if chosen in ("fused", "reranked"):
+    if chosen == "fused":
         scores_N = fuse(words_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
     # A document that is blank but for its title has no passage to show.
     found = np.flatnonzero((scores_N > 0) & index.passages.shown_N)
     found = found[np.argsort(-scores_N[found], kind="stable")]
-    if chosen == "reranked":
-        found = _reranked(index, query, found, scores_N, vector_E)
     best = found[offset : offset + k].tolist()
-    results = (_result(index, query, number, scores_N, words_N, vector_E) for number in best)
+    results = _results(index, query, best, scores_N, words_N, vector_E)
     return Answer(
         query=query,
         system=chosen,
@@ -175,26 +170,22 @@ def chance_cosine(index: Index, query: str, where: Mapping[str, str]) -> float:
         for _ in range(NONSENSE)
     ]
     vectors = index.embedder.queries([query_form(text) for text in nonsense])
-    nearest = [index.store.search(vector_E, 1, where or None) for vector_E in vectors]
-    return max((hits[0].score for hits in nearest if hits), default=0.0)
+    scores = [index.store.search(vector_E, 1, where or None).scores for vector_E in vectors]
+    return float(max((best for found in scores for best in found), default=0.0))
 
 
 def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
     """The k passages of other documents whose vectors are nearest to a passage's. Raises Refusal
     (usage) for an id that the index does not have."""
     row = row_of(index, chunk_id)
-    numbers_N, vector_E = (
-        index.passages.rows_N["document"],
-        np.array(index.passages.vectors_NE[row]),
-    )
-    hits = index.store.search(
-        vector_E, k + len(index.passages.of_document(int(numbers_N[row]))) + DEPTH
-    )
-    rows = index.passages.rows_of(np.array([hit.id for hit in hits], np.int64))
+    numbers_N = index.passages.rows_N["document"]
+    own = index.passages.of_document(int(numbers_N[row]))
+    (vector_E,) = index.vectors(np.array([row]))
+    rows, scores = nearest(index, vector_E, k + len(own) + DEPTH, {})
     near: dict[int, tuple[int, float]] = {}
-    for other, hit in zip(rows.tolist(), hits, strict=True):
-        if other >= 0 and numbers_N[other] != numbers_N[row]:
-            near.setdefault(int(numbers_N[other]), (other, hit.score))
+    for other, score in zip(rows.tolist(), scores.tolist(), strict=True):
+        if other not in own:
+            near.setdefault(int(numbers_N[other]), (other, score))
     return tuple(
         _of_chunk(index, other, "", score=score, word_score=0.0, vector_score=score)
         for other, score in [*near.values()][:k]
@@ -249,21 +240,28 @@ def _vector_scores(
     where: Mapping[str, str],
     mask_N: npt.NDArray[np.bool_] | None,
 ) -> Scores:
-    """Cosines by document, from the chunks that the store finds nearest `where` fields have these
-    values: in documents of `mask_N`."""
-    # A document may hold several of the nearest chunks; four times the depth leaves enough
-    # documents.
-    hits = index.store.search(vector_E, 4 * DEPTH, where or None)
-    # A store at a server may know chunks of the index that takes this one's place.
-    rows = index.passages.rows_of(np.array([hit.id for hit in hits], np.int64))
-    scores_H = np.array([hit.score for hit in hits], np.float32)[rows >= 0]
-    rows = rows[rows >= 0]
+    """Cosines by document, where `where` fields have these values: in documents of `mask_N`."""
     more = [] if mask_N is None else _rows_by_copies(index, mask_N)
-    if more:
-        # A store knows the fields of one place of each document.
-        rows = np.concatenate([rows, more])
-        scores_H = np.concatenate([scores_H, index.passages.vectors_NE[more] @ vector_E])
-    return by_document(index.passages.rows_N["document"][rows], scores_H, index.manifest.documents)
+
+    def documents_near(vector_E: Vectors, k: int) -> tuple[Ints, Scores]:
+        rows, scores = nearest(index, vector_E, k, where)
+        if more:
+            # A store knows the fields of one place of each document.
+            rows = np.concatenate([rows, more])
+            scores = np.concatenate([scores, index.vectors(np.array(more)) @ vector_E])
+        return index.passages.rows_N["document"][rows], scores
+
+    return vector_scores(documents_near, vector_E, index.manifest.documents)
+
+
+def nearest(
+    index: Index, vector_E: Vectors, k: int, where: Mapping[str, str]
+) -> tuple[npt.NDArray[np.intp], Scores]:
+    """Rows of the k passages nearest to a vector, best first, and their cosines. A store at a
+    server may know passages of the index that takes this one's place: they are passed over."""
+    hits = index.store.search(vector_E, k, where or None)
+    rows = index.passages.rows_of(hits.ids)
+    return rows[rows >= 0], hits.scores[rows >= 0]
 
 
 def _rows_by_copies(index: Index, mask_N: npt.NDArray[np.bool_]) -> list[int]:
@@ -272,55 +270,35 @@ def _rows_by_copies(index: Index, mask_N: npt.NDArray[np.bool_]) -> list[int]:
     return [row for number in numbers for row in index.passages.of_document(int(number))]
 
 
-def _reranked(
-    index: Index, query: str, found: Ints, scores_N: Scores, vector_E: Vectors | None
-) -> Ints:
-    """The documents `found`, best first, whose first are put into the order of new scores: those
-    whose passages make the query likelier come first, and none falls behind the rest."""
-    first = found[:RERANKED]
-    passages = [
-        index.passages.chunk(_best(index, query, number, vector_E)[0]).indexed
-        for number in first.tolist()
-    ]
-    likely = index.embedder.likelihoods(query, passages)
-    scores_N[first] += NAT * (likely - likely.min(initial=0))
-    return np.concatenate([first[np.argsort(-scores_N[first], kind="stable")], found[RERANKED:]])
-
-
-def _result(
+def _results(
     index: Index,
     query: str,
-    document: int,
+    documents: list[int],
     scores_N: Scores,
     words_N: Scores,
     vector_E: Vectors | None,
-) -> Result:
-    row, cosine = _best(index, query, document, vector_E)
-    return _of_chunk(
-        index,
-        row,
-        query,
-        score=float(scores_N[document]),
-        word_score=float(words_N[document]),
-        vector_score=cosine,
-    )
-
-
-def _best(
-    index: Index, query: str, document: int, vector_E: Vectors | None
-) -> tuple[int, float | None]:
-    """The document's passage with the most words of the query, of equals the nearest one; and the
-    cosine of the nearest of all, where there is a vector."""
-    rows, terms = index.passages.of_document(document), {*words(query)}
-    near_R = (
-        None if vector_E is None else index.passages.vectors_NE[rows.start : rows.stop] @ vector_E
-    )
+) -> Iterator[Result]:
+    """Each document by its passage with the most words of the query, of equals the nearest one;
+    with the cosine of the nearest of all, where there is a vector."""
+    ranges = [index.passages.of_document(number) for number in documents]
+    terms, near = {*words(query)}, dict[int, float]()
+    if vector_E is not None:
+        every = [row for rows in ranges for row in rows]
+        cosines = index.vectors(np.array(every, np.intp)) @ vector_E
+        near = dict(zip(every, cosines.tolist(), strict=True))
 
     def fit(row: int) -> tuple[int, float]:
-        shared = len(terms & {*words(index.passages.chunk(row).indexed)})
-        return shared, 0.0 if near_R is None else float(near_R[row - rows.start])
+        return len(terms & {*words(index.passages.chunk(row).indexed)}), near.get(row, 0.0)
 
-    return max(rows, key=fit), None if near_R is None else float(near_R.max())
+    for number, rows in zip(documents, ranges, strict=True):
+        yield _of_chunk(
+            index,
+            max(rows, key=fit),
+            query,
+            score=float(scores_N[number]),
+            word_score=float(words_N[number]),
+            vector_score=None if vector_E is None else max(near[row] for row in rows),
+        )
 
 
 def _of_chunk(

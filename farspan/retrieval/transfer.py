@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -32,12 +32,13 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.retrieval import targets
-from farspan.retrieval.index import field
-from farspan.retrieval.passages import Passages
-from farspan.retrieval.stores import About, Payload
+from farspan.retrieval.index import Index, IndexFingerprint, field
+from farspan.retrieval.stores import Payload
 
 #: Rows that are held at a time.
 _BATCH = 1024
+#: Keys of a payload, and whether each has text or whole numbers.
+Types = dict[str, type]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,30 +51,41 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     payload: Payload
 
 
-def rows(passages: Passages, fields: Sequence[str]) -> Iterator[Row]:
+def rows(index: Index) -> Iterator[Row]:
     """The passages of an index in their order. What a document does not have in a field is empty
     text."""
-    for row, chunk in enumerate(passages):
-        document = passages.documents[chunk.document]
-        payload: dict[str, str | int] = {name: field(document, name) or "" for name in fields}
-        payload |= {"line": chunk.line, "page": chunk.page, "headings": " > ".join(chunk.headings)}
-        yield Row(
-            id=chunk.id, vector=np.array(passages.vectors_NE[row]), text=chunk.text, payload=payload
-        )
+    for start in range(0, index.manifest.chunks, _BATCH):
+        batch = np.arange(start, min(start + _BATCH, index.manifest.chunks))
+        for row, vector in zip(batch.tolist(), index.vectors(batch), strict=True):
+            chunk = index.passages.chunk(row)
+            document = index.documents[chunk.document]
+            payload: dict[str, str | int] = {
+                name: field(document, name) or "" for name in index.manifest.fields
+            }
+            above = " > ".join(chunk.headings)
+            payload |= {"line": chunk.line, "page": chunk.page, "headings": above}
+            yield Row(id=chunk.id, vector=vector, text=chunk.text, payload=payload)
 
 
-def write_vectors(path: Path, rows: Iterable[Row], about: About) -> None:
+def write_vectors(path: Path, rows: Iterable[Row], about: IndexFingerprint) -> None:
     """Write rows to `path`, and beside it how databases load them; what is written appears whole.
 
-    The payload of each row has the keys of the first. Refuses as `files_of` does. Raises ValueError
-    for a vector that is not of `about.dim` numbers, and for other keys.
+    The payload of each row has the keys of the first. Refuses as `files_of` does.
     """
     files = files_of(path)
-    write = _FORMATS[path.suffix]
+    every, largest = iter(rows), 0
+    first = [*itertools.islice(every, 1)]
+    fields = {name: type(value) for row in first for name, value in row.payload.items()}
+
+    def measured() -> Iterator[Row]:
+        nonlocal largest
+        for row in itertools.chain(first, every):
+            largest = max(largest, len(msgspec.json.encode({**row.payload, "text": row.text})))
+            yield row
+
     with _appearing(files) as temporary:
-        facts = _Facts(about.dim)
-        write(temporary, facts.seen(rows), about)
-        text = targets.page(path.name, about, facts.fields, facts.largest)
+        _FORMATS[path.suffix](temporary, measured(), about, fields)
+        text = targets.page(path.name, about, fields, largest)
         temporary[-1].write_text(text, encoding="utf-8")
 
 
@@ -131,91 +143,51 @@ def _appearing(files: list[Path]) -> Iterator[list[Path]]:
             written.unlink(missing_ok=True)
 
 
-class _Facts:
-    """What is learnt of rows as they pass: the keys of their payloads with their types, and the
-    size of the largest text and payload as JSON, in bytes."""
-
-    def __init__(self, dim: int) -> None:
-        self._dim, self.fields, self.largest = dim, dict[str, type](), 0
-
-    def seen(self, rows: Iterable[Row]) -> Iterator[Row]:
-        for number, row in enumerate(rows):
-            if row.vector.shape != (self._dim,):
-                raise ValueError(
-                    f"row {number} has a vector of shape {row.vector.shape}, not ({self._dim},)"
-                )
-            if not number:
-                self.fields = {name: type(value) for name, value in row.payload.items()}
-            if row.payload.keys() != self.fields.keys():
-                raise ValueError(
-                    f"row {number} has {sorted(row.payload)}, the first {sorted(self.fields)}"
-                )
-            self.largest = max(
-                self.largest, len(msgspec.json.encode({**row.payload, "text": row.text}))
-            )
-            yield row
-
-
 def _keys(row: Row) -> dict[str, Any]:
     return {**row.payload, "id": str(row.id), "text": row.text}
 
 
-def _write_jsonl(files: list[Path], rows: Iterator[Row], about: About) -> None:
-    encoder = msgspec.json.Encoder()
+def _write_jsonl(files: list[Path], rows: Iterator[Row], about: IndexFingerprint, _: Types) -> None:
     with open(files[0], "wb") as file:
         for row in rows:
-            file.write(encoder.encode(_keys(row) | {"vector": row.vector.tolist()}) + b"\n")
+            line = _keys(row) | {"vector": row.vector.tolist()}
+            file.write(msgspec.json.encode(line) + b"\n")
 
 
-def _write_npy(files: list[Path], rows: Iterator[Row], about: About) -> None:
-    encoder, count = msgspec.json.Encoder(), 0
-    with ExitStack() as stack:
-        vectors, keys = (stack.enter_context(open(file, "wb")) for file in files[:2])
-        start = _write_header(vectors, 0, about.dim)
+def _write_npy(files: list[Path], rows: Iterator[Row], about: IndexFingerprint, _: Types) -> None:
+    count = 0
+    with open(files[0], "wb") as vectors, open(files[1], "wb") as keys:
+        _write_header(vectors, 0, about.dim)
         for row in rows:
             vectors.write(row.vector.astype("<f4").tobytes())
-            keys.write(encoder.encode(_keys(row)) + b"\n")
+            keys.write(msgspec.json.encode(_keys(row)) + b"\n")
             count += 1
-        vectors.seek(0)
         # NumPy leaves room in a header for the first axis to grow.
-        if _write_header(vectors, count, about.dim) != start:
-            raise ValueError(f"the header of {count} rows is longer than that of none")
+        vectors.seek(0)
+        _write_header(vectors, count, about.dim)
 
 
-def _write_header(file: IO[bytes], count: int, dim: int) -> int:
+def _write_header(file: IO[bytes], count: int, dim: int) -> None:
     header = {"descr": "<f4", "fortran_order": False, "shape": (count, dim)}
     np.lib.format.write_array_header_1_0(file, header)
-    return file.tell()
 
 
-def _write_parquet(files: list[Path], rows: Iterator[Row], about: About) -> None:
+def _write_parquet(
+    files: list[Path], rows: Iterator[Row], about: IndexFingerprint, fields: Types
+) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    first = next(rows, None)
-    types = {} if first is None else {name: type(value) for name, value in first.payload.items()}
-    schema = pa.schema(
-        [("id", pa.string()), ("vector", pa.list_(pa.float32())), ("text", pa.string())]
-        + [(name, pa.int64() if kind is int else pa.string()) for name, kind in types.items()],
-        metadata={"farspan": msgspec.json.encode(about)},
-    )
-    every = itertools.chain([] if first is None else [first], rows)
+    types = {name: pa.int64() if kind is int else pa.string() for name, kind in fields.items()}
+    own = {"id": pa.string(), "vector": pa.list_(pa.float32()), "text": pa.string()}
+    schema = pa.schema(own | types, metadata={"farspan": msgspec.json.encode(about)})
     with parquet.ParquetWriter(files[0], schema) as writer:
-        while batch := list(itertools.islice(every, _BATCH)):
-            columns = {
-                name: [_keys(row)[name] for row in batch]
-                for name in schema.names
-                if name != "vector"
-            }
-            flat = np.concatenate([row.vector for row in batch])
-            ends = np.arange(len(batch) + 1, dtype=np.int32) * about.dim
-            columns["vector"] = pa.ListArray.from_arrays(ends, pa.array(flat, pa.float32()))
-            writer.write_table(
-                pa.table({name: columns[name] for name in schema.names}, schema=schema)
-            )
+        while batch := list(itertools.islice(rows, _BATCH)):
+            lines = [_keys(row) | {"vector": row.vector} for row in batch]
+            writer.write_table(pa.Table.from_pylist(lines, schema=schema))
 
 
-_FORMATS: dict[str, Callable[[list[Path], Iterator[Row], About], None]] = {
+_FORMATS: dict[str, Callable[[list[Path], Iterator[Row], IndexFingerprint, Types], None]] = {
     ".jsonl": _write_jsonl,
     ".npy": _write_npy,
     ".parquet": _write_parquet,

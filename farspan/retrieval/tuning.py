@@ -89,19 +89,18 @@ def tune(
     fit: FitSettings,
     work: IndexWork | None = None,
     seconds: float = math.inf,
-    taught_VT: Tensor | None = None,
 ) -> Fitted:
     """Table, weights, means, maps and gates, from distinct tokens and features (N, F) and (Q, F) of
     passages and of the texts that are asked; features come in streams of `width`, `frequencies_V`
     are inverse document frequencies. Steps are fewer where they would take more than so many
-    `seconds`. `taught_VT`: what a teacher says of each token (`teacher.py`)."""
+    `seconds`."""
     passages_NF, queries_QF = pooled
     means = passages_NF.mean(0), queries_QF.mean(0) if len(queries_QF) else passages_NF.mean(0)
     whitening_FF = _whitening(passages_NF - means[0], width) * _SCALE
     states = [
         (features - mean) @ whitening_FF for features, mean in zip(pooled, means, strict=True)
     ]
-    fitted = _start(bags[0], frequencies_V, passages_NF.shape[1], fit, taught_VT)
+    fitted = _start(bags[0], frequencies_V, passages_NF.shape[1], fit)
     _contrast(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
     for kind, mean_F in zip(KINDS, means, strict=True):
         fitted[f"{kind}_map"], fitted[f"{kind}_mean"] = (
@@ -111,9 +110,7 @@ def tune(
     return fitted
 
 
-def _start(
-    passages: Bags, frequencies_V: Tensor, features: int, fit: FitSettings, taught_VT: Tensor | None
-) -> Fitted:
+def _start(passages: Bags, frequencies_V: Tensor, features: int, fit: FitSettings) -> Fitted:
     """Maps of both kinds begin as one random projection, which keeps angles, and both parts of a
     vector alike."""
     generator = torch.Generator().manual_seed(fit.seed)
@@ -123,12 +120,6 @@ def _start(
     table_VE += (
         _SHARED * token_vectors(passages, len(frequencies_V), directions, fit.seed) @ turn_EE
     )
-    if taught_VT is not None:
-        table_VE += (
-            taught_VT
-            @ torch.randn(taught_VT.shape[1], fit.size, generator=generator)
-            / fit.size**0.5
-        )
     start_FE = torch.linalg.qr(torch.randn(features, min(fit.size, features), generator=generator))[
         0
     ]

@@ -79,11 +79,14 @@ class IndexWork:
         """What comes next is of this kind."""
         self.kind, self._since = kind, self.clock()
 
-    def did(self, amount: int, *, kept: bool = False) -> None:
-        """A part of the present kind is done, or was found on disk."""
+    def did(self, amount: int, *, texts: int = 0, kept: bool = False) -> None:
+        """A part of the present kind is done, or was found on disk: of so many texts."""
         now = self.clock()
         self._done[self.kind] += amount
-        if not kept:
+        if kept:
+            self.kept += texts
+        else:
+            self.embedded += texts
             self._fresh[self.kind] += amount
             self._seconds[self.kind] = self._seconds.get(self.kind, 0.0) + now - self._since
         self._since = now
@@ -111,7 +114,8 @@ class IndexWork:
 
     @contextmanager
     def features(self, name: str) -> Iterator[Features]:
-        """What is kept under a name, which must tell by itself what the features are of."""
+        """What is kept under a name, which tells what the features are of; the folder is one
+        model's."""
         if self.folder is None:
             yield Features(None)
             return

@@ -53,7 +53,7 @@ from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.checkpoint.manifest import Corrupt
-from farspan.runtime.comm.collective import START_S, Group, meet, renounce
+from farspan.runtime.comm.collective import START_S, Group, meet
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret
 from farspan.runtime.comm.ship import share
@@ -176,12 +176,7 @@ def train(
     Raises Refusal, on all workers, where any of them was preempted (preempted).
     """
     began = time.monotonic()
-    try:
-        device = open_device(plan.devices[rank], plan.train.precision)
-    except BaseException:
-        if notices is not None:
-            renounce(notices, rank)
-        raise
+    device = open_device(plan.devices[rank], plan.train.precision)
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
     preemption: Problem | None = None
@@ -205,7 +200,7 @@ def train(
             problem = gone(peer, how, plan, run)
             with suppress(OSError, Refusal):
                 finish("failed", problem)
-            leave_word(problem, run, rank, epoch)
+            write_problem_file(problem, run, rank, epoch)
             # Nothing gentler: the main thread may be in a call that waits for the lost worker.
             os._exit(problem.exit_code)
 
@@ -367,14 +362,14 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
         return error.problem
     message = " ".join(str(error).split())
     if plan and memory_is_full(error):
-        predicted = _predicted_bytes(plan, run, rank)
+        predicted = "nothing"
+        if run.estimate.exists():
+            predicted = format_bytes(load_estimate(run.estimate).memory[rank].total)
         return Problem(
             code="out-of-memory",
             what="a worker ran out of memory",
             where=f"rank {rank} ({plan.devices[rank].backend} on {plan.devices[rank].host})",
-            fact=(
-                f"predicted {format_bytes(predicted) if predicted else 'nothing'}; {message[:200]}"
-            ),
+            fact=f"predicted {predicted}; {message[:200]}",
             remedy=f"lower train.batch.global (now {plan.train.batch:d} sequences of "
             f"{plan.train.seq_len:d}) or set "
             "train.recompute: true in run.yaml",
@@ -413,18 +408,6 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
         cause="exchange" if exchange else "own",
         rank=rank,
         host=host,
-    )
-
-
-def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
-    """What the estimate says that this rank takes."""
-    used = sorted(
-        r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks
-    )
-    return (
-        load_estimate(run.estimate).memory[used.index(rank)].total
-        if run.estimate.exists()
-        else None
     )
 
 
@@ -485,9 +468,11 @@ def check_version(notices: Notices, rank: int) -> None:
         )
 
 
-def leave_word(problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None = None) -> None:
-    """Say to the launcher what ends this worker; where the disk is full the exit code alone has to.
-    One that was replaced has nothing to say."""
+def write_problem_file(
+    problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None = None
+) -> None:
+    """Write what ends this worker for its launcher; where the disk is full the exit code alone has
+    to say it. One that was replaced writes nothing."""
     if epoch is not None and epochs.readable_ledger(run.epochs).epoch > epoch.number:
         return
     with suppress(OSError):
@@ -524,7 +509,7 @@ def main() -> int:
         return 0
     except Exception as error:
         problem = as_problem(error, plan, run, rank)
-        leave_word(problem, run, rank, epoch)
+        write_problem_file(problem, run, rank, epoch)
         with suppress(OSError):  # The log lies on the disk that may be full.
             traceback.print_exc()
             sys.stdout.flush()

@@ -22,19 +22,19 @@ class Technique(Protocol):
 
     @staticmethod
     def plan(task: Task) -> Plan | Problem:
-        """The technique's best plan for all devices of the task's cluster, or why there is none."""
+        """Return the technique's best plan for all devices of the task, or why there is none."""
         ...
 
 
 def names() -> tuple[str, ...]:
-    """Every technique, sorted."""
+    """Return every technique, sorted."""
     return tuple(
         sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
     )
 
 
 def technique(name: str, key: str = "parallel.technique") -> Technique:
-    """The technique file of that name; a Refusal offers the nearest one."""
+    """Return the technique file of that name. Raises Refusal, which offers the nearest one."""
     if name not in names():
         raise Refusal(
             "out-of-range",
@@ -48,14 +48,18 @@ def technique(name: str, key: str = "parallel.technique") -> Technique:
 
 
 def exact(name: str) -> bool:
-    """Whether a technique's steps are those of one synchronous computation; its file says `EXACT =
-    False` if not."""
+    """Return whether a technique's steps are those of one synchronous computation.
+
+    Its file has `EXACT = False` if they are not.
+    """
     return getattr(technique(name), "EXACT", True)
 
 
 def plan(name: str, task: Task) -> Plan | Problem:
-    """The answer of the technique of that name, also where hosts that it would join cannot reach
-    each other, or where its search finds nothing in its time."""
+    """Return a technique's plan or problem.
+
+    It is a problem also where hosts cannot reach each other, and where a search takes too long.
+    """
     try:
         return technique(name).plan(task)
     except TimeoutError as error:

@@ -1,8 +1,8 @@
-"""What no step falls below: cheap bounds by which searches leave out plans that cannot be the best.
+"""Lower bounds of a step's time, by which searches leave out plans that cannot be the best.
 
 Both are admissible. From the first stage's start to its next one, the first microbatch comes down
-to some stage, which makes all its passes, and the last one goes back up. What comes on top only
-adds: waiting, and sums that nothing hides.
+to some stage, which makes all its passes, and the last one goes back up. Waiting and exposed
+communication only add to that.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ ROUNDING = 1 - 1e-9
 
 
 def passes_s(replica: Replica, costs: Costs) -> float:
-    """Seconds that the passes of a step take, as if nothing else took any."""
-    passes = (costs.passes(stage, stage.rows, replica.microbatches) for stage in replica.stages)
-    return _piped(
-        [p.forward + p.backward for p in passes], [0.0] * len(replica.edges), replica.microbatches
-    )
+    """Return seconds that the passes of a step take, as if nothing else took any."""
+    seconds = []
+    for stage in replica.stages:
+        passes = costs.passes(stage, stage.rows, replica.microbatches)
+        seconds.append(passes.forward + passes.backward)
+    return _pipeline_s(seconds, [0.0] * len(replica.edges), replica.microbatches)
 
 
 def stages_s(replica: Replica, costs: Costs) -> float:
-    """Seconds that the stages of a step take, with what each sums and updates, and the way between
-    them."""
+    """Return seconds of the stages of a step, with their gradient sync, updates and messages."""
     times = [timed_stage(replica, index, costs) for index in range(len(replica.stages))]
-    ways = [
-        a.busy + a.delay + b.busy + b.delay for a, b in zip(*edges(replica, costs), strict=True)
-    ]
-    each, parts = (
-        [time.passes.forward + time.passes.backward for time in times],
-        replica.microbatches,
-    )
-    piped = _piped(each, ways, parts) + ROUNDING * (times[0].exposed + times[0].update)
-    alone = (
-        parts * seconds + time.exposed + time.update
-        for seconds, time in zip(each, times, strict=True)
-    )
-    return max(piped, ROUNDING * max(alone))
+    seconds = [time.passes.forward + time.passes.backward for time in times]
+    latencies = []
+    for down, up in zip(*edges(replica, costs), strict=True):
+        latencies.append(down.busy + down.delay + up.busy + up.delay)
+    pipeline_s = _pipeline_s(seconds, latencies, replica.microbatches)
+    pipeline_s += ROUNDING * (times[0].exposed + times[0].update)
+    slowest_s = 0.0
+    for stage_s, time in zip(seconds, times, strict=True):
+        alone_s = replica.microbatches * stage_s + time.exposed + time.update
+        slowest_s = max(slowest_s, alone_s)
+    return max(pipeline_s, ROUNDING * slowest_s)
 
 
-def _piped(each: Sequence[float], ways: Sequence[float], microbatches: int) -> float:
-    """Seconds until all microbatches went through some stage, one of them through all before it,
-    there and back."""
-    least = before = 0.0
-    for seconds, way in zip(each, (*ways, 0.0), strict=True):
-        least, before = max(least, before + microbatches * seconds), before + seconds + way
-    return ROUNDING * least
+def _pipeline_s(seconds: Sequence[float], latencies: Sequence[float], microbatches: int) -> float:
+    """Return seconds until all microbatches went through the slowest stage, one of them through
+    all before it, there and back."""
+    bound = 0.0
+    before = 0.0
+    for stage_s, latency in zip(seconds, (*latencies, 0.0), strict=True):
+        bound = max(bound, before + microbatches * stage_s)
+        before = before + stage_s + latency
+    return ROUNDING * bound

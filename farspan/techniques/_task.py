@@ -1,4 +1,4 @@
-"""What every technique is asked: a model and its training, on a cluster, under an engine."""
+"""The question to every technique: a model and its training, on a cluster, under an engine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 from farspan.semantics.kernel_choice import BYTES
 
-#: Streams between two stages: beyond, one more adds little (`farspan probe` tries 1 to 16) and
+#: TCP streams between two stages: beyond, one more adds little (`farspan probe` tries 1 to 16) and
 #: costs a socket a pair.
-MOST_STREAMS = 8
+MAX_STREAMS = 8
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,26 @@ class Task:
 
     @functools.cached_property
     def devices(self) -> tuple[PlannedDevice, ...]:
-        everything = [
-            PlannedDevice(
-                host=host.name,
-                site=site.name,
-                backend=device.backend,
-                index=index,
-                threads=device.slot.threads,
-                kind=device.kind,
-            )
-            for site in self.cluster.sites
-            for host in site.hosts
-            for index, device in enumerate(host.devices)
-        ]
-        return tuple(
-            everything if self.only is None else (everything[place] for place in self.only)
-        )
+        devices = []
+        for site in self.cluster.sites:
+            for host in site.hosts:
+                for index, device in enumerate(host.devices):
+                    planned = PlannedDevice(
+                        host=host.name,
+                        site=site.name,
+                        backend=device.backend,
+                        index=index,
+                        threads=device.slot.threads,
+                        kind=device.kind,
+                    )
+                    devices.append(planned)
+        if self.only is None:
+            return tuple(devices)
+        return tuple(devices[place] for place in self.only)
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of each site that has any."""
+        """Ranks by site, of sites that have any."""
         ranks: dict[str, tuple[int, ...]] = {}
         for rank, site in enumerate(self.costs.network.sites):
             ranks[site] = (*ranks.get(site, ()), rank)
@@ -77,16 +77,14 @@ class Task:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """What plans for these devices cost: with all that is known of them from questions with
-        another batch."""
-        alike = ("costs", self.only, msgspec.structs.replace(self.train, batch=1))
-        known: Costs | None = self.memo.get(alike)
+        """Costs of plans for these devices; tasks that differ in their batch share them."""
+        key = ("costs", self.only, msgspec.structs.replace(self.train, batch=1))
+        known: Costs | None = self.memo.get(key)
         if known is not None:
             return known.with_batch(self.train, self.outer)
-        costs = Costs(
-            self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer
-        )
-        self.memo[alike] = costs
+        network = Network(self.cluster, self.devices, self.engine)
+        costs = Costs(self.graph, self.train, network, self.outer)
+        self.memo[key] = costs
         return costs
 
     @functools.cached_property
@@ -98,7 +96,7 @@ class Task:
         return {}
 
     def answer(self, technique: str, plan: Callable[[Task], Plan | Problem]) -> Plan | Problem:
-        """What a technique answers, kept: others ask for it again."""
+        """Return a technique's answer, and keep it: other techniques need it too."""
         if technique not in self._answers:
             self._answers[technique] = plan(self)
         return self._answers[technique]
@@ -122,96 +120,87 @@ class Task:
     def replica(
         self, stages: Sequence[Stage], microbatches: int, in_flight: Sequence[int]
     ) -> Replica:
-        edges = tuple(
-            self._edge(a.mesh.ranks[-1], b.mesh.ranks[0]) for a, b in itertools.pairwise(stages)
-        )
+        edges = []
+        for before, after in itertools.pairwise(stages):
+            edges.append(self._edge(before.mesh.ranks[-1], after.mesh.ranks[0]))
         return Replica(
-            stages=tuple(stages), edges=edges, microbatches=microbatches, in_flight=tuple(in_flight)
+            stages=tuple(stages),
+            edges=tuple(edges),
+            microbatches=microbatches,
+            in_flight=tuple(in_flight),
         )
 
     def _edge(self, a: int, b: int) -> Edge:
-        """What crosses between stages that meet at these ranks: rounded no further inside a
-        site."""
+        """Return the edge between stages whose neighbours are these ranks.
+
+        Activations are quantized only between sites.
+        """
         bits: Literal[8, 16, 32] = 32 if BYTES[self.train.precision] == 4 else 16
-        if (
-            self.costs.network.sites[a] != self.costs.network.sites[b]
-            and self.train.wan_bits < bits
-        ):
+        sites = self.costs.network.sites
+        if sites[a] != sites[b] and self.train.wan_bits < bits:
             bits = self.train.wan_bits
         return Edge(bits=bits, streams=self.streams(a, b))
 
     def streams(self, a: int, b: int) -> int:
-        """TCP streams that fill the line between two ranks, where one stream's window does not."""
+        """Return the TCP streams that fill the link between two ranks, if one's window does not."""
         network = self.costs.network
         if network.hosts[a] == network.hosts[b]:
             return 1
         wire = network.wire(a, b, collective=False, streams=1)
-        return max(1, min(MOST_STREAMS, math.ceil(wire.line / wire.rate)))
+        return max(1, min(MAX_STREAMS, math.ceil(wire.line / wire.rate)))
 
     @functools.cached_property
     def _known_likeness(self) -> dict[tuple[int, ...], int]:
         return {}
 
     def likeness(self, ranks: Sequence[int]) -> int:
-        """A number for what makes two runs of devices take the same: figures, division into hosts,
-        and the links between these; how the engine works on all of the question's kinds of devices;
-        and what must be left free."""
+        """Return a number that two ranges of devices share if plans on them cost the same.
+
+        They do for equal figures, division into hosts, links between these, kinds of devices in the
+        question (the engine depends on them), and memory to leave free.
+        """
         key = tuple(ranks)
         if key not in self._known_likeness:
-            self._known_likeness[key] = self.memo.setdefault(
-                ("likeness", self._likeness(key)), len(self.memo)
-            )
+            traits = ("likeness", self._device_traits(key))
+            self._known_likeness[key] = self.memo.setdefault(traits, len(self.memo))
         return self._known_likeness[key]
 
-    def _likeness(self, ranks: tuple[int, ...]) -> object:
+    def _device_traits(self, ranks: tuple[int, ...]) -> object:
         network = self.costs.network
         hosts = list(dict.fromkeys(network.hosts[rank] for rank in ranks))
         places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)
-        links = tuple(network.link(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :])
-        figures = tuple(
-            (
-                link.rtt_s,
-                link.bandwidth,
-                link.window,
-                link.loss,
-                link.busy_s,
-                link.pace,
-                *link.in_flight.items(),
-            )
-            for link in links
-        )
-        rates = tuple(
-            network.ring_rate([rank for rank in ranks if network.hosts[rank] == host])
-            for host in hosts
-        )
-        kinds = frozenset(device.backend for device in network.devices)
-        return (
-            tuple(self.costs.figures[rank] for rank in ranks),
-            places,
-            rates,
-            figures,
-            kinds,
-            self.outer,
-        )
+        links = []
+        for a, b in itertools.combinations(hosts, 2):
+            link = network.link(a, b)
+            speed = (link.rtt_s, link.bandwidth, link.window, link.loss, link.busy_s, link.pace)
+            links.append((speed, *link.in_flight.items()))
+        rates = []
+        for host in hosts:
+            own = [rank for rank in ranks if network.hosts[rank] == host]
+            rates.append(network.ring_rate(own))
+        devices = tuple(self.costs.figures[rank] for rank in ranks)
+        backends = frozenset(device.backend for device in network.devices)
+        return devices, places, tuple(rates), tuple(links), backends, self.outer
 
     def fits(self, replica: Replica) -> bool:
-        """Whether every device of the replica holds what it must."""
+        """Return whether the replica fits in the memory of every device."""
         seen = set()
-        for i, stage in enumerate(replica.stages):
-            for c, ranks in enumerate(stage.mesh.batch):
-                key = (i, self.costs.alike[ranks[0]], stage.rows[c])
-                if key not in seen and self.costs.memory(replica, i, c).total > self.capacity(
-                    ranks[0]
-                ):
-                    return False
+        for index, stage in enumerate(replica.stages):
+            for coordinate, ranks in enumerate(stage.mesh.batch):
+                key = (index, self.costs.alike[ranks[0]], stage.rows[coordinate])
+                if key in seen:
+                    continue
                 seen.add(key)
+                needed = self.costs.memory(replica, index, coordinate).total
+                if needed > self.capacity(ranks[0]):
+                    return False
         return True
 
     def capacity(self, rank: int) -> float:
-        """Bytes that a plan may fill on a device."""
+        """Return bytes that a plan may fill on a device."""
         return self.engine.fill * self.costs.network.devices[rank].memory
 
 
 def cannot(what: str, where: str, fact: str, remedy: str) -> Problem:
-    """Why a technique has no plan here, for another reason than memory."""
+    """Return why a technique has no plan here, for another reason than memory."""
     return Problem(code="cannot-plan", what=what, where=where, fact=fact, remedy=remedy)

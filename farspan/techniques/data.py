@@ -9,5 +9,5 @@ from farspan.techniques._task import Task
 
 
 def plan(task: Task) -> Plan | Problem:
-    """One stage over all devices, rows in proportion to their speed."""
+    """Return one stage over all devices, rows in proportion to their speed."""
     return over_batch(task, "data", 0)

@@ -1,8 +1,7 @@
-"""DiLoCo: a replica a site, each trained by itself, whose changes meet every H steps (arXiv
-2311.08105).
+"""DiLoCo (arXiv 2311.08105): a replica in each site, synchronized every H steps.
 
-Each replica is the best plan of its site, of a few kinds; it reads a share of every step's
-sequences that its speed earns. What fewer meetings cost in tokens is in `estimate.replicas`.
+Each replica is the best plan of its site, of a few kinds, and gets a share of every step's
+sequences by its speed. `estimate.replicas` has the tokens that fewer outer steps cost.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from farspan.domain.plan import Mesh, Plan, Replica, Stage, Sync
+from farspan.domain.plan import Mesh, Plan, Replica, Sync
 from farspan.domain.problems import Problem
 from farspan.estimate.memory import MEETING
 from farspan.estimate.price import price
@@ -22,84 +21,86 @@ from farspan.techniques._task import Task, cannot
 
 #: Its losses are not those of synchronous steps.
 EXACT = False
-#: Steps between meetings that are tried: those that Charles et al. (arXiv 2503.09799, section 5)
+#: Steps between outer steps that are tried: those that Charles et al. (arXiv 2503.09799, section 5)
 #: compare beyond 1.
 EVERY = (10, 30, 100, 300)
-#: Seconds between meetings at most, where the fewest steps allow: only there workers hear that they
-#: shall stop or that a deadline is near, save, and a launcher that was interrupted waits twice as
-#: long (launch.workers.SAVE_S).
-ROUND_S = 300.0
+#: Seconds between outer steps, where the fewest steps allow. Only there workers receive a stop or a
+#: deadline and save; an interrupted launcher waits twice as long (launch.workers.SAVE_S).
+MAX_ROUND_S = 300.0
 
 
 def plan(task: Task) -> Plan | Problem:
-    """The best of H and of exchanges that overlap or not; a replica for every site with devices."""
+    """Return the best plan over H, with and without overlapped outer steps."""
     sites = tuple(task.sites.values())
     if len(sites) < 2:
         return cannot(
-            "replicas that meet rarely need several sites",
+            "replicas that synchronize rarely need several sites",
             "the cluster",
             f"one site, {next(iter(task.sites))}",
             "use data: inside one site gradients are summed every step",
         )
     if task.train.batch < len(task.ranks):
         return too_few_rows(task, len(task.ranks))
-    even = [max(len(ranks), task.train.batch // len(sites)) for ranks in sites]
-    seconds = [_pace(task, ranks, rows) for ranks, rows in zip(sites, even, strict=True)]
-    shares = _shares(task.train.batch, seconds, [len(ranks) for ranks in sites])
+
+    # Each site's share of the batch, and its best plan.
     replicas = []
-    for ranks, share in zip(sites, shares, strict=True):
-        # Sites that are alike and read alike have the same plan.
-        key = ("alone", task.likeness(ranks), share)
-        site_plan = task.memo[key] = task.memo.get(key) or _alone(task, ranks, share)
+    for ranks, share in zip(sites, _site_shares(task, sites), strict=True):
+        # Alike sites with the same share have the same plan.
+        key = ("site plan", task.likeness(ranks), share)
+        if key not in task.memo:
+            task.memo[key] = _site_plan(task, ranks, share)
+        site_plan = task.memo[key]
         if isinstance(site_plan, Problem):
             return site_plan
-        replicas.append(_moved(site_plan.replicas[0], ranks))
-    # Only replicas that are divided alike can round the same numbers together
+        replicas.append(_with_ranks(site_plan.replicas[0], ranks))
+
+    # Only replicas that are divided alike can quantize the same numbers together
     # (runtime/parallel/outer_step.py).
-    bits = task.train.wan_bits if len(set(map(_form, replicas))) == 1 else 32
-    often = task.plan("diloco", replicas, Sync(every=EVERY[0], bits=bits))
-    most = max(
-        EVERY[0], min(task.train.steps // 10, ROUND_S / price(often, task.costs, brief=True).step_s)
-    )
-    plans = [
-        task.plan("diloco", replicas, Sync(every=every, overlap=overlap, bits=bits))
-        for every in EVERY
-        if every <= most
-        for overlap in (False, True)
-    ]
+    is_uniform = len(set(map(_division, replicas))) == 1
+    bits = task.train.wan_bits if is_uniform else 32
+    frequent = task.plan("diloco", replicas, Sync(every=EVERY[0], bits=bits))
+    step_s = price(frequent, task.costs, brief=True).step_s
+    max_steps = max(EVERY[0], min(task.train.steps // 10, MAX_ROUND_S / step_s))
+    plans = []
+    for every in EVERY:
+        for overlap in (False, True) if every <= max_steps else ():
+            sync = Sync(every=every, overlap=overlap, bits=bits)
+            plans.append(task.plan("diloco", replicas, sync))
     return best(task, plans)
 
 
+def _site_shares(task: Task, sites: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sequences of a step for each site."""
+    mean_rows = task.train.batch // len(sites)
+    seconds = [_sequence_s(task, ranks, max(len(ranks), mean_rows)) for ranks in sites]
+    return _shares(task.train.batch, seconds, [len(ranks) for ranks in sites])
+
+
 def _shares(batch: int, seconds: Sequence[float], least: Sequence[int]) -> list[int]:
-    """Sequences of a step for each site by its seconds a sequence, a sequence a device at least:
-    what that raises above the batch is taken, one by one, from the site that ends last and has
-    more."""
-    shares = [
-        max(share, count) for share, count in zip(rows_by_speed(batch, seconds), least, strict=True)
-    ]
+    """Divide a batch by the seconds of a sequence on each site, `least` sequences at least.
+
+    What that exceeds the batch by is taken from the site that ends last and has more than `least`.
+    """
+    shares = list(map(max, rows_by_speed(batch, seconds), least))
     while sum(shares) > batch:
-        spare = [site for site, share in enumerate(shares) if share > least[site]]
-        shares[max(spare, key=lambda site: shares[site] * seconds[site])] -= 1
+        reducible = [site for site, share in enumerate(shares) if share > least[site]]
+        slowest = max(reducible, key=lambda site: shares[site] * seconds[site])
+        shares[slowest] -= 1
     return shares
 
 
-def _form(replica: Replica) -> tuple[object, ...]:
-    """How a replica is divided."""
-    return tuple(
-        (
-            stage.units,
-            stage.mesh.axes,
-            stage.mesh.shape,
-            stage.zero,
-            tuple(sorted(stage.splits.items())),
-            stage.grad_sync.bucket_bytes,
-        )
-        for stage in replica.stages
-    )
+def _division(replica: Replica) -> tuple[object, ...]:
+    """Return how a replica's parameters are divided."""
+    stages = []
+    for stage in replica.stages:
+        mesh = (stage.mesh.axes, stage.mesh.shape)
+        splits = tuple(sorted(stage.splits.items()))
+        stages.append((stage.units, mesh, stage.zero, splits, stage.grad_sync.bucket_bytes))
+    return tuple(stages)
 
 
 def _site_task(task: Task, ranks: Sequence[int], rows: int) -> Task:
-    """The same question to one site alone, with its share of every step."""
+    """Return the same question to one site alone, with its share of every step."""
     places = tuple(rank if task.only is None else task.only[rank] for rank in ranks)
     train = msgspec.structs.replace(task.train, batch=rows)
     return Task(
@@ -115,43 +116,38 @@ def _site_task(task: Task, ranks: Sequence[int], rows: int) -> Task:
     )
 
 
-def _pace(task: Task, ranks: Sequence[int], rows: int) -> float:
-    """Seconds a sequence of a site whose devices share them by speed: what its share of a step
-    follows from."""
-    costs, graph = task.costs, task.graph
-    each = max(1, rows // len(ranks))
+def _sequence_s(task: Task, ranks: Sequence[int], rows: int) -> float:
+    """Return seconds of a sequence on a site whose devices share them by speed."""
+    graph = task.graph
+    device_rows = max(1, rows // len(ranks))
     units = graph.kinds(0, graph.units)
-    times = (
-        sum(n * sum(costs.unit_s(rank, unit, each, {}, 1)) for unit, n in units) / each
-        for rank in ranks
-    )
-    return 1 / sum(1 / seconds for seconds in times)
+    speed = 0.0
+    for rank in ranks:
+        passes_s = 0.0
+        for unit, count in units:
+            passes_s += count * sum(task.costs.unit_s(rank, unit, device_rows, {}, 1))
+        speed += 1 / (passes_s / device_rows)
+    return 1 / speed
 
 
-def _alone(task: Task, ranks: Sequence[int], rows: int) -> Plan | Problem:
+def _site_plan(task: Task, ranks: Sequence[int], rows: int) -> Plan | Problem:
     site_task = _site_task(task, ranks, rows)
     answers = [other.plan(site_task) for other in (data, zero2, fsdp)]
-    plans = [answer for answer in answers if isinstance(answer, Plan)]
-    if not plans or len({site_task.costs.network.hosts[rank] for rank in site_task.ranks}) > 1:
-        # Inside one host a pipeline is of use where nothing else fits.
+    hosts = site_task.costs.network.hosts
+    num_hosts = len({hosts[rank] for rank in site_task.ranks})
+    # Inside one host a pipeline is of use where nothing else fits.
+    if num_hosts > 1 or all(isinstance(answer, Problem) for answer in answers):
         answers.append(pipeshard.plan(site_task))
-        plans += [answer for answer in answers[-1:] if isinstance(answer, Plan)]
-    return (
-        best(site_task, plans)
-        if plans
-        else next(answer for answer in answers if isinstance(answer, Problem))
-    )
+    plans = [answer for answer in answers if isinstance(answer, Plan)]
+    return best(site_task, plans) if plans else answers[0]
 
 
-def _moved(replica: Replica, ranks: Sequence[int]) -> Replica:
-    """The replica of a plan for one site, with the ranks that its devices have in the whole
-    cluster."""
-
-    def moved(stage: Stage) -> Stage:
+def _with_ranks(replica: Replica, ranks: Sequence[int]) -> Replica:
+    """Return a site's replica with the ranks that its devices have in the whole cluster."""
+    stages = []
+    for stage in replica.stages:
         mesh = stage.mesh
-        new = Mesh(
-            ranks=tuple(ranks[rank] for rank in mesh.ranks), shape=mesh.shape, axes=mesh.axes
-        )
-        return msgspec.structs.replace(stage, mesh=new)
-
-    return msgspec.structs.replace(replica, stages=tuple(map(moved, replica.stages)))
+        own = tuple(ranks[rank] for rank in mesh.ranks)
+        moved = Mesh(ranks=own, shape=mesh.shape, axes=mesh.axes)
+        stages.append(msgspec.structs.replace(stage, mesh=moved))
+    return msgspec.structs.replace(replica, stages=tuple(stages))

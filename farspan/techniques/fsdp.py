@@ -10,5 +10,5 @@ from farspan.techniques._task import Task
 
 
 def plan(task: Task) -> Plan | Problem:
-    """One stage over all devices, rows in proportion to their speed."""
+    """Return one stage over all devices, rows in proportion to their speed."""
     return one_device(task, "fsdp") or over_batch(task, "fsdp", 3)

@@ -1,5 +1,5 @@
-"""Hybrid sharding (FSDP's, arXiv 2304.11277, 3.2.2): state is divided inside each site and copied
-between sites."""
+"""Hybrid sharding (FSDP's, arXiv 2304.11277, 3.2.2): state divided inside each site, copied between
+sites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from farspan.techniques._task import Task, cannot
 
 
 def plan(task: Task) -> Plan | Problem:
-    """One stage over (site, data): needs as many devices in every site, two at least of both."""
+    """Return one stage over (site, data).
+
+    It needs the same number of devices in every site, and at least two of both.
+    """
     counts = [len(ranks) for ranks in task.sites.values()]
     if len(counts) < 2 or len(set(counts)) > 1 or counts[0] < 2:
         return cannot(
@@ -25,13 +28,15 @@ def plan(task: Task) -> Plan | Problem:
     mesh = Mesh(ranks=tuple(task.ranks), shape=(len(counts), counts[0]), axes=("site", "data"))
     levels: tuple[Zero, ...] = (1, 2, 3)
     problems = {zero: too_many_owners(task, zero, counts[0]) for zero in levels}
-    if (problem := problems[1]) is not None:  # The level with the most matrices to divide.
+    problem = problems[1]
+    if problem is not None:  # The level with the most matrices to divide.
         return problem
-    levels = tuple(zero for zero in levels if problems[zero] is None)
-    return task.answer(
-        "hsdp",
-        lambda asked: best(
-            asked,
-            [candidate for zero in levels for candidate in plans(asked, "hsdp", mesh, zero=zero)],
-        ),
-    )
+
+    def best_plan(asked: Task) -> Plan | Problem:
+        candidates = []
+        for zero in levels:
+            if problems[zero] is None:
+                candidates += plans(asked, "hsdp", mesh, zero=zero)
+        return best(asked, candidates)
+
+    return task.answer("hsdp", best_plan)

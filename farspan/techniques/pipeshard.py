@@ -10,10 +10,12 @@ is moved cut by cut while that helps.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,215 +31,291 @@ from farspan.techniques._search.slices import EVERY_RUN, Tables, stage_of
 from farspan.techniques._search.stages import Solution, StageSearch
 from farspan.techniques._task import Task, cannot
 
-#: Solutions of the stage search that are priced in full: on few devices, and on more than
-#: EVERY_RUN.
-PRICED = (32, 16)
-#: Up to so many devices the usual grid is tried too.
-MOST_EVEN = 64
+#: Solutions of the stage search that the full estimator prices: on up to EVERY_RUN devices, and on
+#: more.
+MAX_PRICED = 32
+MAX_PRICED_ON_MANY = 16
+#: Up to this number of devices the usual grid is tried too.
+MAX_DEVICES_FOR_GRID = 64
 #: The best of these that moves start from; on many devices the best alone.
-STARTS = 3
-#: Microbatches a step at most: beyond, per-microbatch overheads outweigh what is left of the
-#: bubble.
-MOST_MICROBATCHES = 64
-#: Of more sites than this not every order is tried.
-EVERY_ORDER = 3
+MAX_STARTS = 3
+#: Microbatches of a step: beyond, per-microbatch overheads outweigh what remains of the bubble.
+MAX_MICROBATCHES = 64
+#: Each number of microbatches is at least this factor times the one before.
+MICROBATCH_FACTOR = 1.4
+#: Up to this number of sites every order is tried.
+MAX_SITES_FOR_ALL_ORDERS = 3
+
+#: Seconds of a step, and the replica that takes them.
+Timed = tuple[float, Replica]
 
 
 def plan(task: Task) -> Plan | Problem:
-    """The best pipeline, or a single stage where that is faster."""
-    if alone := one_device(task, "pipeshard"):
-        return alone
-    candidates = [pipeline for pipeline in (best_pipeline(task),) if pipeline is not None]
+    """Return the best pipeline, or a single stage where that is faster."""
+    problem = one_device(task, "pipeshard")
+    if problem:
+        return problem
+    candidates: list[Timed] = []
+    pipeline = best_pipeline(task)
+    if pipeline is not None:
+        candidates.append(pipeline)
     single = shard.plan(task)
     if isinstance(single, Plan):
-        candidates.append((step(single.replicas[0], task.costs).seconds, single.replicas[0]))
-    if not candidates:
-        assert isinstance(single, Problem)
-        return (
-            single
-            if single.code == "out-of-memory"
-            else cannot(
-                "no pipeline fits these devices",
-                "the cluster",
-                f"{len(task.ranks)} devices, batch {task.train.batch}",
-                "ask what fits: farspan fit model, with the same cluster",
-            )
-        )
-    return task.plan("pipeshard", [min(candidates, key=lambda pair: pair[0])[1]])
+        replica = single.replicas[0]
+        candidates.append((step(replica, task.costs).seconds, replica))
+    elif not candidates:
+        return single if single.code == "out-of-memory" else no_pipeline_fits(task)
+    _, fastest = min(candidates, key=step_seconds)
+    return task.plan("pipeshard", [fastest])
 
 
-def best_pipeline(task: Task) -> tuple[float, Replica] | None:
-    """The best pipeline of two and more stages with the seconds of its step, if any fits."""
-    few = len(task.ranks) <= ALL_MOVES
-    timed = _timed(task, STARTS if few else 1)
-    if ALL_MOVES < len(task.ranks) <= MOST_EVEN or not timed:
-        timed += _best_even(task, min((seconds for seconds, _ in timed), default=math.inf))
-    timed.sort(key=lambda pair: pair[0])
-    starts = timed[: STARTS if few else 1]
-    return min((improved(task, *start) for start in starts), key=lambda pair: pair[0], default=None)
+def no_pipeline_fits(task: Task) -> Problem:
+    return cannot(
+        "no pipeline fits these devices",
+        "the cluster",
+        f"{len(task.ranks)} devices, batch {task.train.batch}",
+        "ask what fits: farspan fit model, with the same cluster",
+    )
 
 
-def _timed(task: Task, wanted: int) -> list[tuple[float, Replica]]:
-    """The `wanted` fastest of the solutions of the stage search, fully priced, and some others. The
-    order is that of their objectives; what a bound shows to be beyond those wanted is not
-    simulated."""
-    replicas = [
-        stages_at(task, *found) for found in _solutions(task, PRICED[len(task.ranks) > EVERY_RUN])
-    ]
-    least = [stages_s(replica, task.costs) for replica in replicas]
-    timed: dict[int, tuple[float, Replica]] = {}
-    for place in sorted(range(len(replicas)), key=least.__getitem__):
-        fastest = sorted(seconds for seconds, _ in timed.values())[:wanted]
-        if len(fastest) == wanted and least[place] > fastest[-1]:
+def step_seconds(timed: Timed) -> float:
+    return timed[0]
+
+
+def best_pipeline(task: Task) -> Timed | None:
+    """Return the fastest pipeline of two or more stages that fits, if any."""
+    num_devices = len(task.ranks)
+    max_starts = MAX_STARTS if num_devices <= ALL_MOVES else 1
+    timed = _priced_solutions(task, max_starts)
+    if ALL_MOVES < num_devices <= MAX_DEVICES_FOR_GRID or not timed:
+        limit = min(map(step_seconds, timed), default=math.inf)
+        even = _best_even_split(task, limit)
+        timed += [even] if even else []
+    timed.sort(key=step_seconds)
+    moved = [improved(task, *start) for start in timed[:max_starts]]
+    return min(moved, key=step_seconds, default=None)
+
+
+def _priced_solutions(task: Task, max_starts: int) -> list[Timed]:
+    """Return at least the `max_starts` fastest solutions of the stage search, fully priced.
+
+    They keep the order of their objectives. A replica whose lower bound exceeds those is not
+    simulated.
+    """
+    max_solutions = MAX_PRICED if len(task.ranks) <= EVERY_RUN else MAX_PRICED_ON_MANY
+    replicas = []
+    for solution, microbatches in _solutions(task, max_solutions):
+        replicas.append(stages_at(task, solution, microbatches))
+    lower_bounds = [stages_s(replica, task.costs) for replica in replicas]
+    timed: dict[int, Timed] = {}
+    for index in sorted(range(len(replicas)), key=lower_bounds.__getitem__):
+        fastest = sorted(map(step_seconds, timed.values()))[:max_starts]
+        if len(fastest) == max_starts and lower_bounds[index] > fastest[-1]:
             break
-        if pipeline := at_best_depth(task, replicas[place]):
-            timed[place] = pipeline
-    return [timed[place] for place in sorted(timed)]
+        pipeline = at_best_depth(task, replicas[index])
+        if pipeline:
+            timed[index] = pipeline
+    return [timed[index] for index in sorted(timed)]
 
 
-def _solutions(task: Task, most: int) -> list[tuple[Solution, int]]:
-    """The best few solutions of the stage search over all orders and numbers of microbatches, with
-    the latter. Where one is in sight is searched first: the sooner the rest is known to be
-    worse."""
-    searches: list[tuple[float, int, float, int, StageSearch]] = []
-    for parts in microbatch_counts(task):
-        tables = Tables(task, parts)
+class _Search(NamedTuple):
+    """The stage search of one order; `tied_s` is what a tied embedding adds to its objectives."""
+
+    upper_bound: float
+    number: int
+    tied_s: float
+    stages: StageSearch
+
+
+class _Ranked(NamedTuple):
+    """A solution with its whole objective; the numbers order equal ones."""
+
+    objective: float
+    search: int
+    number: int
+    solution: Solution
+    microbatches: int
+
+
+def _solutions(task: Task, max_solutions: int) -> list[tuple[Solution, int]]:
+    """Return the best solutions of all orders and numbers of microbatches, with the latter.
+
+    The search with the lowest upper bound is first: the rest is then rejected sooner.
+    """
+    searches: list[_Search] = []
+    for microbatches in microbatch_counts(task):
+        tables = Tables(task, microbatches)
         for order in orders(task):
-            search, tied = StageSearch(task, order, tables), tied_s(task, order)
-            searches.append((search.glimpse() + tied, len(searches), tied, parts, search))
-    found: list[tuple[float, int, int, Solution, int]] = []
-    for _, place, tied, parts, search in sorted(searches, key=lambda row: row[:2]):
-        worst = found[-1][0] if len(found) == most else math.inf
-        for number, solution in enumerate(search.solutions(worst - tied)):
+            stages = StageSearch(task, order, tables)
+            tied = tied_s(task, order)
+            upper_bound = stages.quick_upper_bound() + tied
+            searches.append(_Search(upper_bound, len(searches), tied, stages))
+
+    best: list[_Ranked] = []
+    for search in sorted(searches, key=lambda search: search[:2]):
+        limit = best[-1].objective if len(best) == max_solutions else math.inf
+        for number, solution in enumerate(search.stages.solutions(limit - search.tied_s)):
             if len(solution.cuts) > 1:
-                found.append((solution.objective + tied, place, number, solution, parts))
-        found = heapq.nsmallest(most, found, key=lambda row: row[:3])
-    return [(solution, parts) for *_, solution, parts in found]
+                objective = solution.objective + search.tied_s
+                microbatches = search.stages.microbatches
+                best.append(_Ranked(objective, search.number, number, solution, microbatches))
+        best = heapq.nsmallest(max_solutions, best, key=lambda ranked: ranked[:3])
+    return [(ranked.solution, ranked.microbatches) for ranked in best]
 
 
-def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
-    """The even split that beats `best` seconds and fits, if any: what the search's runs of hosts do
-    not contain."""
-    even: list[tuple[float, Replica]] = []
-    least: dict[tuple[int, int, int], float] = {}
+def _best_even_split(task: Task, limit: float) -> Timed | None:
+    """Return the fastest even split below `limit` seconds that fits.
+
+    The stage search on whole hosts does not contain these.
+    """
+    fastest = None
+    lower_bounds: dict[tuple[int, int, int], float] = {}
     for replica in even_splits(task, microbatch_counts(task)):
-        # ZeRO's level is no matter of passes.
-        shape = replica.microbatches, len(replica.stages), replica.stages[0].mesh.size("tensor")
-        least[shape] = least[shape] if shape in least else passes_s(replica, task.costs)
-        if least[shape] >= best or not task.fits(replica):
+        # The passes do not depend on ZeRO's level.
+        tensor = replica.stages[0].mesh.size("tensor")
+        shape = (replica.microbatches, len(replica.stages), tensor)
+        if shape not in lower_bounds:
+            lower_bounds[shape] = passes_s(replica, task.costs)
+        if lower_bounds[shape] >= limit or not task.fits(replica):
             continue
-        if (
-            stages_s(replica, task.costs) < best
-            and (seconds := step(replica, task.costs).seconds) < best
-        ):
-            best, even = seconds, [(seconds, replica)]
-    return even
+        if stages_s(replica, task.costs) >= limit:
+            continue
+        seconds = step(replica, task.costs).seconds
+        if seconds < limit:
+            limit = seconds
+            fastest = (seconds, replica)
+    return fastest
 
 
 def tied_s(task: Task, order: Sequence[int]) -> float:
-    """Seconds that a tied table's gradient takes from the last stage to the first, and its rows
-    back."""
+    """Return seconds that a tied embedding's gradient takes from the last stage to the first, and
+    its rows back."""
     if not task.graph.tied:
         return 0.0
-    first, last = order[0], order[-1]
-    wire = task.costs.network.wire(first, last, collective=False, streams=task.streams(first, last))
-    return 2 * (wire.delay_s + task.costs.network.send_s(wire, 4 * task.graph.size("vd")))
+    network = task.costs.network
+    streams = task.streams(order[0], order[-1])
+    wire = network.wire(order[0], order[-1], collective=False, streams=streams)
+    return 2 * (wire.delay_s + network.send_s(wire, 4 * task.graph.size("vd")))
 
 
 def microbatch_counts(task: Task) -> list[int]:
-    """Numbers of microbatches that divide the batch, each at least 1.4 times the one before; on
-    many devices not so few that a pipeline over them would mostly wait."""
+    """Return numbers of microbatches that divide the batch.
+
+    On many devices the fewest is 4: a pipeline over them would mostly wait.
+    """
     batch = task.train.batch
     fewest = 4 if len(task.ranks) > EVERY_RUN and batch % 4 == 0 else 1
-    divisors = [m for m in range(fewest, min(batch, MOST_MICROBATCHES) + 1) if batch % m == 0]
     counts: list[int] = []
-    for count in divisors:
-        if not counts or count >= 1.4 * counts[-1]:
+    for count in range(fewest, min(batch, MAX_MICROBATCHES) + 1):
+        if batch % count == 0 and (not counts or count >= MICROBATCH_FACTOR * counts[-1]):
             counts.append(count)
     return counts
 
 
 def orders(task: Task) -> list[tuple[int, ...]]:
-    """The device orders that are searched (module docstring); equal sequences of alike devices
-    count once."""
+    """Return the device orders to search (module docstring), without equal ones.
+
+    Two orders are equal if the devices are alike at every place, and the links between them.
+    """
     network = task.costs.network
     by_site: dict[str, list[int]] = {}
     for rank in task.ranks:
         by_site.setdefault(network.sites[rank], []).append(rank)
-    names = list(by_site)
-    orders, seen = [], set()
-    sites = list(dict.fromkeys(_site_orders(task, names, by_site)))
-    # Of many orders only the first is turned: on fast links that saves little, on slow ones the
-    # shortest is first.
-    turned = [
-        (order, 1)
-        for order in (sites if len(names) <= EVERY_ORDER else sites[:1])
-        if task.graph.tied
-    ]
-    for order, half in [*((order, 0) for order in sites), *turned]:
-        first = by_site[order[0]]
-        # A tied table is cheapest where both ends of the pipeline lie in one site: part of the
-        # first goes last.
-        turn = min(half * max(1, len(first) // 2), len(first) - 1)
-        ranks = tuple(rank for name in order for rank in by_site[name])
-        ranks = ranks[turn:] + ranks[:turn]
+    site_names = list(by_site)
+    site_orders = list(dict.fromkeys(_site_orders(task, site_names, by_site)))
+
+    # A tied embedding is cheapest where both ends of the pipeline lie in one site: half of the
+    # first site's devices go last. Of many orders only the first is rotated so: on fast links that
+    # saves little, on slow ones the shortest is first.
+    candidates = [(order, False) for order in site_orders]
+    if task.graph.tied:
+        few = len(site_names) <= MAX_SITES_FOR_ALL_ORDERS
+        candidates += [(order, True) for order in (site_orders if few else site_orders[:1])]
+
+    orders = []
+    seen = set()
+    for site_order, is_rotated in candidates:
+        ranks = tuple(itertools.chain.from_iterable(by_site[site] for site in site_order))
+        if is_rotated:
+            first = len(by_site[site_order[0]])
+            moved = min(max(1, first // 2), first - 1)
+            ranks = ranks[moved:] + ranks[:moved]
         pairs = zip(ranks, (*ranks[1:], ranks[-1]), strict=True)
-        key = tuple((task.costs.alike[a], _hop(task, a, b)) for a, b in pairs)
+        key = tuple((task.costs.alike[a], _link_key(task, a, b)) for a, b in pairs)
         if key not in seen:
             seen.add(key)
             orders.append(ranks)
     return orders
 
 
-def _hop(task: Task, a: int, b: int) -> tuple[object, ...]:
-    """What decides the time of messages from one rank to another."""
+def _link_key(task: Task, a: int, b: int) -> tuple[object, ...]:
+    """Return what the time of messages between two ranks depends on."""
     wire = task.costs.network.wire(a, b, collective=False, streams=task.streams(a, b))
-    return wire.delay_s, wire.rate, wire.line, wire.timed, wire.sites[0] == wire.sites[1]
+    is_local = wire.sites[0] == wire.sites[1]
+    return wire.delay_s, wire.rate, wire.line, wire.timed, is_local
 
 
 def _site_orders(
-    task: Task, names: list[str], by_site: dict[str, list[int]]
+    task: Task, sites: list[str], by_site: dict[str, list[int]]
 ) -> Iterator[tuple[str, ...]]:
-    if len(names) <= EVERY_ORDER:
-        yield from itertools.permutations(names)
+    if len(sites) <= MAX_SITES_FOR_ALL_ORDERS:
+        yield from itertools.permutations(sites)
         return
     network = task.costs.network
 
-    def rtt(a: str, b: str) -> float:
+    def rtt_s(a: str, b: str) -> float:
         return network.rtt_s(by_site[a][0], by_site[b][0])
 
-    def pace(name: str) -> float:
-        return sum(task.costs.unit_s(by_site[name][0], task.graph.block, 1, {}, 1))
+    def block_seconds(site: str) -> float:
+        return sum(task.costs.unit_s(by_site[site][0], task.graph.block, 1, {}, 1))
 
+    # From each site the nearest remaining one, and so on: the shortest of these chains.
     chains = []
-    for start in names:
-        chain, left = [start], [name for name in names if name != start]
-        while left:
-            chain.append(min(left, key=lambda name: rtt(chain[-1], name)))
-            left.remove(chain[-1])
-        chains.append((sum(map(rtt, chain, chain[1:])), tuple(chain)))
+    for start in sites:
+        chain = [start]
+        remaining = [site for site in sites if site != start]
+        while remaining:
+            nearest = min(remaining, key=functools.partial(rtt_s, chain[-1]))
+            chain.append(nearest)
+            remaining.remove(nearest)
+        chains.append((sum(map(rtt_s, chain, chain[1:])), tuple(chain)))
     shortest = min(chains)[1]
-    fast = tuple(sorted(names, key=pace))
-    yield from (shortest, shortest[::-1], tuple(names), fast, fast[::-1])
+    fastest_first = tuple(sorted(sites, key=block_seconds))
+    yield shortest
+    yield shortest[::-1]
+    yield tuple(sites)
+    yield fastest_first
+    yield fastest_first[::-1]
 
 
-def stages_at(task: Task, solution: Solution, parts: int) -> Replica:
-    """A solution's replica, with as many microbatches in flight as memory lets there be."""
-    stages = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts]
-    return task.replica(stages, parts, [min(parts, cut.depth) for cut in solution.cuts])
+def stages_at(task: Task, solution: Solution, microbatches: int) -> Replica:
+    """Return a solution's replica, with the most microbatches in flight that memory holds."""
+    stages = []
+    in_flight = []
+    for cut in solution.cuts:
+        stages.append(stage_of(cut.ranks, cut.option, cut.units, microbatches))
+        in_flight.append(min(microbatches, cut.depth))
+    return task.replica(stages, microbatches, in_flight)
 
 
-def at_best_depth(task: Task, deepest: Replica) -> tuple[float, Replica] | None:
-    """The step of a pipeline, with the microbatches in flight of 1F1B, or more as far as it may:
-    those cover round trips, but put off the first backward pass. None where it does not fit after
-    all."""
-    stages, timed = len(deepest.stages), dict[tuple[int, ...], tuple[float, Replica]]()
-    for extra in (0, 2, 8, deepest.microbatches) if len(task.ranks) <= EVERY_RUN else (0, 8):
-        depths = tuple(min(most, stages - i + extra) for i, most in enumerate(deepest.in_flight))
-        replica = msgspec.structs.replace(deepest, in_flight=depths)
+def at_best_depth(task: Task, deepest: Replica) -> Timed | None:
+    """Return the fastest step of a pipeline over numbers of microbatches in flight, if one fits.
+
+    1F1B's, or more up to those of `deepest`: these cover round trips, but delay the first backward
+    pass.
+    """
+    num_stages = len(deepest.stages)
+    few_devices = len(task.ranks) <= EVERY_RUN
+    timed: dict[tuple[int, ...], Timed] = {}
+    for extra in (0, 2, 8, deepest.microbatches) if few_devices else (0, 8):
+        in_flight = []
+        for stage, limit in enumerate(deepest.in_flight):
+            in_flight.append(min(limit, num_stages - stage + extra))
+        depths = tuple(in_flight)
         if depths in timed:
             continue
+        replica = msgspec.structs.replace(deepest, in_flight=depths)
         if not task.fits(replica):
             break
-        timed[depths] = step(replica, task.costs).seconds, replica
-    return min(timed.values(), key=lambda pair: pair[0], default=None)
+        timed[depths] = (step(replica, task.costs).seconds, replica)
+    return min(timed.values(), key=step_seconds, default=None)

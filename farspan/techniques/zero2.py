@@ -9,5 +9,5 @@ from farspan.techniques._task import Task
 
 
 def plan(task: Task) -> Plan | Problem:
-    """One stage over all devices, rows in proportion to their speed."""
+    """Return one stage over all devices, rows in proportion to their speed."""
     return one_device(task, "zero2") or over_batch(task, "zero2", 2)

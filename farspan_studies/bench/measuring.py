@@ -1,5 +1,5 @@
-"""Measuring a matrix: labs up for their cells, one cell after another, each in a process of its
-own, nothing twice."""
+"""Measuring a matrix: labs up for their cells, one cell after another, nothing
+twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder, commit
 from farspan.domain.units import format_seconds, parse_count, parse_duration, short_time
 from farspan.launch.lock import locked
-from farspan.launch.trial import WARMUP, Limits, TrialQuery, apart, predicted_s
+from farspan.launch.trial import WARMUP, Limits, predicted_s, trial
 from farspan.planning.model_speed import hourly_price
 from farspan.planning.quantities import positive
 from farspan.semantics.identity import lasting
@@ -312,15 +312,10 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
     deadline_s = positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
     warmup, steps = steps_of(matrix, priced.estimate.step_s)
     within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
-    result = apart(
-        TrialQuery(
-            plan=priced.made,
-            corpus=str(todo.corpus),
-            cluster=priced.cluster,
-            launcher=todo.launcher,
-            within=within,
-        )
-    )
+    try:
+        result = trial(priced.made, todo.corpus, priced.cluster, todo.launcher, within)
+    except OSError as error:  # As of a full disk: other cells may be measured.
+        return row_of(matrix, todo, at, status="failed", cause=str(error)), priced.made
     row = row_of(
         matrix,
         todo,

@@ -114,13 +114,13 @@ def test_people_read_the_step_its_parts_memory_and_what_is_assumed(
     text = done.stdout
     assert max(map(len, text.splitlines())) <= columns
     for words in (
-        "gpt2, 24 layers x 1024",
-        "stage 1 on vm1:0-1: embedding, blocks 1-14",
-        "stage 2 on vm2:0-1: blocks",
-        "4 microbatches a step",
-        "A step takes ",
-        " compute",
-        "tokens a second",
+        "gpt2 of 355 M parameters",
+        "stage 1: embedding, blocks 1-14",
+        "stage 2: blocks 15-24",
+        "4, in flight 2/1",
+        "exposed communication",
+        "tokens/s",
+        "Memory at its peak",
         "It fits",
         "What it sends",
         "activations between stages",
@@ -131,10 +131,10 @@ def test_people_read_the_step_its_parts_memory_and_what_is_assumed(
 
 
 TENSOR_AXIS = """\
-model: {preset: gpt2, vocab_size: 50260}
+model: gpt2m
 train: {batch: 8, seq_len: 1024, precision: fp16}
 stages:
-  - {layers: 0-12, on: [vm1:0-1, vm2:0-1], tp: 4}
+  - {on: [vm1:0-1, vm2:0-1], tp: 4}
 microbatches: 4
 """
 
@@ -208,7 +208,9 @@ def test_the_cluster_of_run_yaml_is_the_one_without_a_flag(here: Farspan, plans:
 def test_without_a_cluster_it_is_this_machine_after_a_trial(here: Farspan, plans: Path) -> None:
     mine = plans / "mine.yaml"
     mine.write_text(
-        "model: {layers: 1, d_model: 32, heads: 2, vocab_size: 300}\n"
+        "model: {family: llama, layers: 1, d_model: 32, heads: 2, kv_heads: 2, d_ff: 128,\n"
+        "  vocab_size: 300, context: 32, norm: rmsnorm, activation: swiglu, positions: rope,\n"
+        "  bias: false, tied: true}\n"
         "train: {batch: 4, seq_len: 32, precision: fp32}\nstages: [{on: localhost:0}]\n"
     )
     done = here("price", "mine.yaml", "--json", cwd=plans)

@@ -27,7 +27,7 @@ STARTERS = {"farspan/domain/interpreter.py", "farspan/launch/agent.py", "farspan
 POOLS = "farspan/corpus/processes.py"
 SOURCES = sorted(
     path
-    for package in ("farspan", "farspan_lab", "farspan_studies")
+    for package in ("farspan", "farspan_exports", "farspan_lab", "farspan_studies")
     for path in (ROOT / package).rglob("*.py")
 )
 #: Written by whatever imports a planted module.

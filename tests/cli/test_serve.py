@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from farspan.domain.problems import EXIT_CODES
-from farspan.retrieval.serve.beside import NAME, find_server
+from farspan.retrieval.serve.server_info import SERVER_FILE, find_server
 from tests.cli.conftest import Farspan
 from tests.waiting import LIMIT_S, wait_for
 
@@ -59,9 +59,9 @@ def found(farspan: Farspan, indexed: Path, *more: str) -> dict:
 @pytest.mark.parametrize("system", ["bm25", "model", "fused"])
 def test_a_server_gives_the_answer_that_the_command_would_find(indexed, farspan, served, system):
     through = found(farspan, indexed, "--system", system)
-    (indexed / NAME).rename(indexed / "hidden")
+    (indexed / SERVER_FILE).rename(indexed / "hidden")
     alone = found(farspan, indexed, "--system", system)
-    (indexed / "hidden").rename(indexed / NAME)
+    (indexed / "hidden").rename(indexed / SERVER_FILE)
     for answer in (through, alone):
         for result in answer["results"]:
             for score in ("score", "word_score", "vector_score"):
@@ -83,24 +83,24 @@ def test_a_server_that_was_killed_or_hangs_is_done_without(indexed, farspan, ser
     assert found(farspan, indexed)["results"]
     served.kill()
     served.communicate(timeout=LIMIT_S)
-    assert (indexed / NAME).exists() and find_server(indexed) is None
+    assert (indexed / SERVER_FILE).exists() and find_server(indexed) is None
     assert found(farspan, indexed)["results"]
-    (indexed / NAME).unlink()
+    (indexed / SERVER_FILE).unlink()
 
 
 def test_a_file_that_names_another_host_is_not_followed(indexed, monkeypatch):
     """A crafted run folder must not make a search call on a stranger."""
-    from farspan.retrieval.serve import beside
+    from farspan.retrieval.serve import server_info
     from farspan.retrieval.serve.client import ask
 
-    beside.write(indexed, "http://192.0.2.1:80/", None)
+    server_info.write_server_info(indexed, "http://192.0.2.1:80/", None)
     try:
         assert find_server(indexed) is not None, "its process lives"
         connections = []
         monkeypatch.setattr(socket.socket, "connect", lambda *given: connections.append(given))
         assert ask(indexed, "time", 3, None, {}) is None and connections == []
     finally:
-        (indexed / NAME).unlink()
+        (indexed / SERVER_FILE).unlink()
 
 
 def test_serve_without_an_index_is_refused_naming_the_embed_command(run, tmp_path, farspan):

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from farspan.retrieval.serve.beside import find_server
+from farspan.retrieval.serve.server_info import find_server
 from tests.cli.conftest import Farspan
 from tests.waiting import LIMIT_S, wait_for
 

@@ -84,7 +84,7 @@ def test_no_other_place_writes_the_command_of_an_extra() -> None:
     own = {"farspan/domain/install.py", "farspan/corpus/sources/folder.py"}
     files = [
         path
-        for folder in ("farspan", "farspan_lab", "farspan_studies")
+        for folder in ("farspan", "farspan_exports", "farspan_lab", "farspan_studies")
         for path in (ROOT / folder).rglob("*.py")
     ]
     found = {str(path.relative_to(ROOT)) for path in files if "'farspan[" in path.read_text()}

@@ -31,7 +31,7 @@ from farspan.launch.lease import Lease
 from farspan.launch.processes import run_folder
 from farspan.launch.remote_run import RemoteRun
 from farspan.report.tensorboard import TensorBoard
-from farspan.retrieval.stores import About, Spot
+from farspan.retrieval.stores import StoreLocation
 from farspan.retrieval.stores import load as load_store
 from farspan.retrieval.work import IndexWork
 from farspan.runtime import spare
@@ -137,13 +137,12 @@ def test_changes_of_an_index_are_not_written_through_a_link(tmp_path: Path, diar
     pytest.importorskip("faiss", reason="waits for farspan[faiss]")
     import numpy as np
 
-    about = About(model="m", tokenizer="t", fit="f", dim=2)
-    store = load_store("faiss").create(Spot(folder=tmp_path / "store", location="", name=""), about)
-    (log,) = (tmp_path / "store").rglob("log")
-    log.unlink()
-    log.symlink_to(diary)
+    place = StoreLocation(folder=tmp_path / "store", dim=2)
+    store = load_store("faiss").create(place)
+    store.add([1], np.array([[1.0, 0.0]], np.float32), [{}])
+    (place.folder / "rows").symlink_to(diary)
     with pytest.raises(Refusal, match="path-unusable"):
-        store.add([1], np.array([[1.0, 0.0]], np.float32), [{}])
+        store.finish()
     assert diary.read_text() == "dear diary"
 
 

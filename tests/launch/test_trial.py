@@ -22,8 +22,6 @@ from farspan.estimate.price import estimate
 from farspan.launch.trial import (
     WARMUP,
     Limits,
-    TrialQuery,
-    apart,
     limits,
     shortened,
     start_s,
@@ -183,21 +181,6 @@ def test_a_trial_that_does_not_end_is_ended(sites, corpus, tmp_path, monkeypatch
     own = ["pgrep", "-af", f"{tmp_path}/farspan-trial-"]
     assert not subprocess.run(own, capture_output=True, text=True).stdout
     assert not left(sites)
-
-
-def test_trial_whose_process_dies_is_a_failed_result(tmp_path):
-    nowhere = str(tmp_path / "no-corpus")
-    made = apart(
-        TrialQuery(
-            plan=planned(),
-            corpus=nowhere,
-            cluster=unreachable_sites(),
-            launcher="local",
-            within=FEW,
-        )
-    )
-    assert made.status == "failed" and made.plan == plan_key(planned())
-    assert "exit code 1" in made.problem.fact and "no-corpus" in made.problem.fact
 
 
 @pytest.mark.parametrize("kind", ["far alone", "both"])

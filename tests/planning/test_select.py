@@ -237,7 +237,7 @@ def test_missing_memory_is_reported_when_some_trials_fail_otherwise():
     ).problem
     assert (
         refusal.code == "out-of-memory"
-        and "ran out of memory or failed" in refusal.what
+        and refusal.what.endswith(f"{len(tried) - 1} ran out of memory, 1 failed")
         and "fit" in refusal.fact
     )
     refusal = nothing_runs(found.ranking, tried[:1], asked("gpt2-medium")).problem

@@ -1,8 +1,6 @@
-"""Why a plan was chosen: every number in a sentence is recomputed here from the estimates."""
+"""Why a plan was chosen: every figure of a row is recomputed here from the estimates."""
 
 from __future__ import annotations
-
-import re
 
 import msgspec
 import pytest
@@ -16,10 +14,10 @@ from farspan.planning.ranking import (
     devices_line,
     difference,
     equal_loss_note,
-    factor,
+    spent,
     verdict,
 )
-from farspan.planning.why import choice, costs_of, exchange_line, slower_because, why
+from farspan.planning.why import choice, costs_of, exchange_row, why
 from tests.planning.worlds import ranking
 
 PAIR = "FF", "SS"
@@ -44,61 +42,61 @@ def test_the_choice_names_plan_devices_time_interval_and_split():
     assert f"{share:.0%} compute" in text
 
 
+def row_of(rows, technique: str):
+    (row,) = [row for row in rows if technique in row.plan.split(" on ")[0].split(", ")]
+    return row
+
+
 def test_every_technique_is_compared_with_the_choice_once():
     one = ranking(*PAIR)
-    chosen, told = one.candidates[one.chosen], why(one).against
-    for technique in {c.technique for c in one.candidates} - {chosen.technique}:
+    chosen, rows = one.candidates[one.chosen], why(one).against
+    for technique in {c.technique for c in one.candidates}:
         best = next(c for c in one.candidates if c.technique == technique)
-        (sentence,) = [
-            text for text in told if re.search(rf"\b{technique}\b", text.split(" on ")[0])
-        ]
-        assert difference(factor(one, best, chosen)) in sentence
-        assert format_seconds(best.time_s) in sentence
+        row = row_of(rows, technique)
+        assert (
+            verdict(one, best) in row.facts and devices_line(one.cluster, best.places) in row.facts
+        )
+        assert row.time == format_seconds(best.time_s)
+        assert row.compute == short_time(best.estimate.compute_s)
+    assert rows[0].plan == f"{chosen.technique} on {chosen.where}"
+    assert rows[0].facts.startswith("chosen, ")
 
 
 def test_a_slow_link_is_named_with_its_bytes_and_its_round_trips():
-    one = ranking(*PAIR)
-    chosen, far = one.candidates[one.chosen], found(one, "data", "all devices")
+    one = ranking(*PAIR, allow=("data", "zero2"))
+    far = found(one, "data", "all devices")
     costs = costs_of(far.plan, one.cluster)
     sizes = between_sites(traffic(far.plan, costs), costs.network)[("s0", "s1")]
-    (reason, *_) = slower_because(one.cluster, far, chosen)
-    assert f"{format_bytes(sizes['gradients'])} of gradients a step between s0 and s1" in reason
-    assert short_time(far.estimate.communication_s) in reason
+    (row,) = why(one).left_out
+    assert f"gradients s0 - s1 {format_bytes(sizes['gradients'])} " in row.facts
+    assert row.communication == short_time(far.estimate.communication_s)
     exchange = next(e for e in traffic(far.plan, costs) if e.purpose == "gradients")
     trips = round(exchange.latency_s / 0.05)
-    assert (f"{trips} round trips of 50 ms" in exchange_line(exchange, costs)) == (
-        exchange.latency_s >= 0.1 * exchange.seconds
-    )
+    assert exchange_row(exchange, costs)[4] == f"{trips} x 50 ms rtt"
 
 
-def test_fewer_devices_are_named_where_arithmetic_takes_longer():
-    one = ranking("FF", allow=("data", "zero2"), batch=64)
-    single = found(one, "data", "one fast of h0")
-    chosen = one.candidates[one.chosen]
-    assert len(chosen.places) == 2
-    assert slower_because(one.cluster, single, chosen)[0].endswith("1 device does what 2 share")
-
-
-def test_slower_devices_are_named_with_their_data_sheets():
+def test_slower_devices_have_their_peak_by_their_data_sheets():
     one = ranking("F", "S", allow=("data",))
-    slow = next(c for c in one.candidates if c.places == (1,))
-    assert (
-        "1 slow have 40 TFLOP/s by their data sheets, 1 fast 100 TFLOP/s"
-        in slower_because(one.cluster, slow, one.candidates[one.chosen])[0]
-    )
+    fast, slow = why(one).against[:2]
+    assert "1 fast, 100 TFLOP/s peak" in fast.facts and "1 slow, 40 TFLOP/s peak" in slow.facts
 
 
 def test_a_site_that_is_left_out_has_its_reason():
     one = ranking(*PAIR, allow=("data", "zero2"))
     chosen = one.candidates[one.chosen]
     assert chosen.places == (0, 1)
-    (sentence,) = why(one).left_out
+    (row,) = why(one).left_out
     joint = [c for c in one.candidates if set(c.places) > {0, 1}]
     best = min(joint, key=lambda one: one.time_s)
-    assert sentence.startswith(
-        f"Do not use s1, because: the best with it, {best.technique} on all devices, is "
-    )
-    assert difference(best.time_s / chosen.time_s) in sentence
+    assert row.plan == f"with s1: {best.technique} on all devices"
+    assert difference(best.time_s / chosen.time_s) in row.facts
+
+
+def test_a_device_that_is_left_out_of_its_host_is_named_with_the_host():
+    one = ranking(*PAIR, objective="cost")
+    names = [row.plan.split(":")[0] for row in why(one).left_out]
+    assert one.candidates[one.chosen].places == (2,)
+    assert names == ["with s0", "with 1 slow of h1"]
 
 
 def test_nothing_is_left_out_where_all_is_used():
@@ -114,7 +112,8 @@ def test_why_reports_the_missing_memory_of_techniques_without_a_plan():
     assert one.candidates == () and problem.code == "out-of-memory"
     told = why(one)
     assert told.choice.startswith("Nothing is chosen: slow is short of ")
-    assert told.against == (f"data has no plan: {problem.what} ({problem.fact}).",)
+    (row,) = told.against
+    assert str(row) == f"data: no plan: {problem.what} ({problem.fact})"
     assert verdict(one, refused) == "does not fit"
 
 
@@ -128,32 +127,22 @@ def test_why_reports_plans_within_the_prediction_interval_as_undecided():
         if c is not chosen and c.eligible and c.time_s < high * chosen.time_s
     ]
     told = why(one).unknown
-    assert f"to {high:.2f} times" in told[0]
-    assert any("a trial of each would decide" in text for text in told) == bool(close)
-    for text in chosen.estimate.assumptions:
-        assert any(text.split(": ")[-1] in sentence for sentence in told)
+    assert f"to {high:.2f} x" in told[0].facts
+    assert any("a trial of each would decide" in row.facts for row in told) == bool(close)
+    assumed = [row.facts for row in told if row.plan == "assumed"]
+    assert assumed == list(chosen.estimate.assumptions)
 
 
 def test_a_queue_is_a_reason():
     one = ranking(*PAIR)
-    chosen = one.candidates[one.chosen]
-    waiting = msgspec.structs.replace(chosen, time_s=chosen.time_s + 3600, queue_s=3600.0)
-    assert slower_because(one.cluster, waiting, chosen) == ["it waits 1 h 00 min in a queue first"]
+    first = one.candidates[0]
+    waiting = msgspec.structs.replace(first, time_s=first.time_s + 3600, queue_s=3600.0)
+    queued = msgspec.structs.replace(one, candidates=(waiting, *one.candidates[1:]))
+    assert "1 h 00 min in a queue" in why(queued).against[0].facts
+    assert not any("queue" in row.facts for row in why(one).against)
 
 
-def test_a_run_that_a_deadline_cuts_waits_in_no_queue():
-    one = ranking(*PAIR)
-    chosen = one.candidates[one.chosen]
-    other = next(c for c in one.candidates if c.time_s > 1.1 * chosen.time_s)
-    work = msgspec.structs.replace(other.estimate.workload, deadline_s=0.5 * other.estimate.run_s)
-    cut = msgspec.structs.replace(other.estimate, workload=work)
-    said = slower_because(one.cluster, msgspec.structs.replace(other, estimate=cut), chosen)
-    assert said == slower_because(one.cluster, other, chosen) and not any(
-        "queue" in each for each in said
-    )
-
-
-def test_sentences_on_diloco_have_the_time_to_equal_loss_and_that_of_its_steps():
+def test_reasons_on_diloco_have_the_time_to_equal_loss_and_that_of_its_steps():
     one = ranking(*PAIR)
     diloco = one.candidates[one.chosen]
     assert diloco.technique == "diloco"
@@ -163,18 +152,20 @@ def test_sentences_on_diloco_have_the_time_to_equal_loss_and_that_of_its_steps()
     )
     assert equal_loss_note(diloco) == note
     assert f"is fastest: {format_seconds(diloco.time_s)} (" in choice(one)
-    assert note in choice(one) and any(note in text for text in why(one).against)
+    assert note in choice(one)
     cheapest = ranking(*PAIR, objective="cost")
-    (sentence,) = [text for text in why(cheapest).against if text.startswith("diloco ")]
-    assert format_seconds(diloco.time_s) in sentence and note in sentence
+    row = row_of(why(cheapest).against, "diloco")
+    worth = f"{1 / diloco.estimate.token_efficiency:.3g} x the tokens to equal loss"
+    assert row.time == format_seconds(diloco.time_s) and worth in row.facts
     assert "equal loss" not in choice(cheapest)
 
 
-def test_money_is_compared_over_the_time_that_costs_it():
+def test_rows_have_the_money_where_money_is_compared():
     one = ranking(*PAIR, objective="cost")
     diloco = next(c for c in one.candidates if c.technique == "diloco")
-    (sentence,) = [text for text in why(one).against if text.startswith("diloco ")]
-    assert f"4 devices for {format_seconds(diloco.time_s)}, not " in sentence
+    row = row_of(why(one).against, "diloco")
+    assert row.time == format_seconds(diloco.time_s)
+    assert row.facts.startswith(f"{verdict(one, diloco)}, {spent(diloco)}, ")
 
 
 def test_legend_of_a_table_with_diloco_says_that_its_minutes_are_to_equal_loss():

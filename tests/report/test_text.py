@@ -6,12 +6,13 @@ import msgspec
 
 from farspan.domain.forecast import Counted
 from farspan.domain.results import Finished, Rescheduled, Saved, Validated, Warned
+from farspan.domain.units import short_time
 from farspan.estimate.forecast import forecast
 from farspan.report.figures import figures
 from farspan.report.history import open_run
 from farspan.report.measure import measure
 from farspan.report.page import page
-from farspan.report.text import plan_line, references, report, short_time, summary, table
+from farspan.report.text import plan_line, references, report, summary, table
 from tests.report.fake_run import (
     CORPUS,
     ESTIMATE,

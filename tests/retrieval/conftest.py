@@ -7,6 +7,7 @@ import torch
 from farspan.corpus.tokenizer import Tokenizer, train
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
+from farspan.retrieval.chunk import Chunk, chunk_document
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.pairs import Pairs
@@ -40,6 +41,12 @@ def make_documents(count: int) -> list[Document]:
             )
         )
     return documents
+
+
+def chunk_documents(documents, tokenizer: Tokenizer, size: int) -> list[Chunk]:
+    """The chunks of several documents."""
+    numbered = enumerate(documents)
+    return [c for n, document in numbered for c in chunk_document(document, n, tokenizer, size)]
 
 
 def paired(asked: list[str], owners: list[int], passages: int) -> Pairs:

@@ -20,8 +20,9 @@ from farspan.corpus.copies import Copies
 from farspan.corpus.tokenizer import Tokenizer, train
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
-from farspan.retrieval.build import Task, build
+from farspan.retrieval.build import build
 from farspan.retrieval.embed import Embedder
+from farspan.retrieval.fitting import Task
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
 from farspan.retrieval.queries import Query
 from farspan.retrieval.work import IndexWork
@@ -82,9 +83,9 @@ def make(
     refit: bool = False,
     source: str = "",
     own: Sequence[Query] = (),
-    taught_by: Path | None = None,
     say=lambda line: None,
     copies: Copies | None = None,
+    origin: Origin = ORIGIN,
     **recipe,
 ) -> tuple[IndexWork, IndexManifest]:
     """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
@@ -101,14 +102,13 @@ def make(
             tokenizer=TOKENIZER,
             documents=documents,
             train=170,
-            origin=ORIGIN,
+            origin=origin,
             recipe=Recipe(**recipe),
             say=say,
             work=work,
             refit=refit,
             source=source,
             own=own,
-            teacher=taught_by,
             copies=copies,
         )
     )

@@ -145,7 +145,7 @@ def qdrant_engine() -> Iterator[str]:
     """
     from qdrant_client import QdrantClient
 
-    from farspan.retrieval.stores import Spot, qdrant_server
+    from farspan.retrieval.stores import StoreLocation, qdrant_server
 
     class Engine(QdrantClient):
         def close(self, **_: object) -> None:
@@ -153,8 +153,13 @@ def qdrant_engine() -> Iterator[str]:
 
     engine, connect = Engine(":memory:"), qdrant_server._client
 
-    def find(spot: Spot) -> QdrantClient:
-        return engine if spot.location == QDRANT else connect(spot)
+    @contextmanager
+    def find(place: StoreLocation) -> Iterator[QdrantClient]:
+        if place.location == QDRANT:
+            yield engine
+        else:
+            with connect(place) as client:
+                yield client
 
     qdrant_server._client = find
     try:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from farspan.corpus.tokenizer import train
 from farspan.domain.corpus import Document
-from farspan.retrieval.chunk import chunk_documents, head_length
+from farspan.retrieval.chunk import head_length
+from tests.retrieval.conftest import chunk_documents
 
 SAMPLE = (
     "Return the sum.\n\nArgs:\n    x: the first number.\n    y: the second. Both may be floats!\n\n"

@@ -71,7 +71,7 @@ def test_near_copies_change_nothing_of_the_fit(folder: Path, tmp_path: Path) -> 
     assert fitted[0] == fitted[1]
     chunks = len(without.passages.rows_N)
     np.testing.assert_array_equal(
-        with_copies.passages.vectors_NE[:chunks], without.passages.vectors_NE
+        with_copies.vectors(np.arange(chunks)), without.vectors(np.arange(chunks))
     )
     manifest = with_copies.manifest
     assert (manifest.documents, manifest.near_copies, manifest.exact_copies) == (204, 4, 2)

@@ -44,10 +44,11 @@ def check(index: Index, documents: list[Document]) -> None:
         making.model(5), making.TOKENIZER, index.path / manifest.files / "fitted.safetensors"
     )
     vectors = embedder.passages([chunk.indexed for chunk in passages])
-    assert np.einsum("ne,ne->n", vectors, passages.vectors_NE).min() > 0.999
+    stored = index.vectors(np.arange(manifest.chunks))
+    assert np.einsum("ne,ne->n", vectors, stored).min() > 0.999
     for row in range(0, len(vectors), 17):
-        hit = index.store.search(np.array(passages.vectors_NE[row]), 1)[0]
-        assert hit.score == pytest.approx(1, abs=1e-3)
+        (best,) = index.store.search(stored[row], 1).scores
+        assert best == pytest.approx(1, abs=1e-3)
     texts = [f"{document.title}\n{document.text}" for document in documents]
     words = Lexical.build(texts, manifest.fit.k1, manifest.fit.b)
     for query in ("socket port", "quokka island", "words that are new"):
@@ -174,7 +175,7 @@ def test_a_document_that_a_source_gives_twice_is_found_once_each(tmp_path: Path)
     twice = [*making.DOCUMENTS, NEW, NEW]
     _, manifest = making.make(tmp_path / "index", evaluate=False, documents=twice)
     index = making.opened(tmp_path / "index")
-    assert index.store.count() == manifest.chunks == len({*index.passages.rows_N["id"].tolist()})
+    assert len(index.store.ids()) == manifest.chunks == len({*index.passages.rows_N["id"].tolist()})
     assert [result.title for result in search(index, "quokka", 9, "bm25").results] == [
         "Quokka",
         "Quokka",

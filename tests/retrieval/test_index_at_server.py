@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from farspan.domain.problems import Refusal
-from farspan.retrieval import stores
+from farspan.launch.trust import seal_server
 from farspan.retrieval.search import search
-from farspan.retrieval.stores import Spot
 from tests.retrieval import making, servers
 from tests.retrieval.test_following import NEW, check
 
@@ -52,8 +51,13 @@ def test_the_index_follows_its_text_at_a_server(server: str, tmp_path: Path):
     index.close()
     index = making.opened(folder)
     check(index, documents)
-    hit = index.store.search(np.array(index.passages.vectors_NE[0]), 1, {"title": "Quokka"})[0]
-    assert "quokka" in str(hit.payload["text"]).lower()
+    (vector,) = index.vectors(np.array([0]))
+    assert len(index.store.search(vector, 1, {"title": "Quokka"}).ids) == 1
+    import psycopg
+
+    with psycopg.connect(server.partition(":")[2]) as connection:
+        text = f"SELECT payload ->> 'text' FROM {second.table} WHERE payload ->> 'title' = 'Quokka'"
+        assert "quokka" in connection.execute(text).fetchone()[0].lower()
     index.close()
 
 
@@ -80,7 +84,7 @@ def test_next_build_removes_server_tables_left_by_a_killed_build(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("farspan.retrieval.storing.clear", killed)
+        patch.setattr("farspan.retrieval.build._clear_servers", killed)
         making.make(folder, evaluate=False)
     assert len(tables(server) - before) == 1
     making.opened(folder).close()
@@ -88,18 +92,52 @@ def test_next_build_removes_server_tables_left_by_a_killed_build(
     assert tables(server) == before
 
 
-def test_vectors_that_somebody_else_put_there_are_refused(server: str, tmp_path: Path):
+def test_next_build_removes_the_table_of_a_build_killed_before_its_index_was_whole(
+    server: str, tmp_path: Path, monkeypatch
+):
+    folder, before = tmp_path / "index", tables(server)
+    making.make(folder, evaluate=False)
+
+    def killed(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("farspan.retrieval.stores.pgvector.PgvectorStore.finish", killed)
+        making.make(folder, evaluate=False, store=server)
+    assert len(tables(server) - before) == 1
+    # Another text, and the store of before.
+    making.make(folder, evaluate=False, documents=making.changed(5))
+    assert tables(server) == before
+
+
+def test_a_server_that_is_gone_is_left_for_another_store(server: str, tmp_path: Path):
     folder = tmp_path / "index"
     _, manifest = making.make(folder, evaluate=False, store=server)
-    name, location = manifest.store
-    spot = Spot(folder=tmp_path, location=location, name=manifest.table)
-    stores.load(name).drop(spot)
-    other = stores.About(model="other", tokenizer="t", fit="f", dim=manifest.dim)
-    stores.load(name).create(spot, other).close()
+    port = server.partition("@")[2].partition("/")[0]
+    gone = (folder / "index.json").read_text().replace(port, "127.0.0.1:1")
+    (folder / "index.json").write_text(gone)
+    seal_server(folder / manifest.files / "seal", server.replace(port, "127.0.0.1:1"))
+    lines: list[str] = []
+    _, again = making.make(folder, evaluate=False, say=lines.append)
+    assert again.table == "" and "is still there" in lines[-1]
+    index = making.opened(folder)
+    check(index, list(making.DOCUMENTS))
+    index.close()
+    manifest.sets["own"].module.drop(manifest.place(folder))
+
+
+def test_table_that_somebody_else_put_there_is_refused(server: str, tmp_path: Path):
+    import psycopg
+
+    folder = tmp_path / "index"
+    _, manifest = making.make(folder, evaluate=False, store=server)
+    with psycopg.connect(server.partition(":")[2]) as connection:
+        connection.execute(f"COMMENT ON TABLE {manifest.table} IS 'ours'")
     with pytest.raises(Refusal) as refusal:
         making.opened(folder)
-    assert refusal.value.problem.code in ("store-mismatch", "store-foreign")
-    stores.load(name).drop(spot)
+    assert refusal.value.problem.code == "store-foreign"
+    with psycopg.connect(server.partition(":")[2]) as connection:
+        connection.execute(f"DROP TABLE {manifest.table}")
     with pytest.raises(Refusal) as refusal:
         making.opened(folder)
     assert refusal.value.problem.code == "no-index"

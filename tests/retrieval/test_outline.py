@@ -5,8 +5,8 @@ from farspan.corpus.documents import cut
 from farspan.corpus.sources import open_source
 from farspan.corpus.tokenizer import train
 from farspan.domain.corpus import Document, Heading
-from farspan.retrieval.chunk import chunk_documents
 from farspan.retrieval.outline import HeadingPaths, outline
+from tests.retrieval.conftest import chunk_documents
 
 MARKDOWN = """# Tea
 

@@ -5,14 +5,23 @@ import msgspec
 import numpy as np
 import pytest
 
+from farspan.domain.codec import save
 from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
-from farspan.retrieval.build import Task, build
+from farspan.retrieval.build import build
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.evaluate import Evaluation
-from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, read_manifest
+from farspan.retrieval.evaluate import Evaluation, exact
+from farspan.retrieval.fitting import Task
+from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, VectorSet, read_manifest
 from farspan.retrieval.rank import query_form
-from farspan.retrieval.search import SNIPPET_CHARS, chance_cosine, marks, search, snippet
+from farspan.retrieval.search import (
+    SNIPPET_CHARS,
+    chance_cosine,
+    marks,
+    nearest,
+    search,
+    snippet,
+)
 from farspan.retrieval.work import IndexWork
 from tests.retrieval.making import opened
 
@@ -141,12 +150,13 @@ def test_a_missing_index_is_refused(tmp_path):
 
 def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
     chunks = every_chunk(index)
-    assert index.store.count() == len(chunks) == index.manifest.chunks
+    assert len(index.store.ids()) == len(chunks) == index.manifest.chunks
     vectors = index.embedder.passages([chunk.indexed for chunk in chunks])
     for chunk, vector in zip(chunks, vectors, strict=True):
-        hit = index.store.search(vector, 1, {"origin": chunk.origin})[0]
-        np.testing.assert_allclose(hit.score, 1, atol=1e-2)
-        assert (hit.id, hit.payload) == (chunk.id, {"title": chunk.title, "origin": chunk.origin})
+        where = {"title": chunk.title, "origin": chunk.origin}
+        ids, scores = index.store.search(vector, 1, where)
+        np.testing.assert_allclose(scores, 1, atol=1e-2)
+        assert ids.tolist() == [chunk.id]
 
 
 @pytest.mark.parametrize("system", ["bm25", "fused"])
@@ -267,3 +277,31 @@ def _marked(text: str, query: str) -> list[str]:
 
 def test_a_long_word_has_a_snippet():
     assert snippet("x" * 1000, "y")
+
+
+def test_an_evaluation_finds_the_passages_that_a_search_finds(index):
+    count = index.manifest.chunks
+    compared = exact(index.passages.rows_N["document"], index.vectors(np.arange(count)))
+    for query in ("port of a socket", "tensor product"):
+        asked = index.embedder.queries([query_form(query)])[0]
+        rows, scores = nearest(index, asked, 40, {})
+        documents, wanted = compared(asked, 40)
+        np.testing.assert_allclose(scores, np.sort(wanted)[::-1], atol=1e-5)
+        assert {*index.passages.rows_N["document"][rows].tolist()} == {*documents.tolist()}
+
+
+def test_an_index_may_have_several_sets_of_vectors(tmp_path, model, tokenizer, documents):
+    path = tmp_path / "index"
+    manifest, _ = make(path, model, tokenizer, documents)
+    other = VectorSet(encoder="another", dim=4, store="qdrant", table="")
+    two = msgspec.structs.replace(manifest, sets={**manifest.sets, "other": other})
+    store = other.module.create(two.place(path, "other"))
+    store.add([7], np.eye(4, dtype=np.float32)[:1], [{}])
+    store.finish()
+    store.close()
+    save(two, path / "index.json")
+    index = opened(path, model, tokenizer)
+    assert index.manifest.sets.keys() == index.stores.keys() == {"own", "other"}
+    assert index.stores["other"].ids().tolist() == [7]
+    assert len(index.store.ids()) == manifest.chunks
+    index.close()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from farspan.domain.problems import Refusal
+from farspan.retrieval.index import Origin
 from farspan.retrieval.work import IndexWork
 from tests.retrieval import making
 from tests.waiting import LIMIT_S
@@ -62,7 +63,7 @@ def vectors(folder: Path) -> list[list[tuple[int, float]]]:
     """What the store finds for some vectors: ids and scores."""
     index = making.opened(folder)
     queries = np.random.default_rng(0).normal(size=(5, index.manifest.dim)).astype(np.float32)
-    found = [[(hit.id, hit.score) for hit in index.store.search(query, 2000)] for query in queries]
+    found = [[*zip(*index.store.search(query, 2000), strict=True)] for query in queries]
     index.close()
     return found
 
@@ -105,11 +106,11 @@ def test_damaged_or_incomplete_features_are_computed_again(tmp_path: Path, whole
     assert content(folder) == content(whole[0]) and vectors(folder) == vectors(whole[0])
 
 
-def test_features_of_other_weights_are_never_used(tmp_path: Path):
+def test_features_of_another_model_are_never_used(tmp_path: Path):
     folder = tmp_path / "index"
     interrupt(folder, 200)
-    # The same origin is claimed for other weights.
-    assert making.make(folder, seed=6, evaluate=False)[0].kept == 0
+    other = Origin(model="another", tokenizer="t")
+    assert making.make(folder, seed=6, evaluate=False, origin=other)[0].kept == 0
 
 
 def test_features_computed_for_an_evaluation_are_reused_without_one(tmp_path: Path):
@@ -146,10 +147,10 @@ def test_open_index_keeps_answering_after_another_replaces_it(tmp_path: Path):
     making.make(folder, evaluate=False)
     old = making.opened(folder)
     query = np.ones(old.manifest.dim, np.float32)
-    before = old.store.search(query, 10)
+    before = old.store.search(query, 10).ids.tolist()
     making.make(folder)
     assert len([entry for entry in folder.iterdir() if entry.is_dir()]) == 1
-    assert old.store.search(query, 10) == before and old.lexical.scores("socket").any()
+    assert old.store.search(query, 10).ids.tolist() == before and old.lexical.scores("socket").any()
     old.close()
 
 
@@ -163,7 +164,7 @@ def test_searches_while_an_index_is_replaced_find_the_old_or_the_new(tmp_path: P
     opened = 0
     while other.is_alive() or not opened:
         index = making.opened(folder)
-        assert index.store.count() == index.manifest.chunks
+        assert len(index.store.ids()) == index.manifest.chunks
         index.close()
         opened += 1
     other.join()

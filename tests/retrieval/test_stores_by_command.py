@@ -112,16 +112,13 @@ def manifest_of(desk: Path) -> IndexManifest:
 
 def ids_in_store(desk: Path) -> list[int]:
     manifest, index = manifest_of(desk), RunFolder(desk / RUN).index
-    module = stores.load(manifest.store[0])
-    with closing(module.open_store(manifest.spot(index))) as store:
+    with closing(manifest.sets["own"].module.open(manifest.place(index))) as store:
         return [int(number) for number in store.ids()]
 
 
 def ids_of_passages(desk: Path) -> list[int]:
     index = RunFolder(desk / RUN).index
-    return sorted(
-        int(number) for number in passages_of(index, index, manifest_of(desk)).rows_N["id"]
-    )
+    return sorted(int(number) for number in passages_of(index, manifest_of(desk)).rows_N["id"])
 
 
 def passages_in(answers: Answers) -> str:
@@ -222,7 +219,7 @@ def test_store_embeds_follows_and_filters_like_the_default_store(
     first, followed = embed_and_search_twice(desk, "--store", store)
     manifest = manifest_of(desk)
     assert manifest.recipe.store == store
-    assert manifest.spot(desk).name, "chroma needs one in a folder too"
+    assert manifest.place(desk).name, "chroma needs one in a folder too"
     for answers in (first, followed):
         check_filters(answers)
     assert REPLACED in passages_in(first) and REMOVED in passages_in(first)
@@ -241,7 +238,7 @@ def test_embed_refuses_a_chroma_collection_that_names_a_function_and_runs_none(
     pytest.importorskip("chromadb", reason="waits for the library chromadb: make stores")
     desk, built = shutil.copytree(trained, tmp_path / "desk"), tmp_path / "built"
     run_command(desk, "embed", RUN, "--no-eval", "--store", "chroma")
-    old = manifest_of(desk).spot(RunFolder(desk / RUN).index).folder
+    old = manifest_of(desk).place(RunFolder(desk / RUN).index).folder
     name_function(old / "chroma.sqlite3", FUNCTIONS["vectors"])
     # One more note at the end: the index that follows copies the store and adds to it.
     write_notes(desk, {**first_texts(), 40: f"the {ADDED} of this world"})

@@ -25,10 +25,11 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from farspan.runtime.comm import messages
+from farspan.runtime.comm import collective, messages
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.comm.notices import Notices
 from farspan.runtime.model import kernels
+from tests.ports import reserved_port
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -84,9 +85,10 @@ class Fleet:
         # A file, as a server looks up the names of who calls: where no name server answers, for
         # five seconds.
         store = str(Path(self._folder.name) / f"store-{time.monotonic_ns()}")
-        for rank, member in enumerate(self._members[:world]):
-            member.pipe.send((rank, world, store, function, args, kwargs))
-        answers, problems = self._answers(self._members[:world])
+        with reserved_port() as port:
+            for rank, member in enumerate(self._members[:world]):
+                member.pipe.send((rank, world, store, port, function, args, kwargs))
+            answers, problems = self._answers(self._members[:world])
         if problems:
             self._kill()
             raise Failed("\n".join(problems))
@@ -158,7 +160,7 @@ def serve(pipe: Connection, stacks: Path) -> None:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         while True:
             try:
-                rank, world, store, function, args, kwargs = pipe.recv()
+                rank, world, store, port, function, args, kwargs = pipe.recv()
             except EOFError:
                 return
             # Where whoever asked is gone there is nobody else to end this.
@@ -166,8 +168,10 @@ def serve(pipe: Connection, stacks: Path) -> None:
             try:
                 met = None
                 if world > 1:
-                    met = Notices(dist.FileStore(store, world), b"of these workers", rank)
-                    met.meet(world, DEADLINE_S)
+                    met = Notices(b"of these workers", rank)
+                    met.meet(world, port, DEADLINE_S)
+                    shared = dist.FileStore(store, world)
+                    collective._store = lambda notices, shared=shared: shared
                 with Group(rank, world, torch.device("cpu"), met) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:

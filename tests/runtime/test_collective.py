@@ -194,7 +194,6 @@ def test_worker_that_cannot_open_its_device_is_named_by_the_others():
     program = """
 met = meet(rank, world, SECRET)
 if rank == 1:
-    collective.renounce(met, rank)
     os._exit(5)
 Group(rank, world, torch.device("cpu"), met, lost)
 """

@@ -13,13 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, read_events
-from farspan.runtime.comm import collective, heartbeat, notices, ship, tcp
+from farspan.runtime.comm import ship, tcp
 from farspan.runtime.comm.notices import Notices
 from farspan.runtime.comm.sealed import (
     NONCE,
@@ -41,6 +40,7 @@ from farspan.runtime.comm.sealed import (
 )
 from farspan.runtime.comm.ship import NAMES, ShipmentOffer
 from tests import tiny, waiting
+from tests.ports import reserved_port
 from tests.runtime import jobs
 from tests.runtime.fleet import Failed, Fleet
 from tests.runtime.plans import HAND_PICKED
@@ -109,6 +109,17 @@ class Intruder(threading.Thread):
         self.join()
 
 
+#: Has rank 0 write down the port of PyTorch's store.
+NOTE = """
+from farspan.runtime.comm import collective
+made = collective._store
+def noted(notices):
+    store = made(notices)
+    if notices.rank == 0:
+        open({!r}, "w").write(str(store.port))
+    return store
+collective._store = noted
+"""
 DEEDS = pytest.mark.parametrize("deed", ["garbage", "replay", "deletion", "both"])
 
 
@@ -119,92 +130,17 @@ def client_of(port: int) -> dist.TCPStore:
 
 
 @pytest.fixture
-def store_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of a store that listens as rank 0's does."""
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Where workers may meet."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    kept = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        None,
-        True,
-        timedelta(seconds=LIMIT_S),
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
-    )
-    yield port
-    del kept
-
-
-def ends_at(port: int, world: int) -> list[Notices]:
-    """One for each worker, which have yet to meet."""
-    return [Notices(client_of(port), SECRET, rank) for rank in range(world)]
+    with reserved_port() as port:
+        yield port
 
 
 def by_all(ends: Sequence[Notices], do: Callable[[Notices], Value]) -> list[Value]:
     """What all workers do at once returns."""
     with ThreadPoolExecutor(len(ends)) as pool:
         return list(pool.map(do, ends))
-
-
-@pytest.fixture
-def three(store_port: int) -> Iterator[list[Notices]]:
-    """The ends of three workers that have met."""
-    ends = ends_at(store_port, 3)
-    by_all(ends, lambda end: end.meet(3, LIMIT_S))
-    yield ends
-    for end in ends:
-        end.close()
-
-
-@DEEDS
-def test_what_workers_tell_each_other_arrives_whatever_is_done_to_the_store(
-    three: list[Notices], store_port: int, deed: str
-):
-    def exchange(end: Notices) -> tuple[list[bytes], bytes]:
-        end.say(f"place/{end.rank}", f"of {end.rank}")
-        first = end.say_first("lost", f"named by {end.rank}")
-        return end.wait([f"place/{rank}" for rank in range(3)]), first
-
-    with Intruder(store_port, deed) as intruder:
-        intruder.after_rounds(5)
-        answers = by_all(three, exchange)
-        intruder.after_rounds(5)
-        again = by_all(three, lambda end: end.say_first("lost", "another"))
-    (places, first), *others = answers
-    assert places == [b"of 0", b"of 1", b"of 2"]
-    assert first in (b"named by 0", b"named by 1", b"named by 2")
-    assert others == [(places, first)] * 2
-    assert again == [first] * 3
-
-
-@DEEDS
-def test_beats_are_heard_whatever_is_done_to_the_store(
-    three: list[Notices], store_port: int, deed: str, monkeypatch: pytest.MonkeyPatch
-):
-    """Sixty of each worker: as many as real ones send in 30 s."""
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
-    monkeypatch.setattr(tcp, "expire", lambda *limits: None)  # It would search this whole process.
-    lost: list[tuple[int, str]] = []
-    heard: Counter[tuple[int, int]] = Counter()
-    hearts = [heartbeat.Heartbeat(end, 3) for end in three]
-    for end, heart in zip(three, hearts, strict=True):
-
-        def hear(peer: int, content: bytes, own: int = end.rank, heart: Any = heart) -> None:
-            heard[own, peer] += 1
-            heart._hear(peer, content)
-
-        end.on_beat = hear
-        heart.opened()
-        heart.watch(lambda peer, how: lost.append((peer, how)))
-    with Intruder(store_port, deed):
-        heard.clear()
-        pairs = [(0, 1), (0, 2), (1, 0), (2, 0)]
-        waiting.wait_for(lambda: all(heard[pair] >= 60 for pair in pairs), "60 beats of each")
-    for heart in hearts:
-        heart.end()
-    assert lost == []
 
 
 @pytest.mark.parametrize(
@@ -214,7 +150,10 @@ def test_beats_are_heard_whatever_is_done_to_the_store(
 def test_worker_that_stands_still_is_named_whatever_is_done_to_the_store(deed: str):
     program = """
 if rank == 0:
-    print(os.environ["MASTER_PORT"], flush=True)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    print(store.port, flush=True)
 while True:
     group.sum(1.0)
     time.sleep(0.01)
@@ -228,57 +167,50 @@ while True:
         assert first.stdout.read().split() == ["lost", "1"]
 
 
-def test_workers_meet_though_the_port_of_rank_0_was_deleted_and_overwritten(
-    store_port: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(notices, "REPUBLISH_S", 0.01)
-    ends, store = ends_at(store_port, 2), client_of(store_port)
-    earlier = socket.create_server(("127.0.0.1", 0))
-    closed_port = earlier.getsockname()[1]
-    earlier.close()
-    # Of an earlier start with the same secret, unsigned, and no text at all.
-    wrong = (ends[0]._offer(b"%d" % closed_port), b"f" * 64 + b" 1", b"\xff\x00", b"0" * 500)
+def test_what_is_said_first_is_what_all_workers_hear(port: int):
+    ends = [Notices(SECRET, rank) for rank in range(3)]
+    by_all(ends, lambda end: end.meet(3, port, LIMIT_S))
 
-    def stands_there() -> bool:
-        return bool(store.list_keys()) and store.compare_set(key, "", "") not in (b"", *wrong)
+    def exchange(end: Notices) -> tuple[list[bytes], bytes]:
+        end.say(f"place/{end.rank}", f"of {end.rank}")
+        first = end.say_first("lost", f"named by {end.rank}")
+        return end.wait([f"place/{rank}" for rank in range(3)]), first
 
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(ends[0].meet, 2, LIMIT_S)
-        waiting.wait_for(store.list_keys, "the port of rank 0")
-        (key,) = store.list_keys()
-        for value in wrong:
-            store.delete_key(key)
-            waiting.wait_for(stands_there, "the port again, after it was deleted")
-            store.set(key, value)
-            waiting.wait_for(stands_there, "the port again, after it was overwritten")
-        store.set(key, wrong[0])
-        second = pool.submit(ends[1].meet, 2, LIMIT_S)
-        first.result()
-        second.result()
-    assert ends[0].disturbed
+    (places, first), *others = by_all(ends, exchange)
+    assert places == [b"of 0", b"of 1", b"of 2"]
+    assert first in (b"named by 0", b"named by 1", b"named by 2")
+    assert others == [(places, first)] * 2
+    assert by_all(ends, lambda end: end.say_first("lost", "another")) == [first] * 3
     by_all(ends, lambda end: end.close())
 
 
-def test_workers_that_cannot_meet_for_an_intruder_say_so_and_blame_nobody(
-    store_port: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Whoever overwrites the port all the time keeps workers from meeting."""
-    monkeypatch.setenv("MASTER_PORT", str(store_port))
-    monkeypatch.setattr(collective, "START_S", 1.0)
-    key = Notices(client_of(store_port), SECRET, 1)._port_key()
-    client_of(store_port).set(key, b"f" * 64 + b" 1")
-    with pytest.raises(Refusal) as refused:
-        collective.meet(1, 2, SECRET)
-    problem = refused.value.problem
-    assert (problem.what, problem.where) == ("the 2 workers did not meet", "rank 1")
-    assert "somebody who lacks the secret" in problem.fact and "nothing of rank" not in problem.fact
+def test_callers_without_the_secret_do_not_keep_workers_from_meeting(port: int):
+    first, second = Notices(SECRET, 0), Notices(SECRET, 1)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(first.meet, 2, port, LIMIT_S)
+        waiting.wait_for(lambda: connects(port), "rank 0 listens")
+        for said in (b"", b"\xff" * 500, b"0" * 48 + b"notices 1\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as caller:
+                caller.sendall(said)
+        with pytest.raises(TimeoutError, match="rank 0 has not answered"):
+            Notices(b"the secret of another run", 1).meet(2, port, 0.5)
+        other = pool.submit(second.meet, 2, port, LIMIT_S)
+        one.result()
+        other.result()
+    by_all((first, second), lambda end: end.close())
 
 
-def test_who_repeats_what_a_worker_has_sent_is_refused(store_port: int):
+def connects(port: int) -> bool:
+    with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def test_who_repeats_what_a_worker_has_sent_is_refused(port: int):
     """Every byte of its greeting and its messages, on a connection of their own."""
-    first, second = ends_at(store_port, 2)
+    first, second = Notices(SECRET, 0), Notices(SECRET, 1)
     between, recorded = socket.create_server(("127.0.0.1", 0)), bytearray()
-    with first._taking_calls() as port:
+    with first._taking_calls(port):
 
         def pass_on() -> None:
             caller, _ = between.accept()
@@ -288,8 +220,7 @@ def test_who_repeats_what_a_worker_has_sent_is_refused(store_port: int):
                 copy(caller, real, recorded)
 
         threading.Thread(target=pass_on, daemon=True).start()
-        first._publish_port(between.getsockname()[1])
-        second._keep(0, second._call_rank_0(math.inf))
+        second._keep(0, second._call_rank_0(between.getsockname()[1], math.inf))
         second.say("lost", "1 silence")
         assert first.wait(["lost"], LIMIT_S) == [b"1 silence"]
         first._values.clear()
@@ -344,8 +275,7 @@ def copy(source: socket.socket, target: socket.socket, recorded: bytearray) -> N
 def test_intruder_in_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_path: Path, deed: str):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     ports = tmp_path / "port"
-    note = f"open({str(ports)!r}, 'w').write(os.environ['MASTER_PORT'])"
-    with by_hand(run, 2, f"{SOON}\n{note}") as workers:
+    with by_hand(run, 2, f"{SOON}\n{NOTE.format(str(ports))}") as workers:
         wait_for(run, Step)
         for worker in workers:
             listening = {
@@ -377,9 +307,7 @@ def test_intruder_in_the_store_neither_ends_the_run_nor_blames_a_worker(tmp_path
 def test_a_worker_that_is_lost_while_somebody_writes_into_the_store_is_still_named(tmp_path: Path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     ports = tmp_path / "port"
-    with by_hand(
-        run, 2, f"{SOON}\nopen({str(ports)!r}, 'w').write(os.environ['MASTER_PORT'])"
-    ) as workers:
+    with by_hand(run, 2, f"{SOON}\n{NOTE.format(str(ports))}") as workers:
         wait_for(run, Step)
         with Intruder(int(ports.read_text()), "both") as intruder:
             intruder.after_rounds(20)

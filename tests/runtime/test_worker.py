@@ -38,7 +38,7 @@ from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, drawn, initialise
 from farspan.runtime.parallel.executor import Outcome
 from farspan.runtime.training.data import Order, Windows
-from farspan.runtime.worker import as_problem, leave_group, leave_word
+from farspan.runtime.worker import as_problem, leave_group, write_problem_file
 from farspan.semantics.identity import training_key
 from farspan.semantics.lr_schedule import learning_rate
 from tests import tiny
@@ -481,8 +481,8 @@ def test_worker_errors_become_problems_with_the_right_code_and_a_file(tmp_path, 
     run = RunFolder(tmp_path / "run")
     told = as_problem(error, tiny.plan(TRAIN), run, 0)
     assert told.code == code
-    leave_word(told, run, 3)
+    write_problem_file(told, run, 3)
     assert not run.path.exists(), "a run's folder that was deleted is not made again"
     leave_group(run, 3)  # As each worker begins: on another host the folder may not be there yet.
-    leave_word(told, run, 3)
+    write_problem_file(told, run, 3)
     assert (run.logs / "rank-3.problem.json").exists()

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from farspan.retrieval.serve.beside import find_server
+from farspan.retrieval.serve.server_info import find_server
 from tests.serve import library
 from tests.waiting import LIMIT_S, wait_for
 

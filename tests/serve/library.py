@@ -13,7 +13,15 @@ import numpy as np
 from farspan.domain.codec import load, write_atomically
 from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
-from farspan.retrieval.index import Fit, IndexManifest, Origin, Recipe, unknown_field
+from farspan.retrieval.index import (
+    OWN,
+    Fit,
+    IndexManifest,
+    Origin,
+    Recipe,
+    VectorSet,
+    unknown_field,
+)
 from farspan.retrieval.rank import System
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve.searcher import Kind
@@ -83,6 +91,7 @@ class ListSearcher:
             source="",
             documents=len(self.texts),
             chunks=len(self.texts),
+            sets={OWN: VectorSet(encoder=OWN, dim=DIM, store="qdrant", table="")},
             dim=DIM,
             fit=Fit(id="f", documents=len(self.texts), chunks=len(self.texts), k1=1.5, b=0.75),
             fitted_chunks=len(self.texts),

@@ -14,8 +14,8 @@ import threading
 import pytest
 
 from farspan.domain.problems import EXIT_CODES
-from farspan.retrieval.serve import beside
-from farspan.retrieval.serve.beside import find_server
+from farspan.retrieval.serve import server_info
+from farspan.retrieval.serve.server_info import find_server
 from tests.serve.conftest import Held, make_run
 from tests.serve.library import Text, put
 from tests.waiting import LIMIT_S, wait_for
@@ -62,7 +62,7 @@ def test_server_file_left_by_a_killed_server_is_ignored(start):
 
 def test_finding_a_server_needs_the_standard_library_only():
     code = (
-        "import sys; before = {*sys.modules}; import farspan.retrieval.serve.beside; "
+        "import sys; before = {*sys.modules}; import farspan.retrieval.serve.server_info; "
         "print(*{*sys.modules} - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -72,10 +72,10 @@ def test_finding_a_server_needs_the_standard_library_only():
 
 
 def test_server_removes_its_server_file_only_if_not_overwritten_by_another(tmp_path):
-    mine = beside.write(tmp_path, "http://127.0.0.1:1", None)
+    mine = server_info.write_server_info(tmp_path, "http://127.0.0.1:1", None)
     assert find_server(tmp_path) == ("http://127.0.0.1:1", None)
-    beside.write(tmp_path, "http://127.0.0.1:2", None)
-    beside.remove(tmp_path, mine)
+    server_info.write_server_info(tmp_path, "http://127.0.0.1:2", None)
+    server_info.remove_server_info(tmp_path, mine)
     assert find_server(tmp_path) == ("http://127.0.0.1:2", None)
 
 

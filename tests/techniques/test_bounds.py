@@ -25,7 +25,7 @@ from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.moves import _neighbours
 from farspan.techniques._search.slices import Tables
 from farspan.techniques._search.stages import StageSearch
-from farspan.techniques.diloco import _moved
+from farspan.techniques.diloco import _with_ranks
 from tests.examples import slow_after
 from tests.techniques.worlds import cluster, random_cluster, random_model, task
 
@@ -107,9 +107,9 @@ def test_a_limit_leaves_out_what_is_above_it_and_nothing_else(seed: int):
 def test_no_stage_is_below_the_least_cycle(seed: int):
     for search, _, _ in searches(world(seed)):
         bound = math.inf
-        while (solved := search._under(bound)) is not None:
+        while (solved := search._solve_below(bound)) is not None:
             bound = 0.8 * solved[1]
-            assert solved[1] >= search.least
+            assert solved[1] >= search.least_cycle
 
 
 @pytest.mark.parametrize("seed", slow_after(5, range(300, 300 + CASES)))
@@ -144,7 +144,7 @@ def test_alike_sites_have_the_same_step_after_relabelling(seed: int):
     assert asked.likeness(first) == asked.likeness(last)
     alone = Task(asked.model, asked.graph, asked.cluster, asked.train, asked.engine, only=first)
     found = pipeshard.plan(alone).replicas[0]
-    here, there = (step(_moved(found, ranks), asked.costs).seconds for ranks in (first, last))
+    here, there = (step(_with_ranks(found, ranks), asked.costs).seconds for ranks in (first, last))
     assert here == pytest.approx(there, rel=1e-12)
 
 

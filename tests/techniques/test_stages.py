@@ -53,7 +53,7 @@ def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, in
             ranks = [search.order[i] for i in range(*run)]
             found = []
             for option in tables.options(ranks):
-                seconds, cycle, fixed, each = tables._priced(ranks, option, units)
+                seconds, cycle, fixed, each = tables._price_stage(ranks, option, units)
                 deep = 0 if fixed > 0 else min(tables.microbatches, int(-fixed // max(each, 1.0)))
                 found.append((seconds, cycle, deep))
             known[key] = found
@@ -71,12 +71,12 @@ def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, in
             ]
             size += math.prod(count for _, count in priced)
             wires = [
-                search.wire(b.start, min(search.hosts[a], search.hosts[b]))
+                search.link(b.start, min(search.hosts[a], search.hosts[b]))
                 for a, b in itertools.pairwise(runs)
             ]
             way, busy = (
-                sum(wire.way for wire in wires),
-                max((wire.busy for wire in wires), default=0.0),
+                sum(wire.p2p_latency for wire in wires),
+                max((wire.p2p_occupancy for wire in wires), default=0.0),
             )
             for picks in itertools.product(*(options for options, _ in priced)):
                 slowest = max(*(cycle for _, cycle in picks), (tables.microbatches - 1) * busy)
@@ -151,13 +151,15 @@ def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its
             time = stage_time(asked.costs, stage, stage.rows, parts)
             run = next(
                 run
-                for run in search.slices
+                for run in search.ranges
                 if [search.order[i] for i in range(*run)] == list(cut.ranks)
             )
             seconds = time.passes.forward + time.passes.backward
             expected = seconds, (parts - 1) * seconds + time.exposed + time.update
             blocks = cut.units[1] - cut.units[0] - sum(search.ends(run))
-            told = [(lane.seconds[:, blocks], lane.cycle[:, blocks]) for lane in search.lanes[run]]
+            told = [
+                (lane.seconds[:, blocks], lane.cycle[:, blocks]) for lane in search.stage_costs[run]
+            ]
             pairs = [pair for s, c in told for pair in zip(s, c, strict=True)]
             assert any(pair == pytest.approx(expected, rel=1e-3) for pair in pairs)
 

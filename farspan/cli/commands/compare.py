@@ -16,7 +16,7 @@ from farspan.cli.paint import painter, width
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
-    from farspan.report.versus import Line, Versus
+    from farspan.report.compare import Line, Versus
 
 HELP = "compare runs"
 

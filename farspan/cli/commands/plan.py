@@ -82,9 +82,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     )
     check_names(given)
     if given.export:
-        from farspan.planning.export import system
-
-        system(given.export)
+        pricing.exporter(given.export)
     resolved = None
     if given.model is not None:
         ranking = pricing.price_model(query)
@@ -106,7 +104,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if given.model is not None:
         pricing.demand_a_fit(query, ranking)
     if given.export:
-        plan = pricing.exportable(ranking, given.export)
+        plan = pricing.exporter(given.export).exportable(ranking)
         answer["export"] = {} if plan is None else write_export(plan, given, console)
     if resolved is not None:
         values = resolved.values.items()

@@ -35,9 +35,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     config = load_config(given) if asked and given.cluster is None else None
     with Show(console) as progress:
         found = price_given(given.plan, given.cluster, given.engine, progress, config)
-    given_plan.say(found, console)
-    if given.show:
-        given_plan.say_picture(found, console)
+    given_plan.say(found, console, pictures=given.show)
     if given.out:
         from farspan.app.plans import write_plan
 

@@ -29,7 +29,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             if point.load()(given.run, console, predicted=given.predicted):
                 return
     from farspan.app.reporting import write_report
-    from farspan.report.compared_text import timeline
+    from farspan.report.compare_text import timeline
 
     report = write_report(find_run(given, console).path)
     console.say(f"{report}\n")

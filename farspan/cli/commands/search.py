@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-k", type=positive, default=5, help="results to show (default: 5)")
     parser.add_argument(
         "--system",
-        choices=("bm25", "model", "fused", "reranked"),
+        choices=("bm25", "model", "fused"),
         help="search this way, whatever was measured",
     )
     parser.add_argument(

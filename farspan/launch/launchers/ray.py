@@ -28,7 +28,8 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu
 from farspan.domain.install import install_command_there
 from farspan.domain.interpreter import module_command
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Refusal
+from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.examine import address, agents
 from farspan.launch.hosts import interpreter
 from farspan.launch.processes import (
@@ -48,8 +49,8 @@ JOIN_S = 60.0
 #: Nodes and the driver start beside the head, which on a busy machine takes more than the 20 s that
 #: Ray waits for it.
 PATIENT = {"RAY_NUM_REDIS_GET_RETRIES": "60"}
-#: Where the driver writes what it saw of workers that were lost, by rank.
-LOST = "lost.json"
+#: Where the driver writes how workers failed.
+EXITS = "exits.json"
 #: Where Ray's own dashboard may listen: it can start jobs.
 LOOPBACK = "127.0.0.1"
 
@@ -173,7 +174,7 @@ def _unusable(where: str, fact: str) -> Refusal:
 class Launch(Workers):
     def start(self) -> Iterator[Process]:
         head, running = self.hosts[0], self.argument
-        (self.run.logs / LOST).unlink(missing_ok=True)
+        (self.run.logs / EXITS).unlink(missing_ok=True)
         if running:
             require_ray({"this machine": installed("ray")})
             yield self._driver(
@@ -192,10 +193,10 @@ class Launch(Workers):
             yield self._node(host, meeting, token)
         yield self._driver(head, f"{_ip(meeting.address)}:{meeting.port}", token, meeting.secret)
 
-    def lost(self, process: Process) -> dict[int, Problem]:
-        """What the driver saw of workers that ended without a word."""
-        path = self.run.logs / LOST
-        return load(path, dict[int, Problem]) if path.exists() else super().lost(process)
+    def failures(self, process: Process) -> list[WorkerExit]:
+        """Return what the driver saw of workers that failed."""
+        path = self.run.logs / EXITS
+        return load(path, list[WorkerExit]) if path.exists() else super().failures(process)
 
     def _node(self, host: Host, meeting: Rendezvous, token: dict[str, str]) -> HostProcess:
         where = _ip(address(host))

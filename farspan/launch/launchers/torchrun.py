@@ -9,15 +9,12 @@ addresses. It carries nothing of ours, as the workers have another.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Iterator
 
-from farspan.domain.cluster import Host
 from farspan.domain.interpreter import module_command
-from farspan.domain.plan import Plan
-from farspan.domain.preemption import preempted
-from farspan.domain.problems import Problem
-from farspan.domain.problems import command as farspan
-from farspan.domain.run import STORE_PORT, RunFolder
+from farspan.domain.run import STORE_PORT
+from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.hosts import interpreter
 from farspan.launch.processes import (
     HostProcess,
@@ -27,7 +24,7 @@ from farspan.launch.processes import (
     with_environment,
     worker_environment,
 )
-from farspan.launch.rendezvous import Rendezvous, arrange
+from farspan.launch.rendezvous import arrange
 from farspan.launch.workers import SAVE_S, Workers
 
 #: One of the failures at the end of what torchrun prints.
@@ -37,82 +34,51 @@ FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILI
 class Launch(Workers):
     def start(self) -> Iterator[Process]:
         meeting = arrange(self.hosts)
-        per_host = commands(self.plan, self.run, self.hosts, meeting, self.environment)
-        for host, words in zip(self.hosts, per_host, strict=True):
-            ranks = tuple(
-                rank for rank, device in enumerate(self.plan.devices) if device.host == host.name
+        for node, host in enumerate(self.hosts):
+            folder = run_folder(host, self.plan, self.run)
+            ranks = self.ranks_on(host)
+            # By itself torchrun kills workers that still save 30 s after it was told to end.
+            values = {
+                **worker_environment(max(self.plan.devices[rank].threads for rank in ranks)),
+                **place(host, meeting),
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}",
+                STORE_PORT: str(meeting.port),
+                **self.environment,
+            }
+            words = module_command(
+                interpreter(host),
+                "torch.distributed.run",
+                f"--nnodes={len(self.hosts)}",
+                f"--node-rank={node}",
+                f"--nproc-per-node={len(ranks)}",
+                f"--master-addr={meeting.address}",
+                f"--master-port={meeting.torchrun_port}",
+                "--max-restarts=0",
+                "--module",
+                "farspan.runtime.worker",
+                str(folder.plan),
+                str(folder.path),
             )
-            # By itself torchrun goes on where its launcher is gone, and its workers look at
-            # torchrun alone.
+            # Nor does it end where its launcher is gone, and its workers look at torchrun alone.
             yield HostProcess(
                 host,
                 ranks,
-                words,
+                with_environment(values, words),
                 log=self.log(f"rank-{ranks[0]}"),
                 keep_open=self.keep_open,
                 hold=True,
                 secret=meeting.secret,
             )
 
-    def lost(self, process: Process) -> dict[int, Problem]:
-        """All failures of which torchrun tells at its end. Of those that it sees at one glance it
-        takes the lowest rank for the first, which may have failed because of another. One that
-        gets a signal from elsewhere passes it on to all its workers, which save and end well; it
-        alone says that it failed."""
+    def failures(self, process: Process) -> list[WorkerExit]:
+        """Return all failures that torchrun prints at its end. Of those that it sees at one glance
+        it takes the lowest rank for the first, which may have failed because of another."""
+        # One that gets a signal from elsewhere passes it on to its workers, which save and end
+        # well; it alone says that it failed.
         if process.poll() == 1 and self.stopped:
-            problem = preempted(
-                dict.fromkeys(process.ranks, process.host.name),
-                where=self.run.path,
-                fact="its torchrun got a signal from outside the run; all is saved",
-                remedy=farspan("resume", self.run.path),
-            )
-            return dict.fromkeys(process.ranks, problem)
+            return [self.exit_of(rank, -signal.SIGTERM) for rank in process.ranks]
         log = self.words(self.run.logs / f"rank-{process.ranks[0]}.log")
-        ends = reversed(
-            FAILURE.findall(log.rpartition("\nFailures:\n")[2])
-        )  # What it takes for the first is its last.
-        return {
-            int(rank): self.wordless(process, int(rank), int(code)) for rank, code in ends
-        } or super().lost(process)
-
-
-def commands(
-    plan: Plan,
-    run: RunFolder,
-    hosts: tuple[Host, ...],
-    meeting: Rendezvous,
-    environment: Mapping[str, str],
-) -> list[list[str]]:
-    """The command that each host runs, in node order; `environment` is what all workers are
-    told."""
-    per_host = []
-    for node, host in enumerate(hosts):
-        devices = [device for device in plan.devices if device.host == host.name]
-        folder = run_folder(host, plan, run)
-        per_host.append(
-            with_environment(
-                # By itself it kills workers that still save 30 s after it was told to end.
-                worker_environment(max(device.threads for device in devices))
-                | place(host, meeting)
-                | {
-                    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}",
-                    STORE_PORT: str(meeting.port),
-                    **environment,
-                },
-                module_command(
-                    interpreter(host),
-                    "torch.distributed.run",
-                    f"--nnodes={len(hosts)}",
-                    f"--node-rank={node}",
-                    f"--nproc-per-node={len(devices)}",
-                    f"--master-addr={meeting.address}",
-                    f"--master-port={meeting.torchrun_port}",
-                    "--max-restarts=0",
-                    "--module",
-                    "farspan.runtime.worker",
-                    str(folder.plan),
-                    str(folder.path),
-                ),
-            )
-        )
-    return per_host
+        printed = FAILURE.findall(log.rpartition("\nFailures:\n")[2])
+        # What it takes for the first is its last.
+        ends = [self.exit_of(int(rank), int(code)) for rank, code in reversed(printed)]
+        return ends or super().failures(process)

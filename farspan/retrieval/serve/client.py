@@ -14,7 +14,7 @@ import msgspec
 
 from farspan.retrieval.rank import System
 from farspan.retrieval.search import Answer
-from farspan.retrieval.serve.beside import find_server
+from farspan.retrieval.serve.server_info import find_server
 
 #: A server that is busy is not waited for longer than opening the index takes.
 ANSWER_S = 5.0

@@ -98,7 +98,7 @@ class Current:
         try:
             new = self._opened()
         except Exception as error:
-            self.trouble = _told(error)
+            self.trouble = opening_problem(error)
             message = f"the new index cannot be opened: {self.trouble.fact}"
             print(escape_controls(message), file=sys.stderr, flush=True)
             self._next_look = time.monotonic() + self._retry_s
@@ -118,7 +118,7 @@ class Current:
         one.searcher.close()
 
 
-def _told(error: Exception) -> Problem:
+def opening_problem(error: Exception) -> Problem:
     if isinstance(error, Refusal):
         return error.problem
     return Problem(

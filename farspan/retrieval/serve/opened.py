@@ -63,7 +63,7 @@ class IndexSearcher:
             )
         )
         return [f"{number:016x}" for number in passages.rows_N["id"][rows].tolist()], plane(
-            passages.vectors_NE[rows]
+            self._index.vectors(rows)
         )
 
     def embed(self, texts: list[str], kind: Kind) -> tuple[Vectors, list[int], int]:

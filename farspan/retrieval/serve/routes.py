@@ -6,7 +6,7 @@ import threading
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 from starlette.responses import Response
 
 from farspan._version import __version__
@@ -14,19 +14,21 @@ from farspan.domain.problems import Refusal, command
 from farspan.retrieval.rank import System
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve import forms
-from farspan.retrieval.serve.guard import PAGE_POLICY, REPORT_POLICY
+from farspan.retrieval.serve.access import Check, accept_link
+from farspan.retrieval.serve.guard import PAGE_POLICY, REPORT_POLICY, Entrance
 from farspan.retrieval.serve.page import Files
-from farspan.retrieval.serve.refusals import Turned, json_answer
+from farspan.retrieval.serve.refusals import HttpRefusal, json_response
+from farspan.retrieval.serve.schema import answers, takes
 from farspan.retrieval.serve.searcher import Searcher
-from farspan.retrieval.serve.site import Site, at_most, given, parsed, taken
+from farspan.retrieval.serve.site import Site, refuse_above
 
 #: Parameters of a search that are no fields.
-OWN = ("q", "k", "offset", "system")
+SEARCH_PARAMETERS = ("q", "k", "offset", "system")
 #: What a parameter may begin with that is a field, and must where the field is called like one of
 #: these.
-PREFIX = "where."
+FIELD_PREFIX = "where."
 #: How OpenAPI says that any field may be a parameter.
-_FIELDS = {
+FIELDS_PARAMETER = {
     "name": "fields",
     "in": "query",
     "style": "form",
@@ -38,36 +40,48 @@ _FIELDS = {
 Id = Annotated[str, Path(max_length=64, description="a passage's `id`: 16 hexadecimal digits")]
 
 
-def routes(site: Site, files: Files) -> APIRouter:
-    """Every route but OpenAI's."""
+def static_routes(files: Files) -> APIRouter:
+    """Return the routes that need no token: nothing of the run is in their answers."""
     router = APIRouter()
-    _pages(router, site, files)
-    _searches(router, site)
-    _more(router, site)
-    return router
-
-
-def _pages(router: APIRouter, site: Site, files: Files) -> None:
-    @router.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return Response(
-            files.page, headers={"content-security-policy": PAGE_POLICY}, media_type="text/html"
-        )
 
     @router.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:
         # Names are those of files read when the server started: none leads to the disk.
         if name not in files.static:
-            raise _nothing(f"/static/{name[:40]}")
+            raise HTTPException(404)
         content, kind = files.static[name]
         return Response(content, headers={"cache-control": "no-cache"}, media_type=kind)
 
-    @router.get("/report", include_in_schema=False)
+    @router.get(
+        "/healthz",
+        response_class=Response,
+        responses={200: answers(forms.Healthy)},
+        summary="Whether the server is up",
+    )
+    async def health() -> Response:
+        return json_response(forms.Healthy())
+
+    return router
+
+
+def page_routes(site: Site, files: Files, entrance: Entrance, check_token: Check) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        redirect = accept_link(request, entrance)
+        if redirect is not None:
+            return redirect
+        await check_token(request)
+        headers = {"content-security-policy": PAGE_POLICY}
+        return Response(files.page, headers=headers, media_type="text/html")
+
+    @router.get("/report", include_in_schema=False, dependencies=[Depends(check_token)])
     def report() -> Response:
         try:
             content = site.served.report.read_bytes()
         except FileNotFoundError:
-            raise Turned(
+            raise HttpRefusal(
                 404,
                 "path-missing",
                 what="the run has no report yet",
@@ -75,33 +89,34 @@ def _pages(router: APIRouter, site: Site, files: Files) -> None:
                 fact="report.html is missing",
                 remedy=command("report", site.served.report.parent),
             ) from None
-        return Response(
-            content, headers={"content-security-policy": REPORT_POLICY}, media_type="text/html"
-        )
+        headers = {"content-security-policy": REPORT_POLICY}
+        return Response(content, headers=headers, media_type="text/html")
 
-    @router.get(
-        "/healthz",
-        response_class=Response,
-        responses=given(forms.Healthy),
-        summary="Whether the server is up",
-    )
-    async def health() -> Response:
-        return json_answer(forms.Healthy())
+    return router
 
 
-def _searches(router: APIRouter, site: Site) -> None:
+def api_routes(site: Site) -> APIRouter:
+    """Return the routes of the API but OpenAI's."""
+    router = APIRouter()
+    _add_search(router, site)
+    _add_passages(router, site)
+    _add_model(router, site)
+    return router
+
+
+def _add_search(router: APIRouter, site: Site) -> None:
     limits = site.limits
 
     @router.get(
         "/api/search",
         response_class=Response,
-        responses=given(Answer),
+        responses={200: answers(Answer)},
         summary="Search the documents",
         description=(
             "Further parameters narrow it: FIELD=VALUE, or where.FIELD=VALUE, of the fields in "
             "/api/about."
         ),
-        openapi_extra={"parameters": [_FIELDS]},
+        openapi_extra={"parameters": [FIELDS_PARAMETER]},
     )
     async def search(
         request: Request,
@@ -114,45 +129,49 @@ def _searches(router: APIRouter, site: Site) -> None:
             System | None, Query(description="search this way, whatever was measured")
         ] = None,
     ) -> Response:
-        form = forms.Search(q=q, k=k, offset=offset, system=system, where=_filters(request))
-        return await _searched(site, form, "parameter q")
+        form = forms.Search(q=q, k=k, offset=offset, system=system, where=read_filters(request))
+        return await _answer_search(site, form, "parameter q")
 
     @router.post(
         "/api/search",
         response_class=Response,
-        responses=given(Answer),
-        openapi_extra=taken(forms.Search),
+        responses={200: answers(Answer)},
+        openapi_extra=takes(forms.Search),
         summary="Search the documents for a long text",
     )
     async def search_text(request: Request) -> Response:
-        form = parsed(await request.body(), forms.Search, "POST /api/search")
-        at_most(len(form.q), limits.query_chars, "characters", "key q")
-        at_most(form.k, limits.k, "results", "key k")
-        at_most(form.offset, limits.offset, "results to pass over", "key offset")
-        return await _searched(site, form, "key q")
+        form = await site.parse_body(request, forms.Search)
+        refuse_above(len(form.q), limits.query_chars, "characters", "key q")
+        refuse_above(form.k, limits.k, "results", "key k")
+        refuse_above(form.offset, limits.offset, "results to pass over", "key offset")
+        return await _answer_search(site, form, "key q")
+
+
+def _add_passages(router: APIRouter, site: Site) -> None:
+    limits = site.limits
 
     @router.get(
         "/api/passages/{id}",
         response_class=Response,
-        responses=given(Result),
+        responses={200: answers(Result)},
         summary="One passage, with its place",
     )
     async def passage(id: Id) -> Response:
-        return json_answer(await _found(site, lambda searcher: searcher.passage(id)))
+        return json_response(await _ask_for_passage(site, lambda searcher: searcher.passage(id)))
 
     @router.get(
         "/api/passages/{id}/similar",
         response_class=Response,
-        responses=given(forms.Similar),
+        responses={200: answers(forms.Similar)},
         summary="The nearest passages of other documents",
     )
     async def similar(id: Id, k: Annotated[int, Query(ge=1, le=limits.k)] = 5) -> Response:
-        results = await _found(site, lambda searcher: searcher.similar(id, k))
-        return json_answer(forms.Similar(id=id, results=tuple(results)))
+        results = await _ask_for_passage(site, lambda searcher: searcher.similar(id, k))
+        return json_response(forms.Similar(id=id, results=tuple(results)))
 
 
-async def _searched(site: Site, form: forms.Search, place: str) -> Response:
-    """The answer to a search; refuses (usage) an empty query, which stands at `place`."""
+async def _answer_search(site: Site, form: forms.Search, place: str) -> Response:
+    """Return the answer to a search. Raises Refusal (usage) for an empty query, at `place`."""
     if not form.q.strip():
         raise Refusal(
             "usage",
@@ -165,14 +184,14 @@ async def _searched(site: Site, form: forms.Search, place: str) -> Response:
     def work(searcher: Searcher) -> Answer:
         return searcher.search(form.q, form.k, form.system, form.where or None, form.offset)
 
-    return json_answer(await site.ask(work))
+    return json_response(await site.ask(work))
 
 
-def _filters(request: Request) -> dict[str, str]:
-    """Fields and their values, of an address."""
+def read_filters(request: Request) -> dict[str, str]:
+    """Return the fields of an address, and the value of each."""
     where = dict[str, str]()
     for name, value in request.query_params.multi_items():
-        field = name.removeprefix(PREFIX)
+        field = name.removeprefix(FIELD_PREFIX)
         if field in where:
             raise Refusal(
                 "usage",
@@ -181,48 +200,40 @@ def _filters(request: Request) -> dict[str, str]:
                 fact="a document has one value in each field",
                 remedy="leave one of them out",
             )
-        if name not in OWN:
+        if name not in SEARCH_PARAMETERS:
             where[field] = value
     return where
 
 
-async def _found(site: Site, work: Any) -> Any:
-    """What a passage is asked for; 404 where there is no such passage."""
+async def _ask_for_passage(site: Site, work: Any) -> Any:
+    """Return what `work` makes of a passage; 404 where there is no such passage."""
     try:
         return await site.ask(work)
     except Refusal as refusal:
-        problem = refusal.problem
-        if problem.code != "usage":
+        if refusal.problem.code != "usage":
             raise
-        raise Turned(
-            404,
-            problem.code,
-            what=problem.what,
-            where=problem.where,
-            fact=problem.fact,
-            remedy=problem.remedy,
-        ) from None
+        raise HttpRefusal.of(404, refusal.problem) from None
 
 
-def _more(router: APIRouter, site: Site) -> None:
+def _add_model(router: APIRouter, site: Site) -> None:
     @router.get(
         "/api/map",
         response_class=Response,
-        responses=given(forms.Map),
+        responses={200: answers(forms.Map)},
         summary="The corpus as a plane",
     )
     async def corpus_map() -> Response:
-        encoded: bytes = await site.writing.run(lambda: site.current.once("map", _map))
+        encoded: bytes = await site.writing.run(lambda: site.current.once("map", encode_map))
         return Response(encoded, media_type="application/json")
 
     @router.get(
         "/api/about",
         response_class=Response,
-        responses=given(forms.About),
+        responses={200: answers(forms.About)},
         summary="What is served",
     )
     async def about() -> Response:
-        def told(searcher: Searcher) -> forms.About:
+        def describe(searcher: Searcher) -> forms.About:
             served = site.served
             return forms.About(
                 name=served.name,
@@ -236,52 +247,41 @@ def _more(router: APIRouter, site: Site) -> None:
                 trouble=site.current.trouble,
             )
 
-        return json_answer(await site.ask(told))
+        return json_response(await site.ask(describe))
 
     @router.post(
         "/api/generate",
         response_class=Response,
-        responses=given(forms.Generated),
-        openapi_extra=taken(forms.Generate),
+        responses={200: answers(forms.Generated)},
+        openapi_extra=takes(forms.Generate),
         summary="Let the model write after a prompt",
     )
     async def generate(request: Request) -> Response:
-        form = parsed(await request.body(), forms.Generate, "POST /api/generate")
-        at_most(form.tokens, site.limits.tokens, "tokens", "key tokens")
-        at_most(len(form.prompt), site.limits.prompt_chars, "characters", "key prompt")
+        form = await site.parse_body(request, forms.Generate)
+        refuse_above(form.tokens, site.limits.tokens, "tokens", "key tokens")
+        refuse_above(len(form.prompt), site.limits.prompt_chars, "characters", "key prompt")
         enough = threading.Event()
-        try:
-            text = await site.ask(
-                lambda searcher: searcher.generate(
-                    form.prompt, form.tokens, form.temperature, form.top_k, form.seed, enough.is_set
-                ),
-                site.writing,
+
+        def write(searcher: Searcher) -> str:
+            return searcher.generate(
+                form.prompt, form.tokens, form.temperature, form.top_k, form.seed, enough.is_set
             )
+
+        try:
+            text = await site.ask(write, site.writing)
         finally:
             # Nobody waits any longer: for lack of time, or as the server ends.
             enough.set()
-        return json_answer(forms.Generated(prompt=form.prompt, text=text))
+        return json_response(forms.Generated(prompt=form.prompt, text=text))
 
 
-def _map(searcher: Searcher) -> bytes:
+def encode_map(searcher: Searcher) -> bytes:
     ids, xy_N2 = searcher.map()
     passages = [searcher.passage(chunk_id) for chunk_id in ids]
-    return msgspec.json.encode(
-        forms.Map(
-            ids=ids,
-            xy=[(round(x, 4), round(y, 4)) for x, y in xy_N2.tolist()],
-            titles=[passage.title for passage in passages],
-            origins=[passage.origin for passage in passages],
-        )
+    points = forms.Map(
+        ids=ids,
+        xy=[(round(x, 4), round(y, 4)) for x, y in xy_N2.tolist()],
+        titles=[passage.title for passage in passages],
+        origins=[passage.origin for passage in passages],
     )
-
-
-def _nothing(place: str) -> Turned:
-    return Turned(
-        404,
-        "path-missing",
-        what="there is nothing at this address",
-        where=place,
-        fact="no page and no call of the API has it",
-        remedy="see /openapi.json for what there is",
-    )
+    return msgspec.json.encode(points)

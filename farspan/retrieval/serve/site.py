@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 
 from farspan.domain.codec import parse_json
 from farspan.domain.problems import Refusal
-from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.current import Current
-from farspan.retrieval.serve.lanes import Lane
+from farspan.retrieval.serve.guard import DRAINED_BODIES
 from farspan.retrieval.serve.limits import Limits
-from farspan.retrieval.serve.refusals import OpenAITrouble, Trouble, Turned
+from farspan.retrieval.serve.refusals import HttpRefusal
 from farspan.retrieval.serve.searcher import Searcher
+from farspan.retrieval.serve.work_threads import WorkThreads
 
 T = TypeVar("T")
-
-ANSWERS = (
-    Answer,
-    forms.Search,
-    forms.Similar,
-    forms.Map,
-    forms.About,
-    forms.Generate,
-    forms.Generated,
-    forms.Embed,
-    forms.Embeddings,
-    forms.Models,
-    forms.Healthy,
-    Trouble,
-    OpenAITrouble,
-    Result,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,74 +43,105 @@ class Site:
     def __init__(
         self, served: Served, open_searcher: Callable[[], Searcher], limits: Limits
     ) -> None:
-        self.served, self.limits = served, limits
+        self.served = served
+        self.limits = limits
         self.current = Current(open_searcher, look_s=limits.look_s, retry_s=limits.retry_s)
-        #: What is quick, so that it does not wait for what takes long.
-        self.searching = Lane(
-            "search",
-            threads=limits.searching,
-            waiting=limits.searching_waiting,
-            limit_s=limits.search_s,
+        #: Two sets of threads, so that a search does not wait for a text that is written.
+        self.searching = WorkThreads(
+            threads=limits.searching, waiting=limits.searching_waiting, limit_s=limits.search_s
         )
-        self.writing = Lane(
-            "write", threads=limits.writing, waiting=limits.writing_waiting, limit_s=limits.write_s
+        self.writing = WorkThreads(
+            threads=limits.writing, waiting=limits.writing_waiting, limit_s=limits.write_s
         )
 
-    async def ask(self, work: Callable[[Searcher], T], lane: Lane | None = None) -> T:
-        """What `work` makes of the index of today, on a thread of `lane` (searching)."""
+    async def ask(self, work: Callable[[Searcher], T], threads: WorkThreads | None = None) -> T:
+        """Return what `work` makes of today's index, on one of `threads` (searching)."""
 
-        def leased() -> T:
+        def lease() -> T:
             with self.current.lease() as searcher:
                 return work(searcher)
 
-        return await (lane or self.searching).run(leased)
+        return await (threads or self.searching).run(lease)
 
     def close(self) -> None:
-        for lane in (self.searching, self.writing):
-            lane.close(1.0)
         self.current.close()
 
+    async def parse_body(self, request: Request, kind: type[T]) -> T:
+        """Return the body of a request as a `kind`. Raises HttpRefusal and Refusal."""
+        place = f"{request.method} {request.url.path}"
+        content_type = request.headers.get("content-type", "none")
+        if content_type.split(";")[0].strip() != "application/json":
+            raise HttpRefusal(
+                415,
+                "usage",
+                what="the body is not JSON",
+                where=place,
+                fact=f"content-type: {content_type[:80]}",
+                remedy="send the header content-type: application/json",
+            )
+        body = await read_body(request, self.limits)
+        try:
+            return parse_json(body, kind, place)
+        except Refusal as refusal:
+            what = refusal.problem.what.replace("the file", "the body")
+            raise Refusal.of(msgspec.structs.replace(refusal.problem, what=what)) from None
 
-def parsed(body: bytes, kind: type[T], place: str) -> T:
-    """The body of a request; refuses one that is not as it should be, and says where."""
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """Return the body, of at most `limits.body_bytes`, that comes within `limits.body_s`."""
+    length = request.headers.get("content-length", "0")
+    announced = int(length) if length.isdecimal() else 0
+    body = bytearray()
     try:
-        return parse_json(body, kind, place)
-    except Refusal as refusal:
-        what = refusal.problem.what.replace("the file", "the body")
-        raise Refusal.of(msgspec.structs.replace(refusal.problem, what=what)) from None
+        async with asyncio.timeout(limits.body_s):
+            if announced <= limits.body_bytes:
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limits.body_bytes:
+                        break
+    except TimeoutError:
+        raise HttpRefusal(
+            408,
+            "usage",
+            what="the body did not come",
+            where="body",
+            fact=f"{len(body):,} bytes came within {limits.body_s:g} s",
+            remedy="send it again",
+            headers={"connection": "close"},
+        ) from None
+    size = max(announced, len(body))
+    if size > limits.body_bytes:
+        await drain_body(request, limits)
+        raise HttpRefusal(
+            413,
+            "out-of-range",
+            what="the body of the request is too large",
+            where="body",
+            fact=f"{size:,} bytes; at most {limits.body_bytes:,}",
+            remedy="send it in parts",
+            headers={"connection": "close"},
+        )
+    return bytes(body)
 
 
-def at_most(value: int, most: int, what: str, place: str) -> None:
-    if value > most:
-        raise Turned(
+async def drain_body(request: Request, limits: Limits) -> None:
+    """Read the rest of a body, within limits: a client that still sends does not read an answer."""
+    remaining = DRAINED_BODIES * limits.body_bytes
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(limits.body_s):
+            message: Any = {"more_body": True}
+            while message.get("more_body") and remaining > 0:
+                message = await request.receive()
+                remaining -= len(message.get("body", b""))
+
+
+def refuse_above(value: int, limit: int, what: str, place: str) -> None:
+    if value > limit:
+        raise HttpRefusal(
             422,
             "out-of-range",
             what=f"too many {what} at once",
             where=place,
-            fact=f"{value:,}; at most {most:,}",
-            remedy=f"ask for {most:,} at a time",
+            fact=f"{value:,}; at most {limit:,}",
+            remedy=f"ask for {limit:,} at a time",
         )
-
-
-def given(kind: type) -> dict[int | str, dict[str, Any]]:
-    """How a route says that it answers with `kind`."""
-    return {
-        200: {
-            "description": " ".join((kind.__doc__ or "").split()),
-            "content": {"application/json": _ref(kind)},
-        }
-    }
-
-
-def taken(kind: type) -> dict[str, Any]:
-    """How a route says that its body is a `kind`."""
-    return {"requestBody": {"required": True, "content": {"application/json": _ref(kind)}}}
-
-
-def _ref(kind: type) -> dict[str, Any]:
-    return {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
-
-
-def components() -> dict[str, Any]:
-    """The schemas that `given` and `taken` name."""
-    return msgspec.json.schema_components(ANSWERS, ref_template="#/components/schemas/{name}")[1]

@@ -1,8 +1,8 @@
 """Vector stores, one file each: vectors with payloads, and the nearest to a query.
 
-A module has `shared(location)`, `create(spot, about)`, `open_store(spot)` and `drop(spot)`.
-`index.store` of run.yaml names it as `NAME` or `NAME:LOCATION`. Listing the stores imports none of
-them.
+A module has `create`, `open` and `drop`, each of a place. `index.store` of run.yaml names it as
+`NAME` or `NAME:LOCATION`: with a location vectors lie at a server. Listing the stores imports none
+of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -32,40 +32,27 @@ EMBEDDED_TABLE = "farspan"
 FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Vectors = npt.NDArray[np.float32]
+Scores = npt.NDArray[np.float32]
 #: Numbers of chunks: from 0 to below 2**63.
 Ids = npt.NDArray[np.int64]
 Payload = Mapping[str, str | int]
 
 
-class Hit(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored vector near a query: its id, the inner product with the query, and what was stored
-    with it."""
+class Hits(NamedTuple):
+    """Ids of the vectors nearest to a query (H), best first, and their inner products with it."""
 
-    id: int
-    score: float
-    payload: dict[str, str | int]
+    ids: Ids
+    scores: Scores
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What made the vectors of a store, which it keeps beside them: hashes of the model's weights,
-    of its tokenizer and of the maps that were fitted; numbers a vector. Vectors have length 1, so
-    that the inner product is the cosine.
-    """
-
-    model: str
-    tokenizer: str
-    fit: str
-    dim: int
-    metric: Literal["cosine"] = "cosine"
-
-
-class Spot(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a store's vectors lie: in `folder`, which is the store's alone, or beyond it at
-    `location`, such as the URL of a server, in a table or collection called `name`."""
+class StoreLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where unit vectors of `dim` numbers lie: in `folder`, which is the store's alone, or beyond
+    it at `location`, such as the URL of a server, in a table or collection called `name`."""
 
     folder: Path
     location: str = ""
     name: str = EMBEDDED_TABLE
+    dim: int
 
 
 class Store(Protocol):
@@ -77,24 +64,20 @@ class Store(Protocol):
     """
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        """Add N vectors. When this returns they survive a killed process; an id that is there
-        already is replaced, and of an id that is given twice the last one counts."""
+        """Add N vectors, of ids that are not there yet."""
 
     def delete(self, ids: Sequence[int]) -> None:
-        """Remove vectors; an id that is not there is passed over."""
+        """Remove vectors, each id once; one that is not there is passed over."""
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
+    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
         """The k best by inner product, best first, of those whose payload equals `where` on each of
         its keys."""
 
+    def vectors(self, ids: Sequence[int]) -> Vectors:
+        """The vectors (N, D) of ids, as they were added; zeros for an id that is not there."""
+
     def ids(self) -> Ids:
         """Every id, in ascending order."""
-
-    def count(self) -> int:
-        """Number of vectors."""
-
-    def describe(self) -> About:
-        """What the store was created for."""
 
     def finish(self) -> None:
         """Build whatever makes search fast; the store is complete on disk when this returns."""
@@ -104,30 +87,24 @@ class Store(Protocol):
 
 
 class StoreModule(Protocol):
-    """What a store's file offers."""
+    """What a store's file offers. A folder is one index's, which fills it and never changes it
+    after; at a server the tables of one index stay, and are changed while others read them."""
 
     @staticmethod
-    def shared(location: str) -> bool:
-        """Whether vectors lie at a server, where an index that takes another's place finds those
-        that both have. An embedded store is one process's to write; who reads while it is written
-        reads a copy."""
+    def create(place: StoreLocation) -> Store:
+        """A new store; at a server the table that is there, if it is farspan's. Refuses
+        (store-foreign) a table or collection that is somebody else's, (store-unreachable) a server
+        that does not answer or lets nobody in, (out-of-range) a location that it cannot read and
+        more numbers a vector than it can hold."""
 
     @staticmethod
-    def create(spot: Spot, about: About) -> Store:
-        """A new store, or at a server what there is for the same `about`. Refuses (store-foreign) a
-        table, collection or folder that is somebody else's or of other vectors, (store-unreachable)
-        a server that does not answer or lets nobody in, (out-of-range) a location that it cannot
-        read and more numbers a vector than it can hold."""
-
-    @staticmethod
-    def open_store(spot: Spot) -> Store:
+    def open(place: StoreLocation) -> Store:
         """The store that `create` made. Refuses like `create`, and (no-index) where there is
         none."""
 
     @staticmethod
-    def drop(spot: Spot) -> None:
-        """Remove the table or collection from a server, if it is farspan's; nothing to do for one
-        in a folder."""
+    def drop(place: StoreLocation) -> None:
+        """Remove the table or collection from a server, if it is farspan's."""
 
 
 def names() -> list[str]:

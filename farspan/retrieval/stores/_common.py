@@ -1,50 +1,91 @@
-"""What every store does alike: it checks vectors and payloads, and knows its own folder or table
-from another's."""
+"""What every store does alike: it checks vectors and fields, and refuses what is another's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 
-from farspan.domain.codec import load, save
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal, command
-from farspan.retrieval.stores import FIELD, About, Payload, Spot, Vectors
+from farspan.retrieval.stores import FIELD, Hits, Ids, Payload, StoreLocation, Vectors
 
-#: Under which key a server keeps what a table or collection of farspan's is about.
+#: Under which key a server keeps that a table or collection is farspan's.
 MARK = "farspan"
-_ABOUT = "about.json"
+Fields = dict[str, str | int]
 
 
-def rows_to_add(
-    ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload], dim: int
-) -> tuple[list[int], Vectors, list[dict[str, str | int]]]:
-    """What is to be written of N rows: every id once, with the last of its vectors and payloads.
+class CheckedStore(ABC):
+    """A store that checks what it is given, and shares it out in requests of `at_once` vectors."""
 
-    Refuses (store-mismatch) vectors of another length than `dim`, a NaN or infinity, and an id
-    below 0.
-    """
-    last = {int(number): row for row, number in enumerate(ids)}
-    if not last:
-        return [], np.zeros((0, dim), np.float32), []
-    vectors_ND = np.asarray(vectors_ND, np.float32)
-    if not len(ids) == len(vectors_ND) == len(payloads):
-        raise ValueError(f"{len(ids)} ids, {len(vectors_ND)} vectors and {len(payloads)} payloads")
-    check_vectors(vectors_ND, dim)
-    if min(last) < 0 or max(last) >= 2**63:
-        raise _mismatch(
-            "an id is not from 0 to below 2**63", f"ids from {min(last)} to {max(last)}"
-        )
-    check_keys({key for payload in payloads for key in payload})
-    kept = [*last.values()]
-    return [*last], np.ascontiguousarray(vectors_ND[kept]), [dict(payloads[row]) for row in kept]
+    at_once = 2**63
+
+    def __init__(self, place: StoreLocation) -> None:
+        self.place = place
+
+    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
+        numbers, vectors_ND = [int(number) for number in ids], np.asarray(vectors_ND, np.float32)
+        if not numbers:
+            return
+        check_vectors(vectors_ND, self.place.dim)
+        if min(numbers) < 0:
+            raise _mismatch("an id is below 0", f"ids from {min(numbers)}")
+        check_keys({key for payload in payloads for key in payload})
+        for some in self._requests(len(numbers)):
+            self.write(numbers[some], vectors_ND[some], [dict(one) for one in payloads[some]])
+
+    def delete(self, ids: Sequence[int]) -> None:
+        for some in self._requests(len(ids)):
+            self.remove([int(number) for number in ids[some]])
+
+    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
+        check_vectors(vector_D, self.place.dim)
+        check_keys({*(where or {})})
+        ids, scores = self.nearest(np.asarray(vector_D, np.float32), k, dict(where or {}))
+        return Hits(np.array(ids, np.int64), np.array(scores, np.float32))
+
+    def vectors(self, ids: Sequence[int]) -> Vectors:
+        vectors_ND = np.zeros((len(ids), self.place.dim), np.float32)
+        for some in self._requests(len(ids)):
+            found = dict(self.read([int(number) for number in ids[some]]))
+            for row, number in enumerate(ids[some], some.start):
+                if number in found:
+                    vectors_ND[row] = found[number]
+        return vectors_ND
+
+    def ids(self) -> Ids:
+        return np.sort(np.array(self.numbers(), np.int64))
+
+    def _requests(self, count: int) -> Iterator[slice]:
+        for start in range(0, count, self.at_once):
+            yield slice(start, min(start + self.at_once, count))
+
+    @abstractmethod
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        """Add vectors, of one request."""
+
+    @abstractmethod
+    def remove(self, ids: list[int]) -> None:
+        """Delete vectors, of one request."""
+
+    @abstractmethod
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[Sequence[Any], Any]:
+        """Ids of the k nearest with these fields, best first, and their scores."""
+
+    @abstractmethod
+    def read(self, ids: list[int]) -> Iterable[tuple[Any, Any]]:
+        """Ids that are there, of one request, and their vectors."""
+
+    @abstractmethod
+    def numbers(self) -> Sequence[Any]:
+        """Every id."""
 
 
 def check_vectors(vectors_ND: Vectors, dim: int) -> None:
-    """Refuses (store-mismatch) vectors of another length than `dim`, and a NaN or infinity in
+    """Refuse (store-mismatch) vectors of another length than `dim`, and a NaN or infinity in
     one."""
     if (length := vectors_ND.shape[-1]) != dim:
         raise _mismatch(
@@ -55,7 +96,7 @@ def check_vectors(vectors_ND: Vectors, dim: int) -> None:
 
 
 def check_keys(keys: set[str]) -> None:
-    """Refuses (out-of-range) a key of a payload that some store would read as more than a name."""
+    """Refuse (out-of-range) a key of a payload that some store would read as more than a name."""
     for key in sorted(keys):
         if not FIELD.fullmatch(key):
             raise Refusal(
@@ -72,83 +113,34 @@ def _mismatch(what: str, fact: str) -> Refusal:
     return Refusal("store-mismatch", what=what, where="the vector store", fact=fact, remedy=remedy)
 
 
-def new_folder(spot: Spot, about: About) -> Path:
-    """The folder of a new embedded store, made, with a file that says what it is about.
-
-    Refuses (store-foreign) a folder that holds something, and (out-of-range) a location.
-    """
-    _no_location(spot)
-    if spot.folder.exists() and any(spot.folder.iterdir()):
-        raise foreign(
-            spot.folder,
-            "the folder for a new store is not empty",
-            f"it holds {_listed(spot.folder)}",
-        )
-    spot.folder.mkdir(parents=True, exist_ok=True)
-    save(about, spot.folder / _ABOUT)
-    return spot.folder
+def refuse_location(place: StoreLocation, store: str) -> None:
+    """Refuse (out-of-range) a location of a store that lies in a folder."""
+    if place.location:
+        what = "this store lies in the run's folder and takes no location"
+        raise bad_location(what, f"location: {place.location}", store)
 
 
-def own_folder(spot: Spot, data: str) -> About:
-    """What the embedded store is about that `new_folder` made; `data` is what the store itself has
-    in the folder.
-
-    Refuses (no-index) a missing or empty folder, (store-foreign) what another made, and
-    (out-of-range) a location.
-    """
-    _no_location(spot)
-    if not spot.folder.exists() or not any(spot.folder.iterdir()):
-        raise missing(spot.folder, "the folder is missing or empty")
-    if not (spot.folder / data).exists() or not (spot.folder / _ABOUT).exists():
-        raise foreign(
-            spot.folder, "the folder is of another store", f"it holds {_listed(spot.folder)}"
-        )
-    return load(spot.folder / _ABOUT, About)
+def bad_location(what: str, fact: str, remedy: str) -> Refusal:
+    """A location or a vector's length that a store cannot have; `remedy` is what to set instead."""
+    return Refusal(
+        "out-of-range",
+        what=what,
+        where="run.yaml, key index.store",
+        fact=fact,
+        remedy=f"set index.store: {remedy}",
+        key="index.store",
+    )
 
 
-def _no_location(spot: Spot) -> None:
-    if spot.location:
-        raise Refusal(
-            "out-of-range",
-            what="this store lies in the run's folder and takes no location",
-            where="run.yaml, key index.store",
-            fact=f"location: {spot.location}",
-            remedy="leave out what follows the store's name",
-            key="index.store",
-        )
-
-
-def _listed(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir())
-    return ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
-
-
-def marked(about: About) -> str:
-    """What a server keeps to a table or collection, so that `claimed` knows it again."""
-    return msgspec.json.encode(about).decode()
-
-
-def claimed(mark: object, where: object, wanted: About | None = None) -> About:
-    """The About that `marked` wrote. Refuses (store-foreign) where it is none, and where it is not
-    the one `wanted`."""
-    try:
-        found = msgspec.json.decode(mark if isinstance(mark, str) else "", type=About)
-    except msgspec.DecodeError:
+def refuse_foreign(mark: object, where: str | Path) -> None:
+    """Refuse (store-foreign) a table or collection that does not bear the mark of farspan's."""
+    if mark != MARK:
         raise foreign(
             where, "farspan did not make what has this name", "it bears no mark of farspan's"
-        ) from None
-    if wanted is not None and found != wanted:
-        there, here = (
-            f"model {a.model}, tokenizer {a.tokenizer}, fit {a.fit}, dim {a.dim}"
-            for a in (found, wanted)
         )
-        raise foreign(
-            where, "what has this name holds other vectors", f"there: {there}; here: {here}"
-        )
-    return found
 
 
-def foreign(where: object, what: str, fact: str) -> Refusal:
+def foreign(where: str | Path, what: str, fact: str) -> Refusal:
     """A folder, table or collection that is not this index's: it is left as it is."""
     remedy = "name another database or server in run.yaml, key index.store"
     if isinstance(where, Path):
@@ -158,7 +150,7 @@ def foreign(where: object, what: str, fact: str) -> Refusal:
     )
 
 
-def missing(where: object, fact: str) -> Refusal:
+def missing(where: str | Path, fact: str) -> Refusal:
     """No store where one is to be opened."""
     return Refusal(
         "no-index",
@@ -169,17 +161,15 @@ def missing(where: object, fact: str) -> Refusal:
     )
 
 
-def unreachable(where: object, error: object, remedy: str) -> Refusal:
+def unreachable(where: str, error: Exception, remedy: str) -> Refusal:
     """A server that does not answer, does not let us in, or does not do what is asked. `remedy`:
     how to look at it."""
-    fact = next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return Refusal(
         "store-unreachable",
         what="the vector store's server does not do what is asked",
         where=where,
-        fact=fact,
+        fact=lines[0] if lines else type(error).__name__,
         remedy=remedy,
         key="index.store",
     )

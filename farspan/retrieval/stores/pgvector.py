@@ -1,5 +1,5 @@
-"""PostgreSQL with pgvector: one table, of ids, vectors and payloads, whose comment says what it is
-about.
+"""PostgreSQL with pgvector: one table, of ids, vectors and payloads, whose comment says that it is
+farspan's.
 
 The location is a URL such as postgresql://user@host/database. A password comes from PGPASSWORD or
 from ~/.pgpass.
@@ -11,23 +11,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import psycopg
 from pgvector.psycopg import register_vector
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.sql import SQL, Composed, Identifier, Literal
+from psycopg.sql import SQL, Identifier, Literal
 from psycopg.types.json import Jsonb
 
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
-from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
+from farspan.retrieval.stores import StoreLocation, Vectors
 from farspan.retrieval.stores._common import (
-    check_keys,
-    check_vectors,
-    claimed,
-    marked,
+    MARK,
+    CheckedStore,
+    Fields,
+    bad_location,
     missing,
-    rows_to_add,
+    refuse_foreign,
     unreachable,
 )
 
@@ -40,13 +39,13 @@ NEIGHBOURS, BUILD_EF, SEARCH_EF = 24, 200, 400
 BUILD_BYTES = 2_000_000_000
 #: pgvector's limits: numbers a vector, and numbers of one that a graph can hold.
 MOST_NUMBERS, MOST_IN_GRAPH = 16_000, 2_000
-#: PostgreSQL cuts names at 63 bytes; the indexes' names are longer than the table's.
-LONGEST_NAME = 50
 CONNECT_S, ANSWER_S = 5, 60
 #: The first version whose graph goes on searching when what it found is deleted or left out.
 OLDEST = (0, 8)
 #: Notices a server that has gone without a word.
-_KEEPALIVE = {
+_CONNECTING = {
+    "connect_timeout": CONNECT_S,
+    "application_name": "farspan",
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
@@ -54,108 +53,84 @@ _KEEPALIVE = {
 }
 
 
-class PgvectorStore:
-    def __init__(self, connection: psycopg.Connection[Any], spot: Spot, about: About) -> None:
-        self._connection, self._about = connection, about
-        self._table, self._name, self._where = Identifier(spot.name), spot.name, _where(spot)
+class PgvectorStore(CheckedStore):
+    def __init__(self, connection: psycopg.Connection[Any], place: StoreLocation) -> None:
+        super().__init__(place)
+        self._connection, self._where = connection, _where(place)
 
-    def _asks(self, query: str, values: Sequence[object] = (), **names: Any) -> psycopg.Cursor[Any]:
+    def _ask(self, query: str, values: Sequence[object] = (), **names: Any) -> psycopg.Cursor[Any]:
         """Run one statement, in which {table} is the table."""
         return self._connection.execute(
-            SQL(query).format(table=self._table, **names), values or None
+            SQL(query).format(table=Identifier(self.place.name), **names), values or None
         )
 
-    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
-        if not numbers:
-            return
-        with _answers(self._where), self._connection.transaction():
-            self._asks("CREATE TEMP TABLE incoming (LIKE {table}) ON COMMIT DROP")
-            into = "COPY incoming (id, embedding, payload) FROM STDIN (FORMAT BINARY)"
-            with self._connection.cursor() as cursor, cursor.copy(into) as copy:
-                copy.set_types(["int8", "vector", "jsonb"])
-                for number, vector_D, payload in zip(numbers, vectors_ND, kept, strict=True):
-                    copy.write_row((number, vector_D, Jsonb(_without_nul(payload))))
-            # In order of ids, so that two writers do not each wait for a row of the other's.
-            self._asks(
-                "INSERT INTO {table} (id, embedding, payload) SELECT id, embedding, payload FROM "
-                "incoming ORDER BY id "
-                "ON CONFLICT (id) DO UPDATE SET embedding = excluded.embedding, payload = "
-                "excluded.payload"
-            )
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        into = SQL("COPY {} (id, embedding, payload) FROM STDIN (FORMAT BINARY)")
+        with (
+            _answers(self._where),
+            self._connection.cursor() as cursor,
+            cursor.copy(into.format(Identifier(self.place.name))) as copy,
+        ):
+            copy.set_types(["int8", "vector", "jsonb"])
+            for number, vector_D, payload in zip(ids, vectors_ND, payloads, strict=True):
+                copy.write_row((number, vector_D, Jsonb(_without_nul(payload))))
 
-    def delete(self, ids: Sequence[int]) -> None:
+    def remove(self, ids: list[int]) -> None:
         with _answers(self._where):
-            self._asks(
-                "DELETE FROM {table} WHERE id = ANY(%s::bigint[])",
-                [[int(number) for number in ids]],
-            )
+            self._ask("DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [ids])
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
-        check_vectors(vector_D, self._about.dim)
-        equal = _without_nul(where or {})
-        check_keys({*equal})
-        vector_D = np.asarray(vector_D, np.float32)
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[int], list[float]]:
+        equal = [Jsonb(_without_nul(where))] if where else []
+        narrowed = "WHERE payload @> %s " if where else ""
         with _answers(self._where), self._connection.transaction():
-            if equal or k > SEARCH_EF:
+            if where or k > SEARCH_EF:
                 # Past the graph, which finds little of what a filter leaves, to the index of
                 # payloads, and exactly.
-                self._asks("SET LOCAL enable_indexscan = off")
-            rows = self._asks(
-                "SELECT id, -(embedding <#> %s) AS score, payload FROM {table} WHERE payload @> %s "
-                "ORDER BY embedding <#> %s LIMIT %s"
-                if equal
-                else (
-                    "SELECT id, -(embedding <#> %s) AS score, payload FROM {table} ORDER BY "
-                    "embedding <#> %s LIMIT %s"
-                ),
-                [vector_D, Jsonb(equal), vector_D, k] if equal else [vector_D, vector_D, k],
+                self._ask("SET LOCAL enable_indexscan = off")
+            rows = self._ask(
+                f"SELECT id, -(embedding <#> %s) FROM {{table}} {narrowed}"
+                "ORDER BY embedding <#> %s LIMIT %s",
+                [vector_D, *equal, vector_D, k],
             ).fetchall()
-        return [Hit(id=number, score=score, payload=payload) for number, score, payload in rows]
+        return [number for number, _ in rows], [score for _, score in rows]
 
-    def ids(self) -> Ids:
+    def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
+        query = "SELECT id, embedding FROM {table} WHERE id = ANY(%s::bigint[])"
         with _answers(self._where):
-            return np.array(
-                [row[0] for row in self._asks("SELECT id FROM {table} ORDER BY id")], np.int64
-            )
+            rows = self._ask(query, [ids]).fetchall()
+        return ((number, vector.to_numpy()) for number, vector in rows)
 
-    def count(self) -> int:
+    def numbers(self) -> list[int]:
         with _answers(self._where):
-            return int(next(self._asks("SELECT count(*) FROM {table}"))[0])
-
-    def describe(self) -> About:
-        return self._about
+            return [number for (number,) in self._ask("SELECT id FROM {table}").fetchall()]
 
     def finish(self) -> None:
-        size = self.count() * self._about.dim * 4
-        graph = size > EXACT_BYTES and self._about.dim <= MOST_IN_GRAPH
+        size = len(self.numbers()) * self.place.dim * 4
         with _answers(self._where), self._connection.transaction():
-            self._asks("SET LOCAL statement_timeout = 0")
-            self._asks(
+            self._ask("SET LOCAL statement_timeout = 0")
+            self._ask(
                 "CREATE INDEX IF NOT EXISTS {index} ON {table} USING gin (payload jsonb_path_ops)",
-                index=Identifier(f"{self._name}_payload"),
+                index=Identifier(f"{self.place.name}_payload"),
             )
-            if graph:
+            if size > EXACT_BYTES and self.place.dim <= MOST_IN_GRAPH:
                 # Past this memory a build is many times slower. Shared among processes it is often
                 # more than there may be: containers have 64 MB.
-                self._asks("SET LOCAL max_parallel_maintenance_workers = 0")
-                self._asks(
-                    "SET LOCAL maintenance_work_mem = "
-                    f"'{min(BUILD_BYTES, 64_000_000 + 2 * size) // 1000}kB'"
-                )
-                self._asks(
-                    "CREATE INDEX IF NOT EXISTS {index} ON {table} USING hnsw (embedding "
-                    "vector_ip_ops) "
+                memory = min(BUILD_BYTES, 64_000_000 + 2 * size) // 1000
+                self._ask("SET LOCAL max_parallel_maintenance_workers = 0")
+                self._ask(f"SET LOCAL maintenance_work_mem = '{memory}kB'")
+                self._ask(
+                    "CREATE INDEX IF NOT EXISTS {index} ON {table} USING hnsw "
+                    "(embedding vector_ip_ops) "
                     f"WITH (m = {NEIGHBOURS}, ef_construction = {BUILD_EF})",
-                    index=Identifier(f"{self._name}_nearest"),
+                    index=Identifier(f"{self.place.name}_nearest"),
                 )
-            self._asks("ANALYZE {table}")
+            self._ask("ANALYZE {table}")
 
     def close(self) -> None:
         self._connection.close()
 
 
-def _without_nul(payload: Payload) -> dict[str, str | int]:
+def _without_nul(payload: Fields) -> Fields:
     """PostgreSQL's text has no NUL: it becomes the sign for a character that cannot be shown."""
     return {
         key: value.replace("\0", "\ufffd") if isinstance(value, str) else value
@@ -187,34 +162,23 @@ def _answers(where: str) -> Iterator[None]:
         raise unreachable(where, error, _psql(where, "SELECT 1")) from None
 
 
-def _words(spot: Spot) -> dict[str, Any]:
-    """The parts of the location. Refuses (out-of-range) one that is none, has a password, or names
-    no fit table."""
+def _words(place: StoreLocation) -> dict[str, Any]:
+    """The parts of the location. Refuses (out-of-range) one that is none."""
     try:
-        words = conninfo_to_dict(spot.location)
+        words = conninfo_to_dict(place.location)
     except psycopg.ProgrammingError:
         words = {}
-    if (
-        not words
-        or words.get("password")
-        or len(spot.name.encode()) > LONGEST_NAME
-        or not spot.name
-    ):
-        raise Refusal(
-            "out-of-range",
-            what="this is no place for a table of vectors",
-            where="run.yaml, key index.store",
-            fact="it is postgresql://user@host/database without a password, and a table's name of "
-            "at most "
-            f"{LONGEST_NAME} bytes",
-            remedy="set index.store: pgvector:postgresql://localhost/farspan",
-            key="index.store",
+    if not words:
+        raise bad_location(
+            "this is no place for a table of vectors",
+            "it is postgresql://user@host/database",
+            "pgvector:postgresql://localhost/farspan",
         )
     return words
 
 
-def _where(spot: Spot) -> str:
-    words = _words(spot)
+def _where(place: StoreLocation) -> str:
+    words = _words(place)
     return make_conninfo(
         **{key: words[key] for key in ("user", "host", "port", "dbname") if key in words}
     )
@@ -224,17 +188,12 @@ def _psql(where: str, statement: str) -> str:
     return shell_line("psql", where, "-c", statement)
 
 
-def _connect(spot: Spot) -> psycopg.Connection[Any]:
-    """A connection to a server that has pgvector."""
-    where = _where(spot)
+@contextmanager
+def _connect(place: StoreLocation) -> Iterator[psycopg.Connection[Any]]:
+    """A connection to a server that has pgvector, which is closed where the table is refused."""
+    where = _where(place)
     with _answers(where):
-        words = {
-            "connect_timeout": CONNECT_S,
-            "application_name": "farspan",
-            **_KEEPALIVE,
-            **_words(spot),
-        }
-        connection = psycopg.connect(**words, autocommit=True)
+        connection = psycopg.connect(**{**_CONNECTING, **_words(place)}, autocommit=True)
     try:
         with _answers(where):
             connection.execute(f"SET statement_timeout = {ANSWER_S * 1000}")
@@ -242,10 +201,10 @@ def _connect(spot: Spot) -> psycopg.Connection[Any]:
             register_vector(connection)
             connection.execute(f"SET hnsw.ef_search = {SEARCH_EF}")
             connection.execute("SET hnsw.iterative_scan = strict_order")
+            yield connection
     except Refusal:
         connection.close()
         raise
-    return connection
 
 
 _NO_EXTENSION = (
@@ -285,81 +244,45 @@ def _extend(connection: psycopg.Connection[Any], where: str) -> None:
         )
 
 
-def _find(connection: psycopg.Connection[Any], spot: Spot) -> tuple[bool, str | None]:
-    """Whether there is a table of that name, and its comment."""
+def _exists(connection: psycopg.Connection[Any], place: StoreLocation) -> bool:
+    """Whether there is such a table; refuses (store-foreign) one that is not farspan's."""
     query = "SELECT obj_description(oid, 'pg_class') FROM pg_class WHERE oid = to_regclass(%s)"
-    with _answers(_where(spot)):
-        row = connection.execute(query, [Identifier(spot.name).as_string(connection)]).fetchone()
-    return row is not None, row[0] if row else None
+    name = Identifier(place.name).as_string(connection)
+    row = connection.execute(query, [name]).fetchone()
+    if row is not None:
+        refuse_foreign(row[0], f"{_where(place)}, table {place.name}")
+    return row is not None
 
 
-def shared(location: str) -> bool:
-    """Yes: it is a server."""
-    return True
-
-
-def create(spot: Spot, about: About) -> PgvectorStore:
-    """A new table, or the one that is there for `about`."""
-    if about.dim > MOST_NUMBERS:
-        raise Refusal(
-            "out-of-range",
-            what="pgvector cannot hold such long vectors",
-            where="run.yaml, key index.store",
-            fact=f"{about.dim} numbers a vector, at most {MOST_NUMBERS:,}",
-            remedy="set index.store: qdrant",
-            key="index.store",
+def create(place: StoreLocation) -> PgvectorStore:
+    """A new table, or the one that is there."""
+    if place.dim > MOST_NUMBERS:
+        raise bad_location(
+            "pgvector cannot hold such long vectors",
+            f"{place.dim} numbers a vector, at most {MOST_NUMBERS:,}",
+            "qdrant",
         )
-    connection = _connect(spot)
-    try:
-        if not _find(connection, spot)[0]:
-            with _answers(_where(spot)), connection.transaction():
-                for statement in _making(spot, about):
-                    connection.execute(statement)
-        claimed(_find(connection, spot)[1], f"{_where(spot)}, table {spot.name}", about)
-    except (psycopg.errors.DuplicateTable, psycopg.errors.UniqueViolation):
-        # Somebody else has made it meanwhile.
-        connection.close()
-        return create(spot, about)
-    except Refusal:
-        connection.close()
-        raise
-    return PgvectorStore(connection, spot, about)
+    table, dim, mark = Identifier(place.name), Literal(place.dim), Literal(MARK)
+    columns = "id bigint PRIMARY KEY, embedding vector({}) NOT NULL, payload jsonb NOT NULL"
+    with _connect(place) as connection:
+        if not _exists(connection, place):
+            with connection.transaction():
+                connection.execute(SQL(f"CREATE TABLE {{}} ({columns})").format(table, dim))
+                connection.execute(SQL("COMMENT ON TABLE {} IS {}").format(table, mark))
+    return PgvectorStore(connection, place)
 
 
-def _making(spot: Spot, about: About) -> list[Composed]:
-    table = Identifier(spot.name)
-    columns = "id bigint PRIMARY KEY, embedding vector({dim}) NOT NULL, payload jsonb NOT NULL"
-    return [
-        SQL("CREATE TABLE {table} (" + columns + ")").format(table=table, dim=Literal(about.dim)),
-        SQL("COMMENT ON TABLE {table} IS {mark}").format(table=table, mark=Literal(marked(about))),
-    ]
-
-
-def open_store(spot: Spot) -> PgvectorStore:
+def open(place: StoreLocation) -> PgvectorStore:
     """The table that `create` made."""
-    connection = _connect(spot)
-    try:
-        there, comment = _find(connection, spot)
-        if not there:
-            raise missing(_where(spot), f"there is no table {spot.name}")
-        about = claimed(comment, f"{_where(spot)}, table {spot.name}")
-    except Refusal:
-        connection.close()
-        raise
-    return PgvectorStore(connection, spot, about)
+    with _connect(place) as connection:
+        if not _exists(connection, place):
+            raise missing(_where(place), f"there is no table {place.name}")
+    return PgvectorStore(connection, place)
 
 
-def drop(spot: Spot) -> None:
+def drop(place: StoreLocation) -> None:
     """Remove the table, if it is farspan's."""
-    connection = _connect(spot)
-    try:
-        there, comment = _find(connection, spot)
-        if there:
-            claimed(comment, f"{_where(spot)}, table {spot.name}")
-            with _answers(_where(spot)):
-                connection.execute(SQL("DROP TABLE {}").format(Identifier(spot.name)))
-    except Refusal as refusal:
-        if refusal.problem.code != "store-foreign":
-            raise
-    finally:
-        connection.close()
+    with _connect(place) as connection:
+        if _exists(connection, place):
+            connection.execute(SQL("DROP TABLE {}").format(Identifier(place.name)))
+    connection.close()

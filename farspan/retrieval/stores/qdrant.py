@@ -6,19 +6,13 @@ at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import qdrant_edge as qdrant
 
-from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
-from farspan.retrieval.stores._common import (
-    check_keys,
-    check_vectors,
-    new_folder,
-    own_folder,
-    rows_to_add,
-)
+from farspan.retrieval.stores import StoreLocation, Vectors
+from farspan.retrieval.stores._common import CheckedStore, Fields, missing, refuse_location
 
 #: Up to so many bytes of vectors every one is compared as it is: exact, and quick to open. Above,
 #: every one is compared in 8 bits a number, and the best of those again as they are.
@@ -29,59 +23,48 @@ _OVERSAMPLING = 3.0
 _SHARD = "shard"
 
 
-class QdrantStore:
-    def __init__(self, shard: qdrant.EdgeShard, about: About) -> None:
-        self._shard, self._about = shard, about
+class QdrantStore(CheckedStore):
+    def __init__(self, shard: qdrant.EdgeShard, place: StoreLocation) -> None:
+        super().__init__(place)
+        self._shard = shard
 
-    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
-        rows = zip(numbers, vectors_ND.tolist(), kept, strict=True)
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        rows = zip(ids, vectors_ND.tolist(), payloads, strict=True)
         points = [qdrant.Point(number, vector, payload) for number, vector, payload in rows]
-        if points:
-            self._shard.update(qdrant.UpdateOperation.upsert_points(points))
-            self._shard.flush()
+        self._shard.update(qdrant.UpdateOperation.upsert_points(points))
 
-    def delete(self, ids: Sequence[int]) -> None:
-        if len(ids):
-            self._shard.update(
-                qdrant.UpdateOperation.delete_points([int(number) for number in ids])
-            )
-            self._shard.flush()
+    def remove(self, ids: list[int]) -> None:
+        self._shard.update(qdrant.UpdateOperation.delete_points([*ids]))
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
-        check_vectors(vector_D, self._about.dim)
-        equal = dict(where or {})
-        check_keys({*equal})
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[Any], list[float]]:
         again = qdrant.QuantizationSearchParams(rescore=True, oversampling=_OVERSAMPLING)
         request = qdrant.QueryRequest(
             limit=k,
             query=qdrant.Query.Nearest(vector_D.tolist()),
-            with_payload=True,
+            with_payload=False,
             params=qdrant.SearchParams(quantization=again),
             filter=qdrant.Filter(
                 must=[
                     qdrant.FieldCondition(key, match=qdrant.MatchValue(value))
-                    for key, value in equal.items()
+                    for key, value in where.items()
                 ]
             ),
         )
         hits = self._shard.query(request)
-        return [Hit(id=int(hit.id), score=hit.score, payload=hit.payload or {}) for hit in hits]
+        return [hit.id for hit in hits], [hit.score for hit in hits]
 
-    def ids(self) -> Ids:
-        every: list[int] = []
+    def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
+        for record in self._shard.retrieve([*ids], with_payload=False, with_vector=True):
+            yield record.id, record.vector
+
+    def numbers(self) -> list[Any]:
+        every: list[Any] = []
         offset = None
         while True:
             records, offset = self._shard.scroll(qdrant.ScrollRequest(limit=10_000, offset=offset))
-            every += [int(record.id) for record in records]
+            every += [record.id for record in records]
             if offset is None:
-                return np.sort(np.array(every, np.int64))
-
-    def count(self) -> int:
-        return self._shard.count(qdrant.CountRequest(exact=True))
-
-    def describe(self) -> About:
-        return self._about
+                return every
 
     def finish(self) -> None:
         self._shard.optimize()
@@ -91,19 +74,14 @@ class QdrantStore:
         self._shard.close()
 
 
-def shared(location: str) -> bool:
-    """It lies in the index's own folder."""
-    return False
-
-
-def create(spot: Spot, about: About) -> QdrantStore:
-    """A new store in a folder that does not exist yet, or is empty."""
-    folder = new_folder(spot, about)
-    (folder / _SHARD).mkdir()
+def create(place: StoreLocation) -> QdrantStore:
+    """A new store in a folder that does not exist yet."""
+    refuse_location(place, "qdrant")
+    (place.folder / _SHARD).mkdir(parents=True)
     config = qdrant.EdgeConfig(
         # m=0: no graph. For 28,000 vectors it took 13.6 s to build and saved 1.3 ms (decision 1).
         vectors=qdrant.EdgeVectorParams(
-            about.dim,
+            place.dim,
             qdrant.Distance.Dot,
             quantization_config=qdrant.ScalarQuantizationConfig(
                 qdrant.ScalarType.Int8, memory=qdrant.Memory.Cached
@@ -117,14 +95,17 @@ def create(spot: Spot, about: About) -> QdrantStore:
         ),
         wal_enabled=False,
     )
-    return QdrantStore(qdrant.EdgeShard.create(str(folder / _SHARD), config), about)
+    shard = qdrant.EdgeShard.create(str(place.folder / _SHARD), config)
+    return QdrantStore(shard, place)
 
 
-def open_store(spot: Spot) -> QdrantStore:
-    """The store that is in a folder, with everything that was acknowledged before a crash."""
-    about = own_folder(spot, _SHARD)
-    return QdrantStore(qdrant.EdgeShard.load(str(spot.folder / _SHARD)), about)
+def open(place: StoreLocation) -> QdrantStore:
+    """The store that is in a folder."""
+    refuse_location(place, "qdrant")
+    if not (place.folder / _SHARD).exists():
+        raise missing(place.folder, f"{_SHARD} is missing")
+    return QdrantStore(qdrant.EdgeShard.load(str(place.folder / _SHARD)), place)
 
 
-def drop(spot: Spot) -> None:
+def drop(place: StoreLocation) -> None:
     """Its folder is all that there is of it."""

@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
-import numpy as np
 from qdrant_client import QdrantClient
 from qdrant_client import models as qdrant
 from qdrant_client.http.exceptions import ApiException
 
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
-from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
+from farspan.retrieval.stores import StoreLocation, Vectors
 from farspan.retrieval.stores._common import (
     MARK,
-    check_keys,
-    check_vectors,
-    claimed,
-    foreign,
-    marked,
+    CheckedStore,
+    Fields,
+    bad_location,
     missing,
-    rows_to_add,
+    refuse_foreign,
     unreachable,
 )
 
@@ -41,70 +39,56 @@ MOST_NUMBERS = 65_536
 #: Vectors in one request: as JSON, some megabytes.
 AT_ONCE = 500
 ANSWER_S, FINISH_S = 30, 3600
-_METRIC = qdrant.Distance.DOT
 
 
-class QdrantServerStore:
-    def __init__(self, client: QdrantClient, spot: Spot, about: About) -> None:
-        self._client, self._about = client, about
-        self._name, self._where = spot.name, spot.location
+class QdrantServerStore(CheckedStore):
+    at_once = AT_ONCE
 
-    def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
-        for start in range(0, len(numbers), AT_ONCE):
-            some = slice(start, start + AT_ONCE)
-            batch = qdrant.Batch(
-                ids=numbers[some], vectors=vectors_ND[some].tolist(), payloads=kept[some]
-            )
-            with _answers(self._where):
-                self._client.upsert(self._name, batch, wait=True)
+    def __init__(self, client: QdrantClient, place: StoreLocation) -> None:
+        super().__init__(place)
+        self._client, self._name, self._where = client, place.name, place.location
 
-    def delete(self, ids: Sequence[int]) -> None:
-        numbers = [int(number) for number in ids]
-        if numbers:
-            with _answers(self._where):
-                self._client.delete(self._name, qdrant.PointIdsList(points=numbers), wait=True)
+    def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
+        batch = qdrant.Batch(ids=[*ids], vectors=vectors_ND.tolist(), payloads=payloads)
+        with _answers(self._where):
+            self._client.upsert(self._name, batch, wait=True)
 
-    def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
-        check_vectors(vector_D, self._about.dim)
-        equal = dict(where or {})
-        check_keys({*equal})
+    def remove(self, ids: list[int]) -> None:
+        with _answers(self._where):
+            self._client.delete(self._name, qdrant.PointIdsList(points=[*ids]), wait=True)
+
+    def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[Any], list[float]]:
         must = [
             qdrant.FieldCondition(key=key, match=qdrant.MatchValue(value=value))
-            for key, value in equal.items()
+            for key, value in where.items()
         ]
         with _answers(self._where):
             points = self._client.query_points(
                 self._name,
                 query=vector_D.tolist(),
                 limit=k,
-                with_payload=True,
+                with_payload=False,
                 query_filter=qdrant.Filter(must=must),
                 search_params=qdrant.SearchParams(hnsw_ef=max(SEARCH_EF, k)),
             ).points
-        return [
-            Hit(id=int(point.id), score=point.score, payload=point.payload or {})
-            for point in points
-        ]
+        return [point.id for point in points], [point.score for point in points]
 
-    def ids(self) -> Ids:
-        every: list[int] = []
+    def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
+        with _answers(self._where):
+            records = self._client.retrieve(self._name, ids, with_payload=False, with_vectors=True)
+        return ((record.id, record.vector) for record in records)
+
+    def numbers(self) -> list[Any]:
+        every: list[Any] = []
         offset = None
         while True:
             with _answers(self._where):
                 records, offset = self._client.scroll(
                     self._name, limit=10_000, offset=offset, with_payload=False, with_vectors=False
                 )
-            every += [int(record.id) for record in records]
+            every += [record.id for record in records]
             if offset is None:
-                return np.sort(np.array(every, np.int64))
-
-    def count(self) -> int:
-        with _answers(self._where):
-            return self._client.count(self._name, exact=True).count
-
-    def describe(self) -> About:
-        return self._about
+                return every
 
     def finish(self) -> None:
         """Wait until the server has built its graph; after an hour it goes on building by
@@ -129,109 +113,74 @@ def _answers(where: str) -> Iterator[None]:
         raise unreachable(where, error, f"curl {shell_word(where)}/healthz") from None
 
 
-def _client(spot: Spot) -> QdrantClient:
-    if not spot.location:
-        raise Refusal(
-            "out-of-range",
-            what="qdrant_server needs the location of a Qdrant server",
-            where="run.yaml, key index.store",
-            fact="there is none; the store qdrant keeps vectors in the run's folder",
-            remedy="set index.store: qdrant",
-            key="index.store",
+@contextmanager
+def _client(place: StoreLocation) -> Iterator[QdrantClient]:
+    """A client of the server, which is closed where the collection is refused."""
+    if not place.location:
+        raise bad_location(
+            "qdrant_server needs the location of a Qdrant server",
+            "there is none; the store qdrant keeps vectors in the run's folder",
+            "qdrant",
         )
-    if not spot.location.startswith(("http://", "https://")):
-        raise Refusal(
-            "out-of-range",
-            what="this is no location of a Qdrant server",
-            where="run.yaml, key index.store",
-            fact=f"location: {spot.location}",
-            remedy="set index.store: qdrant_server:http://localhost:6333",
-            key="index.store",
+    if not place.location.startswith(("http://", "https://")):
+        raise bad_location(
+            "this is no location of a Qdrant server",
+            f"location: {place.location}",
+            "qdrant_server:http://localhost:6333",
         )
     key = os.environ.get("QDRANT_API_KEY")
-    return QdrantClient(url=spot.location, api_key=key, timeout=ANSWER_S, check_compatibility=False)
+    client = QdrantClient(
+        url=place.location, api_key=key, timeout=ANSWER_S, check_compatibility=False
+    )
+    try:
+        with _answers(place.location):
+            yield client
+    except Refusal:
+        client.close()
+        raise
 
 
-def _claim(client: QdrantClient, spot: Spot, wanted: About | None = None) -> About:
-    """What the collection is about; refuses (store-foreign) one that is not farspan's or of other
-    vectors."""
-    with _answers(spot.location):
-        config = client.get_collection(spot.name).config
-    where = f"{spot.location}, collection {spot.name}"
-    about = claimed((config.metadata or {}).get(MARK), where, wanted)
-    vectors = config.params.vectors
-    if not isinstance(vectors, qdrant.VectorParams) or (vectors.size, vectors.distance) != (
-        about.dim,
-        _METRIC,
-    ):
-        raise foreign(
-            where,
-            "the collection is not of vectors as farspan makes them",
-            f"its vectors: {vectors}",
-        )
-    return about
-
-
-def shared(location: str) -> bool:
-    """Yes: it is a server."""
+def _exists(client: QdrantClient, place: StoreLocation) -> bool:
+    """Whether there is such a collection; refuses (store-foreign) one that is not farspan's."""
+    if not client.collection_exists(place.name):
+        return False
+    metadata = client.get_collection(place.name).config.metadata or {}
+    refuse_foreign(metadata.get(MARK), f"{place.location}, collection {place.name}")
     return True
 
 
-def create(spot: Spot, about: About) -> QdrantServerStore:
-    """A new collection, or the one that is there for `about`."""
-    if about.dim > MOST_NUMBERS:
-        raise Refusal(
-            "out-of-range",
-            what="Qdrant cannot hold such long vectors",
-            where="run.yaml, key index.store",
-            fact=f"{about.dim} numbers a vector, at most {MOST_NUMBERS:,}",
-            remedy="set index.store: faiss",
-            key="index.store",
+def create(place: StoreLocation) -> QdrantServerStore:
+    """A new collection, or the one that is there."""
+    if place.dim > MOST_NUMBERS:
+        raise bad_location(
+            "Qdrant cannot hold such long vectors",
+            f"{place.dim} numbers a vector, at most {MOST_NUMBERS:,}",
+            "faiss",
         )
-    client = _client(spot)
-    try:
-        with _answers(spot.location):
-            if not client.collection_exists(spot.name):
-                client.create_collection(
-                    spot.name,
-                    vectors_config=qdrant.VectorParams(size=about.dim, distance=_METRIC),
-                    optimizers_config=qdrant.OptimizersConfigDiff(
-                        indexing_threshold=EXACT_BYTES // 1000
-                    ),
-                    metadata={MARK: marked(about)},
-                )
-        _claim(client, spot, about)
-    except Refusal:
-        client.close()
-        raise
-    return QdrantServerStore(client, spot, about)
+    with _client(place) as client:
+        if not _exists(client, place):
+            client.create_collection(
+                place.name,
+                vectors_config=qdrant.VectorParams(size=place.dim, distance=qdrant.Distance.DOT),
+                optimizers_config=qdrant.OptimizersConfigDiff(
+                    indexing_threshold=EXACT_BYTES // 1000
+                ),
+                metadata={MARK: MARK},
+            )
+    return QdrantServerStore(client, place)
 
 
-def open_store(spot: Spot) -> QdrantServerStore:
+def open(place: StoreLocation) -> QdrantServerStore:
     """The collection that `create` made."""
-    client = _client(spot)
-    try:
-        with _answers(spot.location):
-            there = client.collection_exists(spot.name)
-        if not there:
-            raise missing(spot.location, f"there is no collection {spot.name}")
-        about = _claim(client, spot)
-    except Refusal:
-        client.close()
-        raise
-    return QdrantServerStore(client, spot, about)
+    with _client(place) as client:
+        if not _exists(client, place):
+            raise missing(place.location, f"there is no collection {place.name}")
+    return QdrantServerStore(client, place)
 
 
-def drop(spot: Spot) -> None:
+def drop(place: StoreLocation) -> None:
     """Remove the collection, if it is farspan's."""
-    client = _client(spot)
-    try:
-        with _answers(spot.location):
-            if client.collection_exists(spot.name):
-                _claim(client, spot)
-                client.delete_collection(spot.name)
-    except Refusal as refusal:
-        if refusal.problem.code != "store-foreign":
-            raise
-    finally:
-        client.close()
+    with _client(place) as client:
+        if _exists(client, place):
+            client.delete_collection(place.name)
+    client.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.retrieval.stores import About
+from farspan.retrieval.index import IndexFingerprint
 
 _FOLDER = Path(__file__).parent
 
@@ -65,7 +65,7 @@ TARGETS = (
 )
 
 
-def page(file: str, about: About, fields: Mapping[str, type], largest: int) -> str:
+def page(file: str, about: IndexFingerprint, fields: Mapping[str, type], largest: int) -> str:
     """How each database loads a file of vectors, as Markdown. `fields` are the keys of a payload
     with their types, str or int; `largest` is the size of the largest text and payload as JSON, in
     bytes."""

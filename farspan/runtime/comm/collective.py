@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SECRET, STORE_PORT
 from farspan.runtime.comm import tcp
-from farspan.runtime.comm.heartbeat import ANSWER_S, LOST, RTTS, SILENCE_S, Heartbeat, How
+from farspan.runtime.comm.heartbeat import RTTS, SILENCE_S, Heartbeat, How
 from farspan.runtime.comm.notices import Notices, came
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
@@ -29,6 +29,8 @@ BUSY_S = 2 * 3600.0
 #: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the
 #: group has one: what some send by NCCL the others cannot receive by gloo.
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
+#: Rank 0's notice of the port of PyTorch's store.
+STORE = "farspan/store"
 
 
 def backend(kinds: Iterable[str]) -> str:
@@ -37,30 +39,25 @@ def backend(kinds: Iterable[str]) -> str:
 
 
 def meet(rank: int, world: int, secret: bytes) -> Notices | None:
-    """What all workers of a run tell each other, once they have met through a store at MASTER_ADDR:
-    rank 0's, or that of the torchrun that started them by hand; None for a worker alone. Raises
-    Refusal where they do not all come within START_S."""
+    """What all workers of a run tell each other, once they have met at MASTER_ADDR; None for a
+    worker alone. Raises Refusal where they do not all come within START_S."""
     if world == 1:
         return None
-    notices: Notices | None = None
+    notices = Notices(secret, rank)
+    # A torchrun that was started by hand has its own store at MASTER_PORT.
+    beside = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port = int(os.environ.get(STORE_PORT) or int(os.environ["MASTER_PORT"]) + beside)
     try:
-        notices = Notices(_store(rank, world), secret, rank)
         with _asking_rank_0(rank):
-            notices.meet(world, START_S)
-    except (dist.DistError, OSError) as error:  # TimeoutError is one.
+            notices.meet(world, port, START_S)
+    except OSError as error:  # TimeoutError is one.
         fact = " ".join(str(error).split())[:300]
-        missing = [
-            str(peer)
-            for peer in range(world)
-            if notices is not None and notices.missing([came(peer)])
-        ]
-        if 0 < len(missing) < world:  # Who has not reached rank 0 knows of nobody.
+        missing = [str(peer) for peer in range(world) if notices.missing([came(peer)])]
+        if len(missing) < world:  # Who has not reached rank 0 knows of nobody.
             fact = (
                 f"{world - len(missing)}/{world} have come, nothing of rank "
                 f"{', '.join(missing)}: {fact}"
             )
-        if notices is not None and notices.disturbed:
-            fact += "; somebody who lacks the secret has written into the store where they meet"
         raise Refusal(
             "worker-lost",
             what=f"the {world} workers did not meet",
@@ -71,34 +68,25 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
                 f"WORLD_SIZE and {SECRET}"
             ),
         ) from None
-    tcp.expire(SILENCE_S, RTTS)  # The store's own: who is asked over a line that is cut says so.
+    tcp.expire(SILENCE_S, RTTS)
     return notices
 
 
-def _store(rank: int, world: int) -> dist.Store:
-    """Rank 0 listens where the others meet it, and nowhere else."""
-    start = timedelta(seconds=START_S)
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if agents and STORE_PORT not in os.environ:
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
-        return store
-    address, port = (
-        os.environ["MASTER_ADDR"],
-        int(os.environ.get(STORE_PORT) or os.environ["MASTER_PORT"]),
-    )
-    if rank != 0:
+def _store(notices: Notices) -> dist.Store:
+    """Return the store through which gloo and NCCL connect. Rank 0 listens where the others have
+    met it, and nowhere else."""
+    address, start = os.environ["MASTER_ADDR"], timedelta(seconds=START_S)
+    if notices.rank != 0:
+        port = int(notices.wait([STORE])[0])
         return dist.TCPStore(address, port, None, False, start, wait_for_workers=False)
     own = tcp.listening(address)
-    descriptor = socket.create_server((own, port)).detach()
-    return dist.TCPStore(
-        own, port, None, True, start, wait_for_workers=False, master_listen_fd=descriptor
+    server = socket.create_server((own, 0))
+    port = server.getsockname()[1]
+    store = dist.TCPStore(
+        own, port, None, True, start, wait_for_workers=False, master_listen_fd=server.detach()
     )
-
-
-def renounce(notices: Notices, rank: int) -> None:
-    """Say that this worker, which has met the others, will not join their group."""
-    with suppress(OSError):  # Rank 0 is gone, and the run with it.
-        notices.say_first(LOST, f"{rank} connection", ANSWER_S)
+    notices.say(STORE, str(port))
+    return store
 
 
 class Group:
@@ -125,10 +113,11 @@ class Group:
                 if lost is not None:
                     self.watch(lost)
                 kinds = _kinds(notices, rank, world, device)
+                store = _store(notices)
             self._heartbeat.opened()
             dist.init_process_group(
                 backend(kinds),
-                store=notices.store,
+                store=store,
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(seconds=BUSY_S),

@@ -1,15 +1,13 @@
 """What the workers of one run tell each other: over a sealed connection from each to rank 0, which
 hands on what it receives.
 
-The workers meet through a store, which asks nobody who they are: each caller reads, writes and
-deletes every key. Only rank 0's port stands there, signed with the secret of the run. Whoever
-changes it keeps workers from meeting, and does nothing to workers that have met: they read the
-store no more. The secret itself is never stored or sent.
+The workers meet at the address and the port of rank 0, which all are given. Who calls proves that
+it holds the secret of the run, which is never sent. PyTorch's store asks nobody who they are: no
+value of farspan's stands there.
 """
 
 from __future__ import annotations
 
-import hmac
 import math
 import os
 import socket
@@ -19,22 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import msgspec
-import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import ON_STDIN, SECRET
 from farspan.domain.standard_input import first_line
 from farspan.runtime.comm import sealed, tcp
-from farspan.runtime.comm.sealed import Forged, SealedConnection, sign
+from farspan.runtime.comm.sealed import Forged, SealedConnection
 
-#: Between two looks at whether rank 0's port is in the store.
-POLL_S = 0.02
-#: Rank 0 puts its port back into the store so often, until all workers have come.
-REPUBLISH_S = 0.5
+#: Between two calls of rank 0, which may not listen yet.
+POLL_S = 0.1
 #: A secret is at least so long; a launcher's has 64 characters.
 LEAST_SECRET = 16
-#: The key of rank 0's port in the store.
-PORT = "farspan/port"
 #: The key of a beat, which is for the other end of the connection alone and is not kept.
 BEAT = "farspan/beat"
 #: What a worker asks rank 0 for, before its rank.
@@ -80,38 +73,31 @@ _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Message).deco
 class Notices:
     """One worker's end. Values are bytes; all workers see them in the order that rank 0 does."""
 
-    def __init__(self, store: dist.Store, secret: bytes, rank: int) -> None:
-        self.store, self.secret, self.rank = store, secret, rank
+    def __init__(self, secret: bytes, rank: int) -> None:
+        self.secret, self.rank = secret, rank
         #: Is called with the rank at the other end and each beat from there.
         self.on_beat: Callable[[int, bytes], None] = lambda peer, content: None
         #: The ranks whose connection to this worker has ended.
         self.ended: set[int] = set()
-        #: The store held something that no worker had put there.
-        self.disturbed = False
         self._lines, self._values = dict[int, SealedConnection](), dict[str, bytes]()
         self._changed = threading.Condition()
 
-    def meet(self, world: int, seconds: float) -> None:
-        """Connect all workers of the run.
+    def meet(self, world: int, port: int, seconds: float) -> None:
+        """Connect all workers of the run, at a port of rank 0.
 
         Raises TimeoutError where they do not all come within so many seconds, ConnectionError where
-        rank 0 has ended, and DistNetworkError where the store has.
+        rank 0 has ended, and OSError where it cannot listen there.
         """
         end = time.monotonic() + seconds
-        keys = [came(rank) for rank in range(world)]
+        everyone = [came(rank) for rank in range(world)]
         if self.rank == 0:
-            with self._taking_calls() as port:
+            with self._taking_calls(port):
                 self.say(came(0), b"1")
-                while self.missing(keys):
-                    if time.monotonic() > end:
-                        raise TimeoutError(f"not all have come within {seconds:.0f} s")
-                    self._publish_port(port)
-                    with suppress(TimeoutError):
-                        self.wait(keys, REPUBLISH_S)
+                self.wait(everyone, seconds)
         else:
-            self._keep(0, self._call_rank_0(end))
+            self._keep(0, self._call_rank_0(port, end))
             self.say(came(self.rank), b"1")
-            self.wait(keys, end - time.monotonic())
+            self.wait(everyone, end - time.monotonic())
 
     def say(self, key: str, value: bytes | str) -> None:
         """Tell all workers. Raises ConnectionError where rank 0 has ended."""
@@ -205,15 +191,15 @@ class Notices:
                 self.ended.add(peer)
                 self._changed.notify_all()
 
-    # -- through the store
+    # -- meeting
 
     @contextmanager
-    def _taking_calls(self) -> Iterator[int]:
-        """Rank 0 lets the others connect to the port that this yields."""
-        with socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), 0)) as listener:
+    def _taking_calls(self, port: int) -> Iterator[None]:
+        """Let the others connect to rank 0."""
+        with socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), port)) as listener:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             try:
-                yield int(listener.getsockname()[1])
+                yield
             finally:
                 with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
                     listener.shutdown(socket.SHUT_RDWR)  # `close` does not wake `accept`.
@@ -239,33 +225,17 @@ class Notices:
             pass
         connection.close()
 
-    def _publish_port(self, port: int) -> None:
-        offer = self._offer(str(port).encode()).decode()
-        found = self.store.compare_set(self._port_key(), "", offer)
-        if found != offer.encode():
-            self.disturbed |= bool(found)
-            self.store.set(self._port_key(), offer)
-
-    def _call_rank_0(self, end: float) -> SealedConnection:
-        """Raises TimeoutError."""
+    def _call_rank_0(self, port: int, end: float) -> SealedConnection:
+        """Call until rank 0 answers. Raises TimeoutError."""
+        why = "too late"
         while time.monotonic() < end:
-            # In one round trip that never waits, also where somebody deletes the key.
-            found = self.store.compare_set(self._port_key(), "", "")
-            _, _, port = found.partition(b" ")
-            if hmac.compare_digest(found, self._offer(port)):
-                to = os.environ["MASTER_ADDR"], int(port)
-                with suppress(OSError, Forged):  # It may be the port of an earlier start.
-                    return SealedConnection.call(to, self.secret, f"{QUESTION} {self.rank}")
-            else:
-                self.disturbed |= bool(found)
+            to = os.environ["MASTER_ADDR"], port
+            try:
+                return SealedConnection.call(to, self.secret, f"{QUESTION} {self.rank}")
+            except (OSError, Forged) as error:
+                why = str(error)
             time.sleep(POLL_S)
-        raise TimeoutError("rank 0 has not answered")
-
-    def _port_key(self) -> str:
-        return sign(self.secret, b"name", PORT.encode()).hex()
-
-    def _offer(self, port: bytes) -> bytes:
-        return sign(self.secret, b"value", PORT.encode(), port).hex().encode() + b" " + port
+        raise TimeoutError(f"rank 0 has not answered: {why}")
 
 
 def came(rank: int) -> str:

@@ -1,5 +1,4 @@
-"""Plans of one stage: rows handed out by speed, sizes of gradient buckets, the fewest microbatches
-that fit memory."""
+"""Plans of one stage: rows by speed, gradient buckets, the fewest microbatches that fit memory."""
 
 from __future__ import annotations
 
@@ -18,162 +17,179 @@ from farspan.semantics.matrices import matrices
 from farspan.techniques._out_of_memory import best
 from farspan.techniques._task import Task, cannot
 
-#: PyTorch DDP's default, from Li et al., arXiv 2006.15704; and one of which less is left when a
-#: backward pass ends.
+#: PyTorch DDP's default (Li et al., arXiv 2006.15704).
 BUCKET_BYTES = 25 * 2**20
-BUCKETS = (BUCKET_BYTES, 4 * 2**20)
-#: Workers of a site rarely all send at once. [fitted] to two of each of two sites at 103 ms and 1
-#: Gbit/s: with 0.72 of the line each, steps that sum 34 MB take as long as without a limit and
-#: steps that sum 118 MB 0.6 to 0.7 times as long; with half of it, up to 8 % and 5 % longer than
-#: that.
-CROWDED = 1.44
+#: Bucket sizes that are tried: of a small one less is exposed when a backward pass ends.
+BUCKET_SIZES = (BUCKET_BYTES, 4 * 2**20)
+#: Co-located workers rarely all send at once: together they may exceed the link by this factor.
+#: [fitted] to two workers of each of two sites at 103 ms and 1 Gbit/s: with 0.72 of the link each,
+#: steps that sum 34 MB take as long as without a limit and steps that sum 118 MB 0.6 to 0.7 times
+#: as long; with half of it, up to 8 % and 5 % longer than that.
+LINK_OVERSUBSCRIPTION = 1.44
 
 
 def rows_by_speed(rows: int, seconds: Sequence[float], quantum: int = 1) -> list[int]:
-    """`rows` sequences handed out so that the slowest coordinate ends earliest; `seconds` a
-    sequence each.
+    """Divide `rows` sequences so that the slowest coordinate ends earliest.
 
-    In portions of `quantum` rows, one at least for everyone. Greedy is optimal here: times grow
-    evenly with rows.
+    `seconds`: of a sequence on each coordinate. Each gets portions of `quantum` rows, at least one.
+    Greedy is optimal here: times grow evenly with rows.
     """
     portions = rows // quantum
-    pace = sum(1 / s for s in seconds)
-    given = [max(1, math.floor(portions / s / pace) - 1) for s in seconds]
-    while (spare := portions - sum(given)) < 0:
-        slowest = max(
-            (i for i in range(len(given)) if given[i] > 1), key=lambda i: given[i] * seconds[i]
-        )
-        given[slowest] -= 1
-    queue = [((given[i] + 1) * s, i) for i, s in enumerate(seconds)]
+    total_speed = sum(1 / s for s in seconds)
+    counts = [max(1, math.floor(portions / s / total_speed) - 1) for s in seconds]
+    while sum(counts) > portions:
+        reducible = [i for i, count in enumerate(counts) if count > 1]
+        slowest = max(reducible, key=lambda i: counts[i] * seconds[i])
+        counts[slowest] -= 1
+    queue = [((counts[i] + 1) * s, i) for i, s in enumerate(seconds)]
     heapq.heapify(queue)
-    for _ in range(spare):
+    for _ in range(portions - sum(counts)):
         _, i = heapq.heappop(queue)
-        given[i] += 1
-        heapq.heappush(queue, ((given[i] + 1) * seconds[i], i))
-    return [portion * quantum for portion in given]
+        counts[i] += 1
+        heapq.heappush(queue, ((counts[i] + 1) * seconds[i], i))
+    return [count * quantum for count in counts]
 
 
 def stage_rows(
     task: Task, mesh: Mesh, splits: dict[str, str], rows: int, quantum: int = 1
 ) -> list[tuple[int, ...]]:
-    """Sequences of each batch coordinate of a mesh that holds the whole model, by the speed of its
-    slowest device at a typical load; and at the load that this gives it, if the last one ends
-    sooner so."""
-    ways, graph, costs = mesh.size("tensor"), task.graph, task.costs
+    """Return divisions of `rows` over the batch coordinates of a mesh that holds the whole model.
+
+    The first is by the speed of each coordinate's slowest device at the mean load. The second is at
+    the load of the one before, repeated while the last coordinate ends sooner.
+    """
+    ways = mesh.size("tensor")
+    graph = task.graph
+    costs = task.costs
     groups = mesh.batch
+    units = graph.kinds(0, graph.units)
 
-    def seconds(group: Sequence[int], own: int) -> float:
-        unlike = {costs.alike[rank]: rank for rank in group}.values()
-        return max(
-            sum(
-                count * sum(costs.unit_s(rank, unit, own, splits, ways))
-                for unit, count in graph.kinds(0, graph.units)
-            )
-            for rank in unlike
-        )
+    def group_s(group: Sequence[int], group_rows: int) -> float:
+        by_kind = {costs.alike[rank]: rank for rank in group}
+        seconds = []
+        for rank in by_kind.values():
+            passes = [
+                count * sum(costs.unit_s(rank, unit, group_rows, splits, ways))
+                for unit, count in units
+            ]
+            seconds.append(sum(passes))
+        return max(seconds)
 
-    def again(given: Sequence[int]) -> list[int]:
-        return rows_by_speed(
-            rows, [seconds(*pair) / pair[1] for pair in zip(groups, given, strict=True)], quantum
-        )
+    def divide_again(division: Sequence[int]) -> list[int]:
+        pairs = zip(groups, division, strict=True)
+        seconds = [group_s(group, group_rows) / group_rows for group, group_rows in pairs]
+        return rows_by_speed(rows, seconds, quantum)
 
-    def last(given: Sequence[int]) -> float:
-        return max(seconds(*pair) for pair in zip(groups, given, strict=True))
+    def slowest_s(division: Sequence[int]) -> float:
+        return max(map(group_s, groups, division))
 
-    found = [again([max(1, rows // len(groups))] * len(groups))]
-    while last(other := again(found[-1])) < last(found[-1]):
-        found = [found[0], other]
-    return list(map(tuple, found))
+    first = divide_again([max(1, rows // len(groups))] * len(groups))
+    divisions = [first]
+    while True:
+        other = divide_again(divisions[-1])
+        if slowest_s(other) >= slowest_s(divisions[-1]):
+            return [tuple(division) for division in divisions]
+        divisions = [first, other]
 
 
 def plans(
     task: Task, technique: str, mesh: Mesh, *, zero: Zero = 0, splits: dict[str, str] | None = None
 ) -> list[Plan]:
-    """One stage on this mesh, each topology and bucket, with and without recompute, in the fewest
-    microbatches that fit. Splits of rows need a batch that the tensor axis divides, and as many
-    rows a coordinate as it has ranks."""
-    sites = {task.costs.network.sites[rank] for rank in mesh.ranks}
-    ways = stage_rows(task, mesh, splits or {}, task.train.batch, row_quantum(mesh, splits or {}))
+    """Return plans of one stage on this mesh, in the fewest microbatches that fit.
+
+    There is one for each division of rows, topology and bucket size, with and without recompute.
+    Splits of rows need a batch that the tensor axis divides, and as many rows a coordinate as it
+    has ranks.
+    """
+    splits = splits or {}
+    num_sites = len({task.costs.network.sites[rank] for rank in mesh.ranks})
+    bits = task.train.wan_bits if num_sites > 1 else 32
+    divisions = stage_rows(task, mesh, splits, task.train.batch, row_quantum(mesh, splits))
+    recomputes = (True,) if task.train.recompute else (False, True)
+    topologies = _topologies(task, mesh, num_sites)
     candidates = []
-    for rows, recompute in itertools.product(
-        ways, (True,) if task.train.recompute else (False, True)
+    for rows, recompute, topology, bucket in itertools.product(
+        divisions, recomputes, topologies, BUCKET_SIZES
     ):
-        for topology, bucket in itertools.product(_topologies(task, mesh, len(sites)), BUCKETS):
-            bits = task.train.wan_bits if len(sites) > 1 else 32
-            sync = GradSync(
-                bucket_bytes=bucket,
-                topology=topology,
-                bits=bits,
-                wan_rate=wan_rate(task, mesh, topology),
-            )
-            stage = Stage(
-                units=(0, task.graph.units),
-                mesh=mesh,
-                rows=rows,
-                grad_sync=sync,
-                zero=zero,
-                splits=splits or {},
-                recompute=recompute,
-            )
-            candidates.append(task.plan(technique, [in_fewest_parts(task, stage)]))
+        sync = GradSync(
+            bucket_bytes=bucket,
+            topology=topology,
+            bits=bits,
+            wan_rate=wan_rate(task, mesh, topology),
+        )
+        stage = Stage(
+            units=(0, task.graph.units),
+            mesh=mesh,
+            rows=rows,
+            grad_sync=sync,
+            zero=zero,
+            splits=splits,
+            recompute=recompute,
+        )
+        candidates.append(task.plan(technique, [in_fewest_parts(task, stage)]))
     return candidates
 
 
 def wan_rate(task: Task, mesh: Mesh, topology: Topology) -> int | None:
-    """Bytes a second of each worker's connection to another site, where those of a site send
-    straight to their like: together CROWDED times what the slowest line between these sites
-    carries. None where sums go around a ring, which crosses a line once, and where no line is
-    known."""
+    """Return bytes a second of each worker's connections to its peers in other sites.
+
+    Together those of a site send LINK_OVERSUBSCRIPTION times what the slowest link between these
+    sites carries. None where sums go around a ring, which crosses a link once, and where no
+    bandwidth is known.
+    """
     if topology == "flat" and mesh.size("site") == 1:
         return None
     network = task.costs.network
     sites = network.by_site(mesh.ranks)
-    links = (
-        network.link(network.hosts[a[0]], network.hosts[b[0]])
-        for a, b in itertools.combinations(sites.values(), 2)
-    )
-    lines = [link.bandwidth for link in links if link.bandwidth is not None]
-    share = min(1.0, CROWDED / max(map(len, sites.values())))
-    return max(1, round(share * min(lines))) if lines else None
+    bandwidths = []
+    for a, b in itertools.combinations(sites.values(), 2):
+        link = network.link(network.hosts[a[0]], network.hosts[b[0]])
+        if link.bandwidth is not None:
+            bandwidths.append(link.bandwidth)
+    if not bandwidths:
+        return None
+    share = min(1.0, LINK_OVERSUBSCRIPTION / max(map(len, sites.values())))
+    return max(1, round(share * min(bandwidths)))
 
 
-def _topologies(task: Task, mesh: Mesh, sites: int) -> tuple[Topology, ...]:
-    """How gradients may be summed: what is rounded goes between sites only, so inside them
-    first."""
-    if sites == 1 or len(mesh.batch) == sites:
+def _topologies(task: Task, mesh: Mesh, num_sites: int) -> tuple[Topology, ...]:
+    """Return how gradients may be summed; quantized ones go between sites only."""
+    if num_sites == 1 or len(mesh.batch) == num_sites:
         return ("flat",)
     return ("hierarchical",) if task.train.wan_bits < 32 else ("flat", "hierarchical")
 
 
 def in_fewest_parts(task: Task, stage: Stage) -> Replica:
-    """The stage as a replica whose microbatches are as large as every device's memory and its
-    operators let them be.
+    """Return the stage as a replica with the fewest microbatches that fit.
 
-    Memory is linear in a microbatch's rows but for the logits' cap, so the count follows by
-    bisection.
+    Memory is linear in a microbatch's rows except for the logits' cap, so bisection finds the
+    number.
     """
     counts = part_counts(stage)
-    #: A coordinate of each kind of device and number of rows.
-    unlike = {
-        (task.costs.alike[ranks[0]], stage.rows[c]): c for c, ranks in enumerate(stage.mesh.batch)
-    }.values()
+    #: One coordinate for each kind of device and number of rows.
+    coordinates = {}
+    for coordinate, ranks in enumerate(stage.mesh.batch):
+        coordinates[task.costs.alike[ranks[0]], stage.rows[coordinate]] = coordinate
 
     def replica(parts: int) -> Replica:
         return task.replica([stage], parts, (1,))
 
     def fits(parts: int) -> bool:
         candidate = replica(parts)
-        capacities = ((c, task.capacity(stage.mesh.batch[c][0])) for c in unlike)
-        return all(
-            task.costs.memory(candidate, 0, c).total <= capacity for c, capacity in capacities
-        )
+        for coordinate in coordinates.values():
+            capacity = task.capacity(stage.mesh.batch[coordinate][0])
+            if task.costs.memory(candidate, 0, coordinate).total > capacity:
+                return False
+        return True
 
     return replica(counts[bisect.bisect_left(counts, True, hi=len(counts) - 1, key=fits)])
 
 
 def part_counts(stage: Stage) -> Sequence[int]:
-    """Numbers of microbatches that a stage's rows may come in: any, or, where operators divide
-    them, those that leave each microbatch as many as its tensor axis divides."""
+    """Return the numbers of microbatches that a stage's rows may come in.
+
+    Where operators divide rows, each microbatch keeps a multiple of the tensor axis's size.
+    """
     ways = row_quantum(stage.mesh, stage.splits)
     if ways == 1:
         return range(1, max(stage.rows) + 1)
@@ -182,17 +198,18 @@ def part_counts(stage: Stage) -> Sequence[int]:
 
 
 def over_batch(task: Task, technique: str, zero: Zero) -> Plan | Problem:
-    """The best plan of one stage over all devices whose batch axis carries state as ZeRO's level
-    says."""
+    """Return the best plan of one stage over all devices with this ZeRO level."""
     ranks = tuple(task.ranks)
     if task.train.batch < len(ranks):
         return too_few_rows(task, len(ranks))
     if problem := too_many_owners(task, zero, len(ranks)):
         return problem
     mesh = Mesh(ranks=ranks, shape=(len(ranks),), axes=("data",))
-    return task.answer(
-        technique, lambda asked: best(asked, plans(asked, technique, mesh, zero=zero))
-    )
+
+    def best_plan(asked: Task) -> Plan | Problem:
+        return best(asked, plans(asked, technique, mesh, zero=zero))
+
+    return task.answer(technique, best_plan)
 
 
 def too_few_rows(task: Task, coordinates: int) -> Problem:
@@ -205,7 +222,7 @@ def too_few_rows(task: Task, coordinates: int) -> Problem:
 
 
 def too_many_owners(task: Task, zero: Zero, ways: int) -> Problem | None:
-    """Why so many devices cannot divide matrices that Muon updates whole; None where they can."""
+    """Return why `ways` devices cannot divide the matrices that Muon updates whole, if so."""
     if not task.train.optimizer.muon or zero == 0:
         return None
     most = len(matrices(task.graph)) * (1 if zero == 3 else task.graph.layers)
@@ -221,7 +238,7 @@ def too_many_owners(task: Task, zero: Zero, ways: int) -> Problem | None:
 
 
 def one_device(task: Task, technique: str) -> Problem | None:
-    """Why a technique that divides something between devices has no plan for one."""
+    """Return why a technique that divides work has no plan for one device, if there is one."""
     if len(task.ranks) > 1:
         return None
     problem = cannot(

@@ -1,10 +1,11 @@
-"""The operators of a stage over a tensor axis: a strategy for each, by integer linear
-programming."""
+"""Choose the strategy of each operator of a stage over a tensor axis (arXiv 2201.12023, eq. 1)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from farspan.domain.graph import Operator
 from farspan.domain.plan import Zero
@@ -22,11 +23,10 @@ from farspan.techniques._task import Task
 
 
 class Assignment:
-    """The program of one stage on one kind of tensor group: nodes are the residual stream and every
-    operator.
+    """The integer program of one stage on one kind of tensor group.
 
-    Embedding, one block and head each enter once; the block's costs count as often as the stage has
-    blocks, whose choices are thereby linked.
+    Nodes are the residual stream and every operator. Embedding, one block and head enter once each;
+    the block's costs are multiplied by the stage's blocks, which all make the same choice.
     """
 
     def __init__(
@@ -42,78 +42,82 @@ class Assignment:
         in_flight: int = 1,
         concurrent: int = 1,
     ) -> None:
-        self.task, self.units, self.group, self.rows = task, units, group, rows
-        self.zero, self.data, self.parts, self.in_flight, self.concurrent = (
-            zero,
-            data,
-            microbatches,
-            in_flight,
-            concurrent,
-        )
+        self.task = task
+        self.units = units
+        self.group = group
+        self.rows = rows
+        self.zero = zero
+        self.data = data
+        self.parts = microbatches
+        self.in_flight = in_flight
+        self.concurrent = concurrent
         ways = len(group)
         residual = [Strategy("", COPY, COPY, COPY)]
         if rows % ways == 0:
             residual.append(Strategy("b", "b", "b", "b"))
-        self.names, self.choices = [RESIDUAL], [tuple(residual)]
+        self.node_names = [RESIDUAL]
+        self.choices = [tuple(residual)]
         self.costs: list[list[float]] = [[0.0] * len(residual)]
         self.memory: list[list[float]] = [[0.0] * len(residual)]
         self.edges: dict[tuple[int, int], list[list[float]]] = {}
         for unit, count in task.graph.kinds(*units):
             before = 0
             for op in unit:
-                node = self._add(op, unit, count)
-                self._join(before, node, op, count)
+                node = self._add_operator(op, count)
+                self._add_input_edge(before, node, op, count)
                 before = node
                 if returns_to_residual(op):
-                    self._return(node, op, count)
+                    self._add_residual_edge(node, op, count)
                     before = 0
 
-    def _add(self, op: Operator, unit: tuple[Operator, ...], count: int) -> int:
-        task, ways = self.task, len(self.group)
+    def _add_operator(self, op: Operator, count: int) -> int:
+        """Add a node for `count` operators like `op`, and return its number."""
+        task = self.task
+        ways = len(self.group)
         options = strategies(op, task.graph.sizes, ways, self.rows)
-        device = task.costs.network.devices[self.group[0]]
-        costs, memory = [], []
+        backend = task.costs.network.devices[self.group[0]].backend
+        residual = self.choices[0][-1].split
+        costs = []
+        memory = []
         for option in options:
-            # The sum with a residual stream that is copied takes longer: `_return` adds the rest.
-            seconds = count * self.parts * self._op_s(op, option.split, self.choices[0][-1].split)
-            own = count * sum(
-                task.graph.size(w.dims) * weight_share(op, w.dims, option.split, ways)
-                for w in op.weights
-            )
-            if option.split == "b" and own:
-                width = task.engine.gradient_bytes[task.train.precision]
-                seconds += task.costs.network.all_reduce_s(
-                    self.group, own * width, concurrent=self.concurrent
-                )
+            split = option.split
+            params = 0.0
+            for weight in op.weights:
+                share = weight_share(op, weight.dims, split, ways)
+                params += task.graph.size(weight.dims) * share
+            params *= count
+            # The sum with a residual stream that is copied takes longer: _add_residual_edge adds
+            # the rest.
+            seconds = count * self.parts * self._op_s(op, split, residual)
+            if split == "b" and params:
+                nbytes = params * task.engine.gradient_bytes[task.train.precision]
+                network = task.costs.network
+                seconds += network.all_reduce_s(self.group, nbytes, concurrent=self.concurrent)
             costs.append(seconds)
-            kept = kept_per_row(
-                task.graph, (op,), task.train, {op.name: option.split}, ways, device.backend
-            )
-            state = sum(state_bytes(own, task.train, task.engine, self.zero, self.data))
-            memory.append(state + count * self.in_flight * self.rows * kept)
-        self.names.append(op.name)
+            row_bytes = kept_per_row(task.graph, (op,), task.train, {op.name: split}, ways, backend)
+            states = sum(state_bytes(params, task.train, task.engine, self.zero, self.data))
+            memory.append(states + count * self.in_flight * self.rows * row_bytes)
+        self.node_names.append(op.name)
         self.choices.append(options)
         self.costs.append(costs)
         self.memory.append(memory)
-        return len(self.names) - 1
+        return len(self.node_names) - 1
 
-    def _join(self, before: int, node: int, op: Operator, count: int) -> None:
-        """The collectives between what `before` writes and `node` reads."""
-        self._edge(
-            before,
-            node,
-            [
-                [
-                    self._edge_s(a.writes, b.reads, b.gradient, op.inputs[0], count)
-                    for b in self.choices[node]
-                ]
-                for a in self.choices[before]
-            ],
-        )
+    def _add_input_edge(self, before: int, node: int, op: Operator, count: int) -> None:
+        """Add the collectives between what `before` writes and `node` reads."""
+        rows = []
+        for source in self.choices[before]:
+            row = []
+            for target in self.choices[node]:
+                seconds = self._edge_s(
+                    source.writes, target.reads, target.gradient, op.inputs[0], count
+                )
+                row.append(seconds)
+            rows.append(row)
+        self._add_edge(before, node, rows)
 
-    def _return(self, node: int, op: Operator, count: int) -> None:
-        """The collectives between what `node` writes and the residual stream, and the sum with
-        it."""
+    def _add_residual_edge(self, node: int, op: Operator, count: int) -> None:
+        """Add the collectives between what `node` writes and the residual stream, and their sum."""
         divided = self.choices[0][-1].split
         rows = []
         for residual in self.choices[0]:
@@ -122,48 +126,44 @@ class Assignment:
                 moved_s = self._edge_s(
                     option.writes, residual.reads, residual.gradient, "bsd", count
                 )
-                longer_s = self._op_s(op, option.split, residual.split) - self._op_s(
-                    op, option.split, divided
-                )
-                row.append(moved_s + count * self.parts * longer_s)
+                added_s = self._op_s(op, option.split, residual.split)
+                added_s -= self._op_s(op, option.split, divided)
+                row.append(moved_s + count * self.parts * added_s)
             rows.append(row)
-        self._edge(0, node, rows)
+        self._add_edge(0, node, rows)
 
     def _op_s(self, op: Operator, split: str, residual: str) -> float:
-        """Seconds of the slowest device for both passes of an operator over one microbatch."""
-        costs, ways = self.task.costs, len(self.group)
-        unlike = {costs.alike[rank]: rank for rank in self.group}.values()
-        return max(sum(costs.op_s(rank, op, self.rows, split, ways, residual)) for rank in unlike)
+        """Return seconds of the slowest device for both passes of an operator."""
+        costs = self.task.costs
+        ways = len(self.group)
+        by_kind = {costs.alike[rank]: rank for rank in self.group}
+        seconds = []
+        for rank in by_kind.values():
+            passes = costs.op_s(rank, op, self.rows, split, ways, residual)
+            seconds.append(sum(passes))
+        return max(seconds)
 
     def _edge_s(self, writes: str, reads: str, gradient: str, dims: str, count: int) -> float:
-        return (
-            count
-            * self.parts
-            * sum(
-                self.task.costs.edge_s(
-                    self.group, writes, reads, gradient, dims, self.rows, self.concurrent
-                )
-            )
+        passes = self.task.costs.edge_s(
+            self.group, writes, reads, gradient, dims, self.rows, self.concurrent
         )
+        return count * self.parts * sum(passes)
 
-    def _edge(self, a: int, b: int, rows: list[list[float]]) -> None:
-        if (a, b) in self.edges:
-            rows = [
-                [x + y for x, y in zip(*pair, strict=True)]
-                for pair in zip(self.edges[a, b], rows, strict=True)
-            ]
+    def _add_edge(self, a: int, b: int, rows: list[list[float]]) -> None:
+        known = self.edges.get((a, b))
+        if known is not None:
+            rows = (np.array(known) + np.array(rows)).tolist()
         self.edges[a, b] = rows
 
     def solve(
         self, cap: float = math.inf, deadline_s: float = 10.0
     ) -> tuple[dict[str, str], Choice] | Infeasible:
-        """The strategies by operator name, as `Stage.splits` holds them, and what they cost; or
-        what memory lacks."""
+        """Return the strategies by operator name, as `Stage.splits` holds them, and their cost."""
         choice = solve(self.costs, self.edges, self.memory, cap, deadline_s)
         if isinstance(choice, Infeasible):
             return choice
-        splits = {
-            name: options[pick].split
-            for name, options, pick in zip(self.names, self.choices, choice.picks, strict=True)
-        }
-        return {name: split for name, split in splits.items() if split}, choice
+        splits = {}
+        for name, options, pick in zip(self.node_names, self.choices, choice.picks, strict=True):
+            if options[pick].split:
+                splits[name] = options[pick].split
+        return splits, choice

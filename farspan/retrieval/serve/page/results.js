@@ -2,7 +2,7 @@
 
 import { alsoAt, counted, excerptStart, make, marked, number, place } from "./text.js";
 
-const SYSTEMS = { bm25: "words", model: "vectors", fused: "words and vectors", reranked: "words, vectors and the model" };
+const SYSTEMS = { bm25: "words", model: "vectors", fused: "words and vectors" };
 const KINDS = { title: "titles", question: "questions", opening: "openings", own: "own queries" };
 //: Means over fewer queries than this say nothing (MIN_REPORTED in evaluate.py).
 const MIN_REPORTED = 5;

@@ -13,7 +13,8 @@ from typing import Any
 
 from farspan.domain.plan import Plan
 from farspan.domain.units import counted
-from farspan.planning.export._regular import (
+from farspan_exports.exporter import Exporter
+from farspan_exports.regular import (
     irregular,
     launch_note,
     node_order,
@@ -172,3 +173,8 @@ def notes(plan: Plan) -> list[str]:
             "pass matrices and other parameters as two groups: the plan decays matrices only"
         )
     return notes
+
+
+exporter = Exporter(
+    name="deepspeed", version=VERSION, file=FILE, reasons=reasons, write=write, notes=notes
+)

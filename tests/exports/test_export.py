@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 from farspan import models
+from farspan.app.extensions import extensions
+from farspan.app.pricing import exporter
 from farspan.cli.main import main
 from farspan.domain.codec import save
 from farspan.domain.engine import engine
@@ -21,15 +23,22 @@ from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Refusal
 from farspan.domain.train import Muon, Optimizer, Schedule
 from farspan.launch import clusters
-from farspan.planning.export import export, names
-from farspan.planning.export._regular import evened
-from farspan.planning.export.deepspeed import uniform
-from farspan.planning.export.torchtitan import SPLITS
 from farspan.planning.question import Question, model_of, train_of
 from farspan.techniques import Task, technique
+from farspan_exports.deepspeed import uniform
+from farspan_exports.exporter import Exported
+from farspan_exports.regular import evened
+from farspan_exports.torchtitan import SPLITS
 
 ENGINE = engine("farspan")
 REPLACE = msgspec.structs.replace
+SYSTEMS = sorted(extensions("exports"))
+
+
+def export(plan: Plan, system: str) -> Exported:
+    made = exporter(system).export(plan)
+    assert isinstance(made, Exported)
+    return made
 
 
 def planned(name: str = "fsdp", model: str = "slm-1b", devices: int = 8, batch: int = 256) -> Plan:
@@ -221,7 +230,7 @@ def test_torchtitan_divides_operators_as_its_llama_does() -> None:
 #   ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_export_refuses_plan_features_that_the_other_system_lacks(name: str) -> None:
     plan = planned("fsdp")
     (replica,) = plan.replicas
@@ -249,7 +258,7 @@ def test_export_refuses_plan_features_that_the_other_system_lacks(name: str) -> 
         export(with_stage(plan, mesh=reordered), name)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_export_refuses_heterogeneous_stages(name: str) -> None:
     plan = planned("data")
     units = plan.model.layers + 2
@@ -311,8 +320,8 @@ def test_each_refusal_of_one_system() -> None:
         export(stages(llama, sites), "deepspeed")
 
 
-def test_every_system_is_found_by_its_file_name_and_a_wrong_name_gets_the_nearest() -> None:
-    assert names() == ("deepspeed", "torchtitan")
+def test_every_system_is_an_entry_point_and_a_wrong_name_gets_the_nearest() -> None:
+    assert SYSTEMS == ["deepspeed", "torchtitan"]
     with pytest.raises(Refusal, match="--export deepspeed"):
         export(planned("fsdp"), "deepsped")
 

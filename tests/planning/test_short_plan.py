@@ -15,20 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import farspan
-from farspan import models, techniques
+from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import parse_yaml
 from farspan.domain.engine import engine
-from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, unsound
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage, unsound
 from farspan.domain.problems import Refusal
-from farspan.estimate.price import estimate
-from farspan.planning.planfile import read_short
-from farspan.semantics.identity import plan_key
-from farspan.techniques import Task
+from farspan.planning.short_plan import read_short_plan
 from farspan.techniques._search.even import even_splits
-from tests.planning.short_forms import short_form
-from tests.techniques.worlds import cluster, random_cluster, random_model, task
+from tests.techniques.worlds import cluster, random_model, task
 
 CLUSTER = """\
 kinds:
@@ -49,14 +46,12 @@ PLAN: dict[str, Any] = {
         "seq_len": 1024,
         "precision": "fp16",
         "attention": "sdpa",
-        "recompute": False,
     },
     "stages": [
         {"layers": "0-12", "on": ["a:0-3"], "tp": 2, "dp": 2},
         {"layers": "12-24", "on": ["b:0-3"], "tp": 2, "dp": 2, "zero": 1},
     ],
     "microbatches": 8,
-    "schedule": "1f1b",
 }
 
 
@@ -85,15 +80,9 @@ def top(**keys: Any) -> Callable[[dict[str, Any]], object]:
     return lambda table: table.update(keys)
 
 
-def replicas(*stages: dict[str, Any], **keys: Any) -> Callable[[dict[str, Any]], object]:
-    """The same model in replicas of one stage each."""
-
-    def change(table: dict[str, Any]) -> None:
-        for key in ("stages", "microbatches", "schedule"):
-            del table[key]
-        table.update(keys, replicas=[{"stages": [one]} for one in stages])
-
-    return change
+def shaped(preset: str, **keys: Any) -> dict[str, Any]:
+    """A preset's model, as it stands in a whole plan, with other keys."""
+    return {**msgspec.to_builtins(models.preset(preset).spec), **keys}
 
 
 # -- what it means
@@ -101,7 +90,7 @@ def replicas(*stages: dict[str, Any], **keys: Any) -> Callable[[dict[str, Any]],
 
 
 def test_short_plan_file_expands_to_the_plan_that_it_describes(there: Cluster) -> None:
-    made = read_short(PLAN, "plan.yaml", there)
+    made = read_short_plan(PLAN, "plan.yaml", there)
     names = {
         "tok": "v",
         "attn.qkv": "n",
@@ -135,120 +124,38 @@ def test_short_plan_file_expands_to_the_plan_that_it_describes(there: Cluster) -
 
 
 def test_short_plan_file_takes_defaults_for_missing_keys(there: Cluster) -> None:
-    least = {"model": {"layers": 2, "d_model": 64}, "train": {"batch": 10}, "stages": [{"on": "a"}]}
-    made = read_short(least, "plan.yaml", there)
+    least = {"model": "gpt2m", "train": {"batch": 10}, "stages": [{"on": "a"}]}
+    made = read_short_plan(least, "plan.yaml", there)
     (only,) = made.replicas[0].stages
-    assert (only.units, only.mesh.shape, only.mesh.axes) == ((0, 4), (4,), ("data",))
+    assert (only.units, only.mesh.shape, only.mesh.axes) == ((0, 26), (4,), ("data",))
     assert only.rows == (3, 3, 2, 2), "what is left of the batch goes to the first"
-    assert (made.model.family, made.model.vocab_size, made.model.context, made.train.seq_len) == (
-        "llama",
-        32000,
-        1024,
-        1024,
-    )
+    assert made.train.seq_len == made.model.context == 1024
     assert (made.train.steps, made.train.precision, made.engine) == (1, "fp16", "farspan")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "in_flight"),
+    ("model", "spec"),
     [
-        ({}, (2, 1)),
-        ({"schedule": "gpipe"}, (8, 8)),
-        ({"in_flight": [5, 3]}, (5, 3)),
-        ({"schedule": "1f1b", "microbatches": 1}, (1, 1)),
+        ("opt-1.3b", models.preset("opt-1.3b").spec),
+        (msgspec.to_builtins(models.preset("slm-1b").spec), models.preset("slm-1b").spec),
     ],
 )
-def test_schedules(there: Cluster, schedule: dict[str, Any], in_flight: tuple[int, ...]) -> None:
-    assert (
-        read_short(changed(top(**schedule)), "plan.yaml", there).replicas[0].in_flight == in_flight
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "knobs"),
-    [
-        ("opt-1.3b", {"family": "opt", "layers": 24, "vocab_size": 50272}),
-        (
-            {"preset": "gpt2m", "layers": 4, "heads": 8},
-            {"layers": 4, "kv_heads": 8, "vocab_size": 50256},
-        ),
-        ({"preset": "gpt2", "vocab_size": 50304}, {"layers": 12, "vocab_size": 50304}),
-        (
-            {"params": "30M", "family": "gpt2", "vocab_size": 8192},
-            {"family": "gpt2", "vocab_size": 8192},
-        ),
-        (
-            {
-                "family": "llama",
-                "layers": 24,
-                "d_model": 2048,
-                "heads": 16,
-                "kv_heads": 4,
-                "d_ff": 5504,
-                "tied": False,
-            },
-            {"heads": 16, "kv_heads": 4, "d_ff": 5504, "tied": False},
-        ),
-        ("124M", {"family": "llama"}),
-    ],
-)
-def test_models_are_named_as_in_run_yaml(
-    there: Cluster, model: object, knobs: dict[str, Any]
+def test_a_model_is_named_or_stands_there_as_in_a_whole_plan(
+    there: Cluster, model: object, spec: ModelSpec
 ) -> None:
     table = changed(top(model=model, stages=[{"on": "b"}], microbatches=1))
-    spec = read_short(table, "plan.yaml", there).model
-    assert {name: getattr(spec, name) for name in knobs} == knobs
+    assert read_short_plan(table, "plan.yaml", there).model == spec
 
 
-def test_replicas_in_a_short_plan_divide_the_batch_and_sync_at_its_interval(there: Cluster) -> None:
-    apart = changed(replicas({"on": "a"}, {"on": "b:0-3", "zero": 1}, sync={"every": 30}))
-    apart["replicas"][1] |= {"batch": 40, "microbatches": 2}
-    made = read_short(apart, "plan.yaml", there)
-    assert [replica.batch for replica in made.replicas] == [24, 40] and not unsound(made)
-    assert made.sync is not None and made.sync.every == 30
-    once = farspan.price(apart, there).step_s
-    apart["sync"]["every"] = 300
-    assert farspan.price(apart, there).step_s < once
-
-
-def test_numbers_travel_between_sites_in_as_few_bits_as_asked(there: Cluster) -> None:
-    table = changed(train(wan_bits=8))
-    assert read_short(table, "plan.yaml", there).replicas[0].edges[0].bits == 16
-    table["stages"][1] |= {"on": ["far", "b:0"], "tp": 1}
-    made = read_short(table, "plan.yaml", there)
-    assert made.replicas[0].edges[0].bits == 8
-    assert [stage.grad_sync.bits for stage in made.replicas[0].stages] == [32, 8]
-
-
-# -- the plans of techniques
-#   -------------------------------------------------------------------------------------------
-
-
-def same_price(asked: Task, made: Plan) -> None:
-    again = read_short(short_form(made), "plan.yaml", asked.cluster)
-    graph, using = models.graph(made.model), engine(made.engine)
-    whole, short = (estimate(plan, graph, asked.cluster, using) for plan in (made, again))
-    assert short == whole
-    if all(
-        axis == "data"
-        for replica in made.replicas
-        for one in replica.stages
-        for axis in one.mesh.axes
-    ):
-        assert plan_key(again) == plan_key(made)
-
-
-@pytest.mark.parametrize("name", techniques.names())
-def test_the_short_form_of_what_a_technique_plans_prices_equal(name: str) -> None:
-    priced = 0
-    for seed in range(16):
-        rng = random.Random(seed)
-        asked = task(random_model(rng), random_cluster(rng, 6), batch=rng.choice((6, 8, 16)))
-        made = techniques.plan(name, asked)
-        if isinstance(made, Plan):
-            same_price(asked, made)
-            priced += 1
-    assert priced
+def test_another_setting_is_edited_in_the_whole_plan(there: Cluster, tmp_path: Path) -> None:
+    short = farspan.price(PLAN, there)
+    whole = msgspec.to_builtins(short.plan)
+    whole["replicas"][0]["in_flight"] = [8, 8]
+    path = tmp_path / "plan.json"
+    path.write_bytes(msgspec.json.encode(whole))
+    assert max(part.total for part in farspan.price(path, there).memory) > max(
+        part.total for part in short.memory
+    )
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.data())
@@ -258,9 +165,33 @@ def test_the_short_form_of_an_even_split_prices_equal(
     rng = random.Random(seed)
     model = random_model(rng, layers=rng.choice((2, 4, 8)))
     asked = task(model, cluster(tuple(("fast",) * 4 for _ in range(hosts))), batch=32)
-    splits = list(even_splits(asked, (1, 2, 4)))
-    replica = data.draw(st.sampled_from(splits))
-    same_price(asked, asked.plan("even", [replica]))
+    replica = data.draw(st.sampled_from(list(even_splits(asked, (1, 2, 4)))))
+    made = asked.plan("even", [replica])
+    layers, train = made.model.layers, made.train
+    stages = []
+    for stage in replica.stages:
+        first, last = (min(max(unit - 1, 0), layers) for unit in stage.units)
+        ways = stage.mesh.size("tensor")
+        devices = [made.devices[rank] for rank in stage.mesh.ranks]
+        stages.append(
+            {
+                "layers": f"{first}-{last}",
+                "on": [f"{at.host}:{at.index}" for at in devices],
+                "tp": ways,
+                "zero": stage.zero,
+                "recompute": stage.recompute,
+            }
+        )
+    table = {
+        "model": msgspec.to_builtins(model),
+        "train": {"batch": train.batch, "seq_len": train.seq_len, "precision": train.precision},
+        "stages": stages,
+        "microbatches": replica.microbatches,
+        "engine": made.engine,
+    }
+    again = read_short_plan(table, "plan.yaml", asked.cluster)
+    one_stream = tuple(msgspec.structs.replace(edge, streams=1) for edge in replica.edges)
+    assert again.replicas == (msgspec.structs.replace(replica, edges=one_stream),)
 
 
 # -- refusals
@@ -269,122 +200,54 @@ def test_the_short_form_of_an_even_split_prices_equal(
 REFUSED = [
     # Blocks left out, or twice.
     (stage(1, layers="13-24"), "plan-mismatch", "stages[1].layers", "block 12", "12-24"),
-    (stage(1, layers="10-24"), "plan-mismatch", "stages[1].layers", "blocks 10 to 11", "12-24"),
-    (stage(1, layers="12-20"), "plan-mismatch", "stages[1].layers", "blocks 20 to 23", "12-24"),
-    (stage(0, layers="2-12"), "plan-mismatch", "stages[0].layers", "blocks 0 to 1", "0-12"),
-    (stage(1, layers="12-30"), "plan-mismatch", "stages[1].layers", "0 to 23", "12-24"),
-    (stage(0, layers="twelve"), "out-of-range", "stages[0].layers", "twelve", "0-24"),
+    (stage(1, layers="10-24"), "plan-mismatch", "stages[1].layers", "block 12", "12-24"),
+    (stage(1, layers="12-20"), "plan-mismatch", "stages[1].layers", "0-24", "12-24"),
+    (stage(0, layers="2-12"), "plan-mismatch", "stages[0].layers", "block 0", "0-12"),
+    (stage(0, layers="0-30"), "plan-mismatch", "stages[0].layers", "0-24", "0-24"),
+    (stage(1, layers="12-30"), "plan-mismatch", "stages[1].layers", "0-24", "12-24"),
+    (stage(0, layers="twelve"), "out-of-range", "", "stages[0].layers", "0-12"),
     # Devices.
-    (stage(1, on=["b:0-2", "a:3"]), "plan-mismatch", "stages[1].on", "a:3", "b:3"),
-    (stage(1, on=["b:0-1", "b:1-2"]), "plan-mismatch", "stages[1].on", "b:1", "b:3"),
-    (stage(1, on=["b:2-5"]), "out-of-range", "stages[1].on", "0 to 4", "b:2-4"),
-    (stage(1, on=["b:9"]), "out-of-range", "stages[1].on", "0 to 4", "b:4"),
+    (stage(1, on=["b:0-2", "a:3"]), "plan-mismatch", "stages[1].on", "a:3", "stages[1].on"),
+    (stage(1, on=["b:0-1", "b:1-2"]), "plan-mismatch", "stages[1].on", "b:1-2", "stages[1].on"),
+    (stage(1, on=["b:2-5"]), "out-of-range", "stages[1].on", "b:0-4", "b"),
+    (stage(1, on=["b:3-1"]), "out-of-range", "stages[1].on", "b:0-4", "b"),
+    (stage(1, on=["b:9"]), "out-of-range", "stages[1].on", "b:0-4", "b"),
     (stage(1, on=["fra"]), "out-of-range", "stages[1].on", "'fra'", "far"),
-    (stage(1, on=["here"]), "out-of-range", "stages[1].on", "a, b", ""),
-    (stage(1, on=[]), "plan-mismatch", "stages[1].on", "no devices", "a:0"),
+    (stage(1, on=["here"]), "out-of-range", "stages[1].on", "a:0-3, b:0-4", ""),
+    (stage(1, on=[]), "out-of-range", "", "stages[1].on", "at least 1 value"),
     # tp and dp.
+    (stage(0, tp=3, dp=None), "plan-mismatch", "stages[0].tp", "must be 4", "tp: 2 and dp: 2"),
+    (stage(0, dp=3), "plan-mismatch", "stages[0].tp", "must be 4", "tp: 2 and dp: 2"),
     (
-        stage(0, tp=3, dp=None),
-        "plan-mismatch",
-        "stages[0]",
-        "3 does not divide 4",
-        "tp: 2 and dp: 2",
-    ),
-    (stage(0, dp=3), "plan-mismatch", "stages[0]", "are 6", "tp: 2 and dp: 2"),
-    (top(model={"preset": "gpt2m", "heads": 1}), "out-of-range", "stages[0].tp", "heads", "tp: 1"),
-    (top(model={"preset": "gpt2m", "d_ff": 4097}), "out-of-range", "stages[0].tp", "d_ff", "tp: 1"),
-    (top(model="gpt2-medium"), "out-of-range", "stages[0].tp", "50258 would do", "tp: 1"),
-    (stage(1, on=["b"], tp=5, dp=1), "out-of-range", "stages[1].tp", "heads", "tp: 1 and dp: 5"),
-    (
-        top(model={"preset": "slm-1b", "layers": 24, "kv_heads": 1}),
+        top(model=shaped("gpt2m", heads=1, kv_heads=1)),
         "out-of-range",
         "stages[0].tp",
-        "kv_heads",
+        "kv_heads 1",
         "tp: 1",
     ),
-    # The batch and its rows.
+    (top(model=shaped("gpt2m", d_ff=4097)), "out-of-range", "stages[0].tp", "d_ff 4097", "tp: 1"),
+    (top(model="gpt2-medium"), "out-of-range", "stages[0].tp", "vocab_size 50257", "tp: 1"),
+    (stage(1, on=["b"], tp=5, dp=1), "out-of-range", "stages[1].tp", "heads", "tp: 1 and dp: 5"),
+    # The batch.
     (train(batch=60), "out-of-range", "train.batch", "a multiple of 16", "train.batch: 64"),
     (train(batch=3), "out-of-range", "train.batch", "a multiple of 16", "train.batch: 16"),
-    (stage(0, rows=[32, 24]), "plan-mismatch", "stages[0].rows", "sum to 56", "[32, 32]"),
-    (stage(0, rows=[64]), "plan-mismatch", "stages[0].rows", "dp is 2", "[32, 32]"),
-    (stage(0, rows=[30, 34]), "out-of-range", "stages[0].rows", "a multiple of 8", "[32, 32]"),
-    (stage(0, rows=[64, 0]), "out-of-range", "stages[0].rows", "a multiple of 8", "[32, 32]"),
     (train(batch="many"), "out-of-range", "train.batch", "many", "32 sequences"),
     (train(seq_len=2048), "out-of-range", "train.seq_len", "1024 positions", "1024"),
     # Keys and names.
     (stage(0, tpp=2), "unknown-key", "", "stages[0].tpp", "stages[0].tp"),
+    (stage(0, rows=[32, 32]), "unknown-key", "", "stages[0].rows", ""),
     (top(microbatch=8), "unknown-key", "", "'microbatch'", "microbatches"),
     (train(batchs=8), "unknown-key", "", "train.batchs", "train.batch"),
-    (stage(0, splits={"tok": "f"}), "out-of-range", "stages[0].splits.tok", "'v'", ": v"),
-    (stage(0, splits={"hed": "v"}), "unknown-key", "stages[0].splits.hed", "head", "head"),
-    (stage(0, sites=3), "out-of-range", "stages[0].sites", "3", "2"),
     (stage(0, zero=4), "out-of-range", "", "4", "zero"),
     (top(model="gtp2m"), "out-of-range", "model", "gtp2m", "gpt2m"),
-    (top(model={"layers": 3}), "out-of-range", "model.d_model", "d_model", "d_model"),
-    (
-        top(model={"layers": 3, "d_model": 64, "heads": 5}),
-        "out-of-range",
-        "model",
-        "heads 5",
-        "model",
-    ),
-    (
-        top(model={"preset": "gpt2m", "params": "3M"}),
-        "out-of-range",
-        "model.params",
-        "preset",
-        "remove",
-    ),
-    (
-        top(model={"preset": "gpt2m", "family": "llama"}),
-        "out-of-range",
-        "model.family",
-        "gpt2",
-        "remove",
-    ),
-    (top(model={"family": "lama", "params": "3M"}), "out-of-range", "", "lama", "llama"),
+    (top(model={"layers": 3}), "out-of-range", "", "family", "model"),
+    (top(model=shaped("gpt2m", heads=5)), "out-of-range", "", "heads 5", "model"),
+    (top(model=shaped("gpt2m", family="lama")), "out-of-range", "", "lama", "llama"),
     (top(engine="alpa202"), "out-of-range", "engine", "alpa2022", "engine: alpa2022"),
-    (top(schedule="1b1f"), "out-of-range", "", "1f1b", "1f1b"),
-    (top(in_flight=[1]), "plan-mismatch", "in_flight", "2", "2"),
-    (top(edges=[]), "plan-mismatch", "edges", "1", "edges"),
-    (top(stages=[]), "plan-mismatch", "stages", "one", "stages"),
+    (top(stages=[]), "out-of-range", "", "stages", "at least 1 value"),
     # Devices and what they compute.
     (train(precision="bf16"), "out-of-range", "train.precision", "fp16, fp32", "fp16"),
     (stage(1, on=["dark:0"], tp=1, dp=1), "out-of-range", "train.precision", "fp32", "fp32"),
-    # Replicas.
-    (
-        replicas({"on": "a"}, {"on": "b"}),
-        "plan-mismatch",
-        "sync",
-        "never meet",
-        "sync: {every: 100}",
-    ),
-    (
-        top(replicas=[{"stages": [{"on": "dark:0"}]}]),
-        "plan-mismatch",
-        "stages",
-        "beside replicas",
-        "replicas",
-    ),
-    (
-        replicas({"on": "a"}, {"on": "a:1"}, sync={"every": 2}),
-        "plan-mismatch",
-        "replicas[1].stages[0].on",
-        "a:1",
-        "b:0",
-    ),
-    (
-        replicas(
-            {"on": "a"},
-            {"on": "b:0-3"},
-            sync={"every": 2},
-            train={"batch": 63, "precision": "fp16"},
-        ),
-        "plan-mismatch",
-        "train.batch",
-        "63",
-        "train.batch: 64",
-    ),
 ]
 
 

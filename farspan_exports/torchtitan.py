@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from farspan.domain.plan import Plan
-from farspan.planning.export._regular import (
+from farspan_exports.exporter import Exporter
+from farspan_exports.regular import (
     Regular,
     irregular,
     launch_note,
@@ -313,3 +314,8 @@ def run() -> Trainer.Config:
         dataloader=HuggingFaceTextDataLoader.Config(),
     )
 '''  # noqa: E501
+
+
+exporter = Exporter(
+    name="torchtitan", version=VERSION, file=FILE, reasons=reasons, write=write, notes=notes
+)

@@ -11,8 +11,8 @@ from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder
+from farspan.report.compare import compare_runs
 from farspan.report.history import open_run
-from farspan.report.versus import versus
 from tests.report.fake_run import START, make_plan, train_events, write_run
 
 
@@ -38,25 +38,29 @@ def rewrite(run, kind, change):
     run.events.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in changed))
 
 
+def compared(folders):
+    return compare_runs([open_run(folder) for folder in folders])
+
+
 def lines(found, part="results"):
     return {line.what: line for line in getattr(found, part)}
 
 
 def test_runs_that_are_alike_differ_in_nothing(pair):
-    found = versus([open_run(folder) for folder in pair])
+    found = compared(pair)
     assert found.names == ("a", "b") and found.configuration == () and found.notes == ()
     assert found.same > 40
     assert all(line.best is None for line in found.results)
 
 
-def test_versus_lists_only_settings_that_differ(pair):
+def test_comparison_lists_only_settings_that_differ(pair):
     run = RunFolder(pair[1])
     plan = load(run.plan, Plan)
     train = msgspec.structs.replace(plan.train, seed=7, batch=16)
     stage = msgspec.structs.replace(plan.replicas[0].stages[0], rows=(16,))
     replica = msgspec.structs.replace(plan.replicas[0], stages=(stage,))
     save(msgspec.structs.replace(plan, train=train, replicas=(replica,)), run.plan)
-    found = lines(versus([open_run(folder) for folder in pair]), "configuration")
+    found = lines(compared(pair), "configuration")
     assert set(found) == {"train.seed", "train.batch", "stage 1"}
     assert found["train.seed"].values == ("0", "7")
 
@@ -68,10 +72,10 @@ def test_losses_per_token_with_different_tokenizers_are_not_ranked(pair):
         "validated",
         lambda event: event | {"bits_per_byte": event["bits_per_byte"] / 2},
     )
-    found = versus([open_run(folder) for folder in pair])
+    found = compared(pair)
     assert lines(found)["validation loss, nats a token"].best is None
     assert lines(found)["validation loss, bits a byte"].best == 1
-    assert any("unlike tokenizers" in note for note in found.notes)
+    assert any("Tokenizers differ" in note for note in found.notes)
     assert "tokenizer" in lines(found, "configuration")
 
 
@@ -80,18 +84,18 @@ def test_losses_on_different_validation_texts_are_not_ranked(pair):
     corpus = load(run.corpus, CorpusManifest)
     val = msgspec.structs.replace(corpus.val, text_bytes=corpus.val.text_bytes + 1)
     save(msgspec.structs.replace(corpus, val=val, hash="a" * 16), run.corpus)
-    found = versus([open_run(folder) for folder in pair])
+    found = compared(pair)
     assert all(
         lines(found)[name].best is None for name in lines(found) if name.startswith("validation")
     )
-    assert any("unlike texts" in note for note in found.notes)
+    assert any("texts differ" in note for note in found.notes)
 
 
 def test_losses_on_one_corpus_read_from_two_paths_are_ranked(pair):
     run = RunFolder(pair[1])
     save(msgspec.structs.replace(load(run.corpus, CorpusManifest), source="/elsewhere"), run.corpus)
     rewrite(run, "validated", lambda event: event | {"bits_per_byte": event["bits_per_byte"] / 2})
-    found = versus([open_run(folder) for folder in pair])
+    found = compared(pair)
     assert lines(found)["validation loss, bits a byte"].best == 1 and found.notes == ()
 
 
@@ -101,24 +105,21 @@ def test_losses_on_different_samples_of_a_text_are_not_ranked(pair):
         train = msgspec.structs.replace(plan.train, validate_tokens=1000)
         save(msgspec.structs.replace(plan, train=train), RunFolder(folder).plan)
     rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"loss": event["loss"] / 2})
-    assert (
-        lines(versus([open_run(folder) for folder in pair]))["validation loss, nats a token"].best
-        == 1
-    )
+    assert lines(compared(pair))["validation loss, nats a token"].best == 1
     (pair[1] / "tokenizer.json").write_text(
         '{"words": 2}'
     )  # As many tokens are then another part of the text.
-    found = versus([open_run(folder) for folder in pair])
+    found = compared(pair)
     assert all(
         lines(found)[name].best is None for name in lines(found) if name.startswith("validation")
     )
     (pair[1] / "tokenizer.json").write_text('{"words": 1}')
     rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"tokens": event["tokens"] // 2})
-    found = versus([open_run(folder) for folder in pair])
+    found = compared(pair)
     assert all(
         lines(found)[name].best is None for name in lines(found) if name.startswith("validation")
     )
-    assert any("unlike parts" in note for note in found.notes)
+    assert any("different parts" in note for note in found.notes)
 
 
 def test_step_time_and_memory_of_a_smaller_model_are_not_ranked_better(pair):
@@ -128,8 +129,10 @@ def test_step_time_and_memory_of_a_smaller_model_are_not_ranked_better(pair):
         msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, layers=1)), run.plan
     )
     rewrite(run, "step", lambda event: event | {"step_s": event["step_s"] / 3, "memory_bytes": 5})
-    found = lines(versus([open_run(folder) for folder in pair]))
-    assert [found[name].best for name in ("step, middle half", "run", "peak memory")] == [None] * 3
+    found = lines(compared(pair))
+    assert [found[name].best for name in ("step, middle half", "run time", "peak memory")] == [
+        None
+    ] * 3
 
 
 def test_a_step_is_best_only_beyond_its_spread(pair):
@@ -139,9 +142,9 @@ def test_a_step_is_best_only_beyond_its_spread(pair):
         )
 
     scaled(1.001)
-    assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best is None
+    assert lines(compared(pair))["step, middle half"].best is None
     scaled(3.0)
-    assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best == 0
+    assert lines(compared(pair))["step, middle half"].best == 0
 
 
 def test_steps_with_different_numbers_of_tokens_are_not_ranked(pair):
@@ -154,15 +157,15 @@ def test_steps_with_different_numbers_of_tokens_are_not_ranked(pair):
         run.plan,
     )
     rewrite(run, "step", lambda event: event | {"step_s": 3 * event["step_s"]})
-    found = lines(versus([open_run(folder) for folder in pair]))
-    assert found["step, middle half"].best is None and found["run"].best is None
+    found = lines(compared(pair))
+    assert found["step, middle half"].best is None and found["run time"].best is None
 
 
 def test_runs_with_the_same_name_are_named_by_their_paths(tmp_path):
     folders = [finished(tmp_path / name / "run") for name in ("a", "b")]
     for folder in folders:
         tokenizers.train(["alpha beta"] * 50, 300).save(folder / "tokenizer.json")
-    assert versus([open_run(folder) for folder in folders]).names == tuple(map(str, folders))
+    assert compare_runs([open_run(folder) for folder in folders]).names == tuple(map(str, folders))
 
 
 def test_losses_are_put_in_order_only_over_the_same_tokens(pair):
@@ -173,7 +176,7 @@ def test_losses_are_put_in_order_only_over_the_same_tokens(pair):
         rewrite(RunFolder(folder), "validated", lambda event: event | fields)
 
     def order():
-        found = versus([open_run(folder) for folder in pair])
+        found = compared(pair)
         names = ("validation loss, nats a token", "validation loss, bits a byte")
         return [lines(found)[name].best for name in names], found.notes
 
@@ -185,8 +188,8 @@ def test_losses_are_put_in_order_only_over_the_same_tokens(pair):
     assert order() == ([1, 1], ())
     read(pair[1], read="others")  # As many tokens, but not the same ones.
     best, notes = order()
-    assert best == [None, None] and any("unlike parts" in note for note in notes)
-    shown = lines(versus([open_run(folder) for folder in pair]))["validation loss is"].values
+    assert best == [None, None] and any("different parts" in note for note in notes)
+    shown = lines(compared(pair))["validation loss is"].values
     assert shown == ("on 17,000 of 83,000 tokens",) * 2
     for folder in pair:
         read(folder, tokens=83_000)  # Windows of unlike lengths, but all of the split.

@@ -1,0 +1,145 @@
+"""How the workers of a start ended: collects the evidence of each, and finds the cause of all."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from farspan.domain.cluster import Host
+from farspan.domain.codec import parse_json
+from farspan.domain.memory_kills import WorkerGroup, machine_kills
+from farspan.domain.plan import Plan
+from farspan.domain.preemption import preempted
+from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
+from farspan.domain.results import Started, Step, decoded, load_estimate
+from farspan.domain.run import RunFolder
+from farspan.domain.units import format_bytes
+from farspan.domain.worker_exit import WorkerExit
+from farspan.launch.hosts import by_client
+from farspan.launch.kill_cause import kill_cause
+from farspan.launch.processes import Process, read_file, run_folder
+
+
+class ExitReader:
+    """Collects the evidence of how workers of one start ended, from all hosts."""
+
+    def __init__(self, plan: Plan, run: RunFolder, hosts: Sequence[Host]) -> None:
+        self._plan, self._run = plan, run
+        self._hosts = {host.name: host for host in hosts}
+        #: Processes that this machine's kernel had killed for memory before the start.
+        self._killed_before = machine_kills()
+
+    def read(
+        self, process: Process, reported: Iterable[WorkerExit], log: Path, words: Sequence[str]
+    ) -> Iterator[WorkerExit]:
+        """Yield how workers of a process failed: what each wrote on its host, else what its
+        launcher has `reported`, with the last words of their log."""
+        host, wrote = process.host, set()
+        logs = run_folder(host, self._plan, self._run).logs
+        for rank in process.ranks:
+            where = logs / f"rank-{rank}.problem.json"
+            if content := read_file(host, where):
+                wrote.add(rank)
+                problem = parse_json(content, Problem, where)
+                yield WorkerExit(rank=rank, host=host.name, problem=problem)
+        for end in reported:
+            if end.rank not in wrote:
+                known = replace(end, log=str(log), last_words="".join(words)[:200] or "none")
+                yield self._with_memory(known) if end.code == -signal.SIGKILL else known
+
+    def _with_memory(self, end: WorkerExit) -> WorkerExit:
+        """Return the exit of a killed worker with the memory that it held, and what the kernel
+        says."""
+        host, on_cpu = self._hosts[end.host], self._plan.devices[end.rank].backend == "cpu"
+        folder = run_folder(host, self._plan, self._run)
+
+        # What it held at its last step.
+        log = folder.events if end.rank == 0 else folder.logs / f"rank-{end.rank}.events.jsonl"
+        held = 0
+        for event in decoded((read_file(host, log) or b"").split(b"\n")[:-1], log):
+            if isinstance(event, Started):  # Before it may have been another plan.
+                held = 0
+            elif isinstance(event, Step):
+                held = event.memory_bytes
+        memory = f"; held {format_bytes(held)}" if held else ""
+        if self._run.estimate.exists():
+            predicted = load_estimate(self._run.estimate).memory[end.rank :]
+            for part in predicted[:1]:
+                memory = f"; it was predicted to need {format_bytes(part.total)}{memory}"
+
+        # Of another machine's kernel nobody here can tell, and the memory of a GPU is none of its.
+        if by_client(host):
+            return replace(end, killed_for="open", memory=memory)
+        where = folder.logs / f"rank-{end.rank}.group.json"
+        group = None
+        with suppress(Refusal):  # Damaged: the group is not known.
+            if content := read_file(host, where):
+                group = parse_json(content, WorkerGroup, where)
+        cause = kill_cause(self._killed_before, machine_kills(), group, held if on_cpu else 0)
+        return replace(end, killed_for=cause, memory=memory)
+
+
+def cause_of(exits: Sequence[WorkerExit], run: RunFolder, *, saved: bool) -> Problem:
+    """Return the problem that the others came of; `saved` says that all stopped between two steps.
+
+    Workers that lost a peer fail too. The cause is a problem of another kind, or else a worker that
+    was killed before it could write anything, or one that wrote of itself.
+    """
+    # A launcher may have passed one signal on to several workers.
+    signalled = {end.rank: end.host for end in exits if end.code == -signal.SIGTERM}
+    problems = [end.problem or _problem_from_outside(end, signalled, run, saved) for end in exits]
+
+    def distance(number: int) -> tuple[bool, bool, bool, bool]:
+        problem, wrote = problems[number], exits[number].problem is not None
+        lost, preempted = problem.code == "worker-lost", problem.code == "preempted"
+        return lost, preempted, wrote, problem.cause != "own"
+
+    return problems[min(range(len(exits)), key=distance)]
+
+
+def _problem_from_outside(
+    end: WorkerExit, signalled: Mapping[int, str], run: RunFolder, saved: bool
+) -> Problem:
+    """Return what the end of a worker that wrote nothing means to the user."""
+    remedy, words = run.resume(), f"last words: {end.last_words}"
+    code, fact, killed = "worker-lost", end.fact, None
+    if end.code is not None and end.code < 0:
+        killed = signal.Signals(-end.code).name
+        fact = f"ended by {killed}"
+    elif end.code is not None:
+        code = next((name for name, number in EXIT_CODES.items() if number == end.code), code)
+        fact = f"ended with exit code {end.code}"
+
+    # A machine that goes away sends SIGTERM.
+    if end.rank in signalled:
+        when = "all is saved" if saved else "before its first step"
+        return preempted(
+            signalled,
+            where=end.log,
+            fact=f"{fact} from outside the run, {when}; {words}",
+            remedy=remedy,
+            signal=killed,
+            last_words=end.last_words,
+        )
+
+    # The kernel kills where memory runs out.
+    if end.killed_for != "other":
+        fact += f", as the kernel does when memory runs out{end.memory}"
+    if end.killed_for == "memory":
+        code, remedy = "out-of-memory", LESS_MEMORY
+    return Problem(
+        code=code,
+        what=f"rank {end.rank} on {end.host} was lost",
+        where=end.log,
+        fact=f"{fact}; {words}",
+        remedy=remedy,
+        signal=killed,
+        rank=end.rank,
+        host=end.host,
+        last_words=end.last_words,
+        suspected="memory" if end.killed_for == "open" else None,
+    )

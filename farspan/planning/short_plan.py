@@ -1,0 +1,253 @@
+"""A plan in short form, made whole: blocks of a model on devices of a cluster.
+
+The form holds what its author decides; all else is as usual. A person who wants other settings
+edits the whole plan that `farspan plan -o` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from farspan import models
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import convert
+from farspan.domain.config import Positive, Quantity
+from farspan.domain.engine import Engine, engine
+from farspan.domain.escapes import key_word
+from farspan.domain.graph import OpGraph
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Zero
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise
+from farspan.domain.units import counted
+from farspan.planning.question import Question, model_of, train_of
+from farspan.semantics.kernel_choice import BYTES
+from farspan.techniques import Task
+from farspan.techniques._search.even import megatron_splits
+from farspan.techniques._search.one_stage import BUCKET_BYTES
+
+#: The dims that Megatron-LM splits, as a user knows them.
+DIMS = {"n": "kv_heads", "f": "d_ff", "v": "vocab_size"}
+_BLOCKS = msgspec.Meta(pattern=r"^\d{1,6}-\d{1,6}\Z", description="blocks such as 0-12 (0 to 11)")
+_SOME = msgspec.Meta(min_length=1)
+
+
+class ShortTrain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step: `batch` sequences, or tokens, of all devices together."""
+
+    batch: Quantity
+    seq_len: Positive | None = None
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    attention: Literal["sdpa", "vanilla"] = "sdpa"
+
+
+class ShortStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Blocks `a-b`, b excluded, on devices `host:first-last`: `tp` neighbours share the operators
+    of a sequence, `dp` groups of them share the sequences."""
+
+    on: str | Annotated[tuple[str, ...], _SOME]
+    layers: Annotated[str, _BLOCKS] | None = None
+    tp: Positive = 1
+    dp: Positive | None = None
+    zero: Zero = 0
+    recompute: bool = False
+
+
+class ShortPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole form. A model that has no name stands there as in a whole plan."""
+
+    model: str | ModelSpec
+    train: ShortTrain
+    stages: Annotated[tuple[ShortStage, ...], _SOME]
+    microbatches: Positive = 1
+    engine: str = "farspan"
+
+
+def read_short_plan(table: object, where: str, cluster: Cluster, text: str = "") -> Plan:
+    """Return the plan that a table in short form means on a cluster.
+
+    Raises Refusal, with lines of the `text` that the table was read from.
+    """
+    short = convert(table, ShortPlan, where, text)
+    return _Reader(short, where, cluster).plan()
+
+
+class _Reader:
+    """Makes a plan of one short form; refuses values at their place in its file."""
+
+    def __init__(self, short: ShortPlan, where: str, cluster: Cluster) -> None:
+        self.short = short
+        self.where = where
+        self.cluster = cluster
+
+    def plan(self) -> Plan:
+        short = self.short
+        # Ranks are the devices of all stages in the cluster's order.
+        places = self._places()
+        used = sorted(itertools.chain.from_iterable(places))
+        model = short.model
+        if isinstance(model, str):
+            model = model_of(model, "model", self.where)
+        asked = Question(model="", tokens="1", **msgspec.structs.asdict(short.train))
+        train = train_of(asked, model, self.cluster.only(used), self.where)
+        graph = models.graph(model)
+        task = Task(model, graph, self.cluster, train, self._engine(), only=tuple(used))
+        # Each stage's blocks and mesh decide how a step's sequences are divided.
+        units = self._units(model.layers)
+        meshes = []
+        for s, own in enumerate(places):
+            ranks = tuple(map(used.index, own))
+            meshes.append(self._mesh(s, ranks, units[s], graph))
+        self._check_batch(train.batch, [len(mesh.batch) for mesh in meshes])
+        stages = []
+        for entry, mesh, own_units in zip(short.stages, meshes, units, strict=True):
+            groups = len(mesh.batch)
+            each, more = divmod(train.batch, groups)
+            splits = megatron_splits(graph) if entry.tp > 1 else {}
+            stage = Stage(
+                units=own_units,
+                mesh=mesh,
+                rows=(each + 1,) * more + (each,) * (groups - more),
+                grad_sync=GradSync(bucket_bytes=BUCKET_BYTES),
+                zero=entry.zero,
+                splits={op: dim for op, dim in splits.items() if not graph.sizes[dim] % entry.tp},
+                recompute=entry.recompute,
+            )
+            stages.append(stage)
+        depth = len(stages)
+        edge = Edge(bits=32 if BYTES[train.precision] == 4 else 16)
+        replica = Replica(
+            stages=tuple(stages),
+            edges=(edge,) * (depth - 1),
+            microbatches=short.microbatches,
+            # 1F1B (arXiv 1806.03377).
+            in_flight=tuple(min(short.microbatches, depth - s) for s in range(depth)),
+        )
+        return task.plan("given", [replica])
+
+    def _refusal(self, code: str, key: str, what: str, fact: str, remedy: str) -> Refusal:
+        return Refusal(code, what=what, where=f"{self.where}, {key}", fact=fact, remedy=remedy)
+
+    def _engine(self) -> Engine:
+        try:
+            return engine(self.short.engine)
+        except Refusal as refusal:
+            problem = refusal.problem
+            remedy = problem.remedy.replace("--engine", "set engine:")
+            raise self._refusal(
+                problem.code, "engine", problem.what, problem.fact, remedy
+            ) from None
+
+    def _places(self) -> list[list[int]]:
+        """Return each stage's devices as places in the cluster; none may be named twice."""
+        next_place = itertools.count()
+        by_host = {
+            host.name: list(itertools.islice(next_place, len(host.devices)))
+            for host in self.cluster.machines
+        }
+        places = []
+        users: dict[int, str] = {}
+        for s, stage in enumerate(self.short.stages):
+            key = f"stages[{s}].on"
+            own: list[int] = []
+            for item in (stage.on,) if isinstance(stage.on, str) else stage.on:
+                named = self._named(key, item, by_host)
+                for place in named:
+                    if place in users:
+                        what = f"a device of {item} is used twice"
+                        fact = f"{users[place]} has it already"
+                        remedy = f"take it out of {key_word(key)}"
+                        raise self._refusal("plan-mismatch", key, what, fact, remedy)
+                    users[place] = key
+                own += named
+            places.append(own)
+        return places
+
+    def _named(self, key: str, item: str, by_host: dict[str, list[int]]) -> list[int]:
+        """Return the places of `host`, `host:2` or `host:0-3`; `localhost` is this machine."""
+        match = re.fullmatch(r"(.*?)(?::(\d+)(?:-(\d+))?)?", item, re.DOTALL)
+        assert match is not None
+        host, first, last = match.groups()
+        if host == "localhost":
+            host = platform.node()
+        places = by_host.get(host, [])
+        low = int(first or 0)
+        high = int(last or first or len(places) - 1)
+        named = places[low : high + 1]
+        if not named or len(named) <= high - low:
+            known = ", ".join(f"{name}:0-{len(own) - 1}" for name, own in by_host.items())
+            remedy = advise(host, by_host, synonyms=())
+            what = f"there are no devices {item!r}"
+            raise self._refusal("out-of-range", key, what, f"known: {known}", remedy)
+        return named
+
+    def _check_batch(self, batch: int, groups: list[int]) -> None:
+        """Refuse a batch that does not divide; one stage without microbatches takes any that gives
+        each of its groups a sequence."""
+        parts = self.short.microbatches
+        least = parts * math.lcm(*groups)
+        if batch % least == 0 or (len(groups) == parts == 1 and batch >= least):
+            return
+        near = max(1, math.floor(batch / least + 0.5)) * least
+        raise self._refusal(
+            "out-of-range",
+            "train.batch",
+            f"{counted(batch, 'sequence')} a step do not divide evenly",
+            f"dp and microbatches of the stages ask for a multiple of {least}",
+            f"set train.batch: {near:d}",
+        )
+
+    def _units(self, layers: int) -> list[tuple[int, int]]:
+        """Return each stage's units: its blocks, the embedding before the first ones and the head
+        after the last."""
+        units = []
+        done = 0
+        last = len(self.short.stages) - 1
+        for s, stage in enumerate(self.short.stages):
+            blocks = stage.layers or f"0-{layers}"
+            first, end = map(int, blocks.split("-"))
+            # The first stage may have the embedding alone, the last one the head.
+            least = layers if s == last else done + (s > 0)
+            if first != done or not least <= end <= layers:
+                until = min(max(least, end), layers)
+                raise self._refusal(
+                    "plan-mismatch",
+                    f"stages[{s}].layers",
+                    f"the blocks {blocks} leave out some, or are had twice",
+                    f"the stage must begin at block {done}; the model has 0-{layers}",
+                    f"set stages[{s:d}].layers: {done:d}-{until:d}",
+                )
+            units.append((first + (s > 0), end + (2 if s == last else 1)))
+            done = end
+        return units
+
+    def _mesh(self, s: int, ranks: tuple[int, ...], units: tuple[int, int], graph: OpGraph) -> Mesh:
+        stage = self.short.stages[s]
+        count = len(ranks)
+        tp = stage.tp
+        dp = stage.dp or count // tp
+        # What tp must divide: the stage's devices and the sizes of its operators.
+        operators = itertools.chain.from_iterable(unit for unit, _ in graph.kinds(*units))
+        dims = {op.divisible for op in operators if op.divisible}
+        sizes = {name: graph.sizes[dim] for dim, name in DIMS.items() if dim in dims}
+        common = math.gcd(count, *sizes.values())
+        if tp * dp != count or common % tp:
+            divisors = [ways for ways in range(1, common + 1) if common % ways == 0]
+            near = min(divisors, key=lambda ways: abs(ways - tp))
+            needs = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise self._refusal(
+                "plan-mismatch" if tp * dp != count else "out-of-range",
+                f"stages[{s}].tp",
+                f"tp {tp} x dp {dp} do not divide the stage over {counted(count, 'device')}",
+                f"together they must be {count}, and tp must divide {needs}",
+                f"set stages[{s:d}].tp: {near:d} and dp: {count // near:d}",
+            )
+        if tp == 1:
+            return Mesh(ranks=ranks, shape=(dp,), axes=("data",))
+        return Mesh(ranks=ranks, shape=(dp, tp), axes=("data", "tensor"))
