@@ -61,7 +61,7 @@ class PricedPlan(Estimate, frozen=True, kw_only=True):
         return Estimate(**{name: getattr(self, name) for name in Estimate.__struct_fields__})
 
     def as_json(self) -> dict[str, Any]:
-        """One object, as `farspan plan --price --json` prints it."""
+        """One object, as `farspan price --json` prints it."""
         memory = dict(zip(self.devices, (part.total for part in self.memory), strict=True))
         figures = {"minutes": self.equal_loss_s / 60, "memory_bytes": memory}
         return {

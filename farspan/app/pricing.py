@@ -15,7 +15,7 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Refusal, command
 from farspan.domain.suggest import advise, known_names
-from farspan.domain.units import format_bytes, format_count, parse_rate
+from farspan.domain.units import format_count, parse_rate
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.question import Question, model_of, train_of
 from farspan.planning.rank import rank
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from farspan.domain.config import ParallelConfig
     from farspan.domain.plan import Plan
     from farspan.domain.train import TrainSpec
-    from farspan.planning.fit import Fit, Limit
-    from farspan.planning.ladders import Ground
-    from farspan.planning.misfit import Misfit
+    from farspan.planning.fit import Fit, Ground, Limit
     from farspan.planning.rent import Rent
 
 
@@ -88,14 +86,7 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what cannot be answered, before anything is priced."""
         from farspan import techniques
 
-        if not 0 <= self.tolerance <= LOOSEST:
-            raise Refusal(
-                "out-of-range",
-                what=f"the tolerance {self.tolerance:g} is out of range",
-                where="--tolerance",
-                fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}",
-                remedy="--tolerance 0.1",
-            )
+        check_tolerance(self.tolerance)
         known = techniques.names()
         for name in self.allow:
             if name not in known:
@@ -106,6 +97,18 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
                     fact=known_names(name, known),
                     remedy=advise(name, known, option="--technique"),
                 )
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse a tolerance that asks for nothing that a planner could answer."""
+    if not 0 <= tolerance <= LOOSEST:
+        raise Refusal(
+            "out-of-range",
+            what=f"the tolerance {tolerance:g} is out of range",
+            where="--tolerance",
+            fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}",
+            remedy="--tolerance 0.1",
+        )
 
 
 # -- every technique priced
@@ -190,7 +193,7 @@ def as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
 
 
 def _ground(query: PlanQuery) -> Ground:
-    from farspan.planning.ladders import Ground
+    from farspan.planning.fit import Ground
 
     assert query.cluster is not None
     return Ground(clusters.find(query.cluster), engine("farspan"), query.train, query.allow)
@@ -199,11 +202,10 @@ def _ground(query: PlanQuery) -> Ground:
 def fit(what: Fitting, query: PlanQuery) -> Fit:
     """The largest model (of the family that is asked for), the most sequences at once, or the least
     memory a device. Raises Refusal where nothing fits."""
-    from farspan.planning import fit as fitting
     from farspan.planning.choose_model import DEFAULT_FAMILY
+    from farspan.planning.fit import batch_ladder, climb, memory_ladder, model_ladder
     from farspan.planning.question import CONTEXT, VOCABULARY
 
-    query.check()
     ground, name = _ground(query), query.question.model
     model = model_of(name) if name else None
     if what == "model":
@@ -212,10 +214,11 @@ def fit(what: Fitting, query: PlanQuery) -> Fit:
             if model is None
             else (model.family, model.vocab_size, model.context)
         )
-        answer = fitting.largest_model(ground, *shape)
+        ladder = model_ladder(ground, *shape)
     else:
         assert model is not None
-        answer = (fitting.largest_batch if what == "batch" else fitting.least_memory)(ground, model)
+        ladder = (batch_ladder if what == "batch" else memory_ladder)(ground, model)
+    answer = climb(ground, ladder)
     if answer is None:
         raise _nothing_fits(query, ground, model)
     return answer
@@ -235,7 +238,7 @@ def reproduced(limit: Limit) -> bool:
 
 
 def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> Refusal:
-    """Why a model fits nowhere on a cluster, and the nearest thing that does."""
+    """Return why a model fits nowhere on a cluster, and the nearest things that do."""
     from farspan.planning.misfit import misfit
 
     miss = None if model is None else misfit(ground, model)
@@ -247,59 +250,31 @@ def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> 
             fact="memory is not what is lacking",
             remedy="farspan plan, with the same arguments: it says why for each",
         )
+    name, on_cluster = query.question.model, ("--cluster", query.cluster)
+    fits = []
+    remedy = command("rent", "--model", name)
+    if (smaller := miss.smaller) is not None:
+        shape = f"{smaller.plan.model.layers} layers x {smaller.plan.model.d_model}"
+        size = f"{format_count(smaller.amount)} parameters ({shape})"
+        fits.append(f"{size} by {smaller.technique} on {smaller.where}")
+        remedy = command("fit", "model", "--model", name, *on_cluster)
+        if reproduced(smaller):
+            remedy = command("plan", "--model", smaller.typed, *on_cluster)
+    if miss.seq_len is not None:
+        fits.append(f"sequences of {miss.seq_len} tokens")
+        remedy = command("plan", "--model", name, *on_cluster, "--seq-len", miss.seq_len)
+    if miss.devices is not None:
+        fits.append(f"{miss.devices} devices (every host {miss.times} times)")
+    short = dict.fromkeys(str(room) for room in (miss.lacks, miss.host) if room is not None)
     count = format_count(parameters(model))
     return Refusal(
         "out-of-memory",
-        what=(
-            f"{model.family} of {count} parameters fits nowhere here; least is lacking by "
-            f"{miss.technique}"
-        ),
+        what=f"{model.family} of {count} parameters fits nowhere here; least is lacking by "
+        f"{miss.technique}",
         where=miss.lacks.name,
-        fact=f"{_short_of(miss)}. {_nearest(miss)}",
-        remedy=_remedy(query, miss),
+        fact=f"{'; '.join(short)}. What fits: {'; or '.join(fits) or 'nothing near it'}",
+        remedy=remedy,
     )
-
-
-def _short_of(miss: Misfit) -> str:
-    room = miss.lacks
-    text = (
-        f"needs {format_bytes(room.used)}, may use {format_bytes(room.usable)}: short of "
-        f"{format_bytes(-room.spare)}"
-    )
-    return f"{text}; {miss.host}" if miss.host is not None and miss.host != room else text
-
-
-def _nearest(miss: Misfit) -> str:
-    fits = []
-    if miss.smaller is not None:
-        model = miss.smaller.plan.model
-        size = (
-            f"{format_count(miss.smaller.amount)} parameters ({model.layers} layers x "
-            f"{model.d_model})"
-        )
-        fits.append(f"{size} by {miss.smaller.technique} on {miss.smaller.where}")
-    if miss.seq_len is not None:
-        fits.append(f"sequences of {miss.seq_len} tokens")
-    if miss.devices is not None:
-        fits.append(f"{miss.devices} devices (every host {miss.times} times)")
-    return (
-        f"What fits: {'; or '.join(fits)}"
-        if fits
-        else "Nothing near it fits: rent more, farspan plan --rent"
-    )
-
-
-def _remedy(query: PlanQuery, miss: Misfit) -> str:
-    model = query.question.model
-    if miss.seq_len is not None:
-        return command(
-            "plan", "--model", model, "--cluster", query.cluster, "--seq-len", miss.seq_len
-        )
-    if miss.smaller is not None and reproduced(miss.smaller):
-        return command("plan", "--model", miss.smaller.typed, "--cluster", query.cluster)
-    if miss.smaller is not None:
-        return command("plan", "--fit", "model", "--model", model, "--cluster", query.cluster)
-    return command("plan", "--rent", "--model", model)
 
 
 # -- what to rent
@@ -320,24 +295,21 @@ def rent(
     from farspan.planning.rent import Budget
     from farspan.planning.rent import rent as rank_offers
 
-    query.check()
-    model = model_of(query.question.model)
-    budget = Budget(
-        *(
-            scale * positive(float, value, f"--{name}", "24") if value is not None else float("inf")
-            for name, value, scale in (("hours", hours, 3600.0), ("usd", usd, 1.0))
-        )
-    )
+    budget, bandwidth = Budget(), None
+    if hours is not None:
+        budget = budget._replace(seconds=3600.0 * positive(float, hours, "--hours", "24"))
+    if usd is not None:
+        budget = budget._replace(usd=positive(float, usd, "--usd", "24"))
+    if network is not None:
+        bandwidth = positive(parse_rate, network, "--network", "100Gbit/s")
     return rank_offers(
-        model,
+        model_of(query.question.model),
         query.train,
         engine("farspan"),
         budget=budget,
         allow=query.allow,
         kinds=kinds,
-        bandwidth=None
-        if network is None
-        else positive(parse_rate, network, "--network", "100Gbit/s"),
+        bandwidth=bandwidth,
     )
 
 

@@ -35,6 +35,9 @@ ORDER = (
     "init",
     "prepare",
     "plan",
+    "price",
+    "fit",
+    "rent",
     "train",
     "resume",
     "status",
@@ -75,6 +78,8 @@ class Parser(argparse.ArgumentParser):
         if wrong is None:
             self.error(words)
         name, _, value = wrong.partition("=")
+        if name.removeprefix("--") in own_names():  # such as `plan --fit`
+            self.error(words, command(name.removeprefix("--"), "--help"))
         likely = suggest(name, options)
         keys = () if likely or "--set" not in options else suggest_run_key(name.lstrip("-"))
         settings = [f"{key}={value or 'VALUE'}" for key in keys]

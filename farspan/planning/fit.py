@@ -1,43 +1,197 @@
 """What fits: the largest model, the largest batch, or the least memory a device needs. By bisection
 over real plans.
 
-Each question is a ladder (`planning.ladders`) whose rungs are harder one by one; a rung fits where
-some technique, on the whole cluster or on a part of it, makes a plan that every device and every
-host has the memory for. The answer is a rung that fits below one that no technique fits. Techniques
-that plan in milliseconds are each followed to their last rung; those that search for longer are
-tried only beyond what the others reach.
+Each question is a ladder whose rungs are harder one by one; a rung fits where some technique, on
+the whole cluster or on a part of it, makes a plan that every device and every host has the memory
+for. The answer is a rung that fits below one that no technique fits. Techniques that plan in
+milliseconds are each followed to their last rung; those that search for longer are tried only
+beyond what the others reach.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from farspan import models
-from farspan.domain.model import ModelSpec
+from farspan import models, techniques
+from farspan.domain.cluster import Cluster, Device
+from farspan.domain.engine import Engine
+from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
 from farspan.domain.results import Estimate
+from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.estimate.price import price
 from farspan.planning.candidate import Candidate, Refused
-from farspan.planning.ladders import (
-    QUICK,
-    Asked,
-    Batches,
-    Ground,
-    Ladder,
-    Memories,
-    Models,
-    Rung,
-    Scaled,
-    holds_too_little,
-)
 from farspan.planning.parts import ClusterPart, all_parts
 from farspan.planning.rank import candidate, host_bytes
+from farspan.planning.size import shape_for
 from farspan.techniques import Task
+
+Asked = Literal["model", "batch", "memory"]
+#: Techniques whose plans take milliseconds (one stage, no program to solve), those that divide most
+#: first.
+QUICK = ("fsdp", "hsdp", "zero2", "zero1", "data")
+#: Neighbouring rungs of models and of memory differ by about so much; they are three digits long,
+#: to be typed. More than MOST_RUNGS of them no ladder has.
+MODEL_STEP, MEMORY_STEP, MOST_RUNGS = 0.02, 0.01, 1200
+#: The smallest model that is tried, and the least and the most memory.
+LEAST_PARAMETERS, LEAST_MEMORY, MOST_MEMORY = 1_000_000, 64_000_000, 4_000_000_000_000
+#: Sequences a device at once that are tried at most.
+MOST_ROWS = 2**16
+#: A plan that lacks memory is looked for on devices up to so many times larger.
+MOST_SCALE = 10_000
+
+
+# -- the question
+#   ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Ground:
+    """What stays the same while a question climbs: the cluster, the engine, and what training a
+    model means there."""
+
+    cluster: Cluster
+    engine: Engine
+    train_for: Callable[[ModelSpec, Cluster], TrainSpec]
+    #: Techniques to use; none is all.
+    allow: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        known = self.allow or techniques.names()
+        return (
+            *(name for name in QUICK if name in known),
+            *(name for name in known if name not in QUICK),
+        )
+
+
+class Rung(msgspec.Struct, frozen=True):
+    """One question of a ladder. `amount` says how hard it is, in the question's own unit."""
+
+    amount: int
+    model: ModelSpec
+    train: TrainSpec
+    cluster: Cluster
+    #: What `--model` takes for this size.
+    typed: str = ""
+
+
+class Ladder(NamedTuple):
+    """Questions of one kind, each harder than the one before: `rung` takes its place, from 0, and
+    how many devices are used."""
+
+    asked: Asked
+    length: int
+    rung: Callable[[int, int], Rung]
+
+    def hardness(self, amount: int) -> int:
+        return -amount if self.asked == "memory" else amount
+
+
+def model_ladder(ground: Ground, family: str, vocab_size: int, context: int) -> Ladder:
+    """Return ever larger shapes of one family, until their state alone fills all devices."""
+    cluster = ground.cluster
+    shape = functools.partial(shape_for, family, vocab_size=vocab_size, context=context, knobs={})
+    smallest = ground.train_for(shape(LEAST_PARAMETERS), cluster)
+    memory = sum(device.memory for device in cluster.devices)
+    most = max(2 * LEAST_PARAMETERS, memory / state_bytes_each(ground.engine, smallest))
+    grown = [three_digits(LEAST_PARAMETERS * (1 + MODEL_STEP) ** i) for i in range(MOST_RUNGS)]
+    targets = [target for target in grown if target <= most]
+
+    @functools.cache
+    def rung(index: int) -> Rung:
+        model = shape(targets[index])
+        train = ground.train_for(model, cluster)
+        return Rung(parameters(model), model, train, cluster, typed(targets[index]))
+
+    return Ladder("model", len(targets), lambda index, devices: rung(index))
+
+
+def batch_ladder(ground: Ground, model: ModelSpec) -> Ladder:
+    """Return ever more sequences a step that are computed all at once: so many for each device, on
+    average.
+
+    Accumulating gradients over parts of a batch makes any batch fit, and so does a pipeline, which
+    is made of parts: neither counts.
+    """
+    train = ground.train_for(model, ground.cluster)
+
+    def rung(index: int, devices: int) -> Rung:
+        rows = (index + 1) * devices
+        return Rung(rows, model, msgspec.structs.replace(train, batch=rows), ground.cluster)
+
+    return Ladder("batch", MOST_ROWS, rung)
+
+
+def memory_ladder(ground: Ground, model: ModelSpec) -> Ladder:
+    """Return ever smaller devices, all alike."""
+    shrunk = [three_digits(MOST_MEMORY / (1 + MEMORY_STEP) ** i) for i in range(MOST_RUNGS)]
+    sizes = [size for size in shrunk if size >= LEAST_MEMORY]
+    whole = Rung(0, model, ground.train_for(model, ground.cluster), ground.cluster)
+    return shrinking(whole, sizes, lambda device, size: size)
+
+
+def scaled_ladder(rung: Rung) -> Ladder:
+    """Return one rung with ever less of MOST_SCALE times its devices' memory, down to their own."""
+    shrunk = [round(1000 * MOST_SCALE / (1 + MEMORY_STEP) ** i) for i in range(MOST_RUNGS)]
+    permilles = [permille for permille in shrunk if permille >= 1000]
+    return shrinking(rung, permilles, lambda device, permille: device.memory * permille // 1000)
+
+
+def shrinking(rung: Rung, amounts: Sequence[int], memory: Callable[[Device, int], int]) -> Ladder:
+    """Return the rung with each amount of memory in its devices."""
+
+    @functools.cache
+    def shrunk(index: int) -> Rung:
+        amount = amounts[index]
+        cluster = with_memory(rung.cluster, lambda device: memory(device, amount))
+        return Rung(amount, rung.model, rung.train, cluster)
+
+    return Ladder("memory", len(amounts), lambda index, devices: shrunk(index))
+
+
+def holds_too_little(rung: Rung, engine: Engine, part: ClusterPart) -> bool:
+    """Return whether weights, gradients and optimizer state, divided as they may be, are more than
+    the part's devices hold."""
+    capacity = sum(engine.fill * rung.cluster.devices[place].memory for place in part.places)
+    return parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity
+
+
+def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
+    """Return the bytes of weights, gradients and optimizer state a parameter, at least: Muon keeps
+    one moment."""
+    dtype = train.precision
+    optimizer = engine.optimizer_bytes[dtype] - (4 if train.optimizer.muon else 0)
+    return engine.weight_bytes[dtype] + engine.gradient_bytes[dtype] + optimizer
+
+
+def with_memory(cluster: Cluster, memory: Callable[[Device], int]) -> Cluster:
+    """Return the cluster with other memory in every device."""
+    return cluster.with_devices(
+        lambda host, i: msgspec.structs.replace(host.devices[i], memory=memory(host.devices[i]))
+    )
+
+
+def three_digits(number: float) -> int:
+    """Return the number in its first three digits: what a person types."""
+    scale = 10 ** max(0, len(str(int(number))) - 3)
+    return int(round(number / scale) * scale)
+
+
+def typed(parameters: int) -> str:
+    """Return a count of parameters as `--model` takes it."""
+    return f"{parameters / 1e9:.10g}B" if parameters >= 1e9 else f"{parameters / 1e6:.10g}M"
+
+
+# -- the answer
+#   ------------------------------------------------------------------------------------------------
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +249,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
         return self.limits[0]
 
     def as_json(self) -> dict[str, Any]:
-        """The answer as `--json` has it."""
+        """Return the answer as `--json` has it."""
         limits = [
             {**msgspec.to_builtins(limit), "estimate": limit.estimate.as_json()}
             for limit in self.limits
@@ -103,182 +257,131 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
         return {**msgspec.to_builtins(self), "limits": limits}
 
 
-def largest_model(ground: Ground, family: str, vocab_size: int, context: int) -> Fit | None:
-    """The largest shape of a family that fits; None where the smallest does not."""
-    return climb(ground, Models(ground, family, vocab_size, context))
-
-
-def largest_batch(ground: Ground, model: ModelSpec) -> Fit | None:
-    """The most sequences a step that are computed all at once, none after another on the same
-    device.
-
-    Accumulating gradients over parts of a batch makes any batch fit, and so does a pipeline, which
-    is made of parts: neither counts. None where not one sequence a device fits.
-    """
-    return climb(ground, Batches(ground, model))
-
-
-def least_memory(ground: Ground, model: ModelSpec) -> Fit | None:
-    """The least memory that every device of the cluster must have, were they all alike in that."""
-    return climb(ground, Memories(ground, model))
-
-
 def climb(ground: Ground, ladder: Ladder) -> Fit | None:
-    """The hardest rung that any technique fits on any part, and what is lacking on the next."""
-    search = _Search(ground, ladder)
-    limits = search.limits()
-    if not limits:
+    """Return the hardest rung that any technique fits on any part, and what is lacking on the next;
+    None where the first fits nowhere."""
+    search = Search(ground, ladder)
+    for name in ground.names:
+        search.follow(name, None if name in QUICK else search.hardest())
+    # What was left out beyond an earlier best is tried beyond the last one, until nothing goes
+    # further: then every technique was tried there on every part.
+    while (best := search.hardest()) and any(search.follow(name, best) for name in ground.names):
+        pass
+    if best is None:
         return None
-    limits.sort(
-        key=lambda pair: (-search.hardness(pair[0].amount), ground.names.index(pair[0].technique))
-    )
-    best = limits[0][0]
-    # Every technique was tried there on every part.
-    following = ladder(search.after(best.amount, len(best.places)), len(best.places))
-    lacks = None if following is None else search.lacking(following, best)
+    order = [*search.reached.values()]
+    order.sort(key=lambda limit: ground.names.index(limit.technique))
+    order.sort(key=lambda limit: -ladder.hardness(limit.amount))
+
+    # The next rung, and what is lacking there.
+    best, used = order[0], len(order[0].places)
+    index = search.after(best.amount, used)
+    at_end = index == ladder.length
     return Fit(
         asked=ladder.asked,
-        limits=tuple(limit for limit, _ in limits),
-        next_amount=following.amount if following else None,
-        next_lacks=lacks,
+        limits=tuple(order),
+        next_amount=None if at_end else ladder.rung(index, used).amount,
+        next_lacks=None if at_end else search.lacking(index, best),
     )
 
 
-class _Search:
+class Search:
     """One ladder, climbed by every technique on every part of the cluster."""
 
     def __init__(self, ground: Ground, ladder: Ladder) -> None:
-        self.ground, self.ladder = ground, ladder
+        self.ground = ground
+        self.ladder = ladder
         self.parts = all_parts(ground.cluster)
-        self._tasks: dict[tuple[int, tuple[int, ...]], Task] = {}
-        self._tried: dict[tuple[int, str, tuple[int, ...]], Limit | None] = {}
+        #: The best of each technique that was followed.
+        self.reached: dict[str, Limit] = {}
+        self.attempt = functools.cache(self._attempt)
+        self.task = functools.cache(self._task)
 
-    def limits(self) -> list[tuple[Limit, int]]:
-        """The best of each technique that was followed, with its rung's index on the part it
-        uses."""
-        reached: dict[str, tuple[Limit, int]] = {}
-        for name in self.ground.names:
-            self._follow(name, reached, reached.get(name) if name in QUICK else self._best(reached))
-        # What was left out beyond an earlier best is tried beyond the last one, until nothing goes
-        # further.
-        while any(
-            self._follow(name, reached, self._best(reached))
-            for name in self.ground.names
-            if reached
-        ):
-            pass
-        return list(reached.values())
+    def hardest(self) -> Limit | None:
+        limits = self.reached.values()
+        return max(limits, key=lambda limit: self.ladder.hardness(limit.amount), default=None)
 
-    def _best(self, reached: dict[str, tuple[Limit, int]]) -> tuple[Limit, int] | None:
-        return max(reached.values(), key=lambda pair: self.hardness(pair[0].amount), default=None)
-
-    def hardness(self, amount: int) -> int:
-        return -amount if self.ladder.asked == "memory" else amount
-
-    def _follow(
-        self, name: str, reached: dict[str, tuple[Limit, int]], beyond: tuple[Limit, int] | None
-    ) -> bool:
-        """Follows one technique on every part beyond what is known; whether it got further."""
+    def follow(self, name: str, beyond: Limit | None) -> bool:
+        """Follow one technique on every part beyond what is reached; return whether it got
+        further."""
         further = False
         for part in self.parts:
-            start = 0 if beyond is None else self.after(beyond[0].amount, len(part.places))
-            if self.attempt(start, name, part) is None:
+            start = 0 if beyond is None else self.after(beyond.amount, len(part.places))
+            first = self.attempt(start, name, part)
+            if first is None:
                 continue
-            low, high = start, self.end(len(part.places))
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if self.attempt(middle, name, part) else (low, middle)
+            last = self.attempt(self.last_that_fits(start, name, part), name, part)
+            assert last is not None
             # Shapes do not grow evenly: the last rung that fits may be a little smaller than one
             # before it.
-            tried = [(limit, i) for i in (start, low) if (limit := self.attempt(i, name, part))]
-            reached[name] = beyond = max(tried, key=lambda pair: self.hardness(pair[0].amount))
+            beyond = max(first, last, key=lambda limit: self.ladder.hardness(limit.amount))
+            self.reached[name] = beyond
             further = True
         return further
 
+    def last_that_fits(self, start: int, name: str, part: ClusterPart) -> int:
+        """Return the last rung that a technique fits on a part, by bisection; `start` fits."""
+        harder = range(start + 1, self.ladder.length)
+        fitting = bisect_left(harder, True, key=lambda i: self.attempt(i, name, part) is None)
+        return start + fitting
+
     def after(self, amount: int, devices: int) -> int:
-        """The first rung that is harder than so much."""
-        low, high = -1, self.end(devices)
-        while high - low > 1:
-            middle = (low + high) // 2
-            rung = self.ladder(middle, devices)
-            assert rung is not None
-            low, high = (
-                (middle, high)
-                if self.hardness(rung.amount) <= self.hardness(amount)
-                else (low, middle)
-            )
-        return high
+        """Return the first rung that is harder than `amount`."""
+        hardness = self.ladder.hardness
+        return bisect_right(
+            range(self.ladder.length),
+            hardness(amount),
+            key=lambda i: hardness(self.ladder.rung(i, devices).amount),
+        )
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019
-    def end(self, devices: int) -> int:
-        """How many rungs the ladder has."""
-        high = 1
-        while self.ladder(high, devices) is not None:
-            high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.ladder(middle, devices) is None else (middle, high)
-        return high
-
-    def attempt(self, index: int, name: str, part: ClusterPart) -> Limit | None:
-        """A technique's plan for a rung on a part, if everything has the memory for it."""
-        key = (index, name, part.places)
-        if key not in self._tried:
-            rung = self.ladder(index, len(part.places))
-            self._tried[key] = None if rung is None else self._plan(rung, index, name, part)
-        return self._tried[key]
-
-    def _plan(self, rung: Rung, index: int, name: str, part: ClusterPart) -> Limit | None:
+    def _attempt(self, index: int, name: str, part: ClusterPart) -> Limit | None:
+        """Return a technique's plan for a rung on a part, if everything has the memory for it."""
+        if index >= self.ladder.length:
+            return None
+        rung = self.ladder.rung(index, len(part.places))
         if holds_too_little(rung, self.ground.engine, part):
             return None
-        key = (index, part.places)
-        if key not in self._tasks:
-            self._tasks[key] = self.task(rung, part)
-        task = self._tasks[key]
+        task = self.task(index, part)
+        for variant in self.variants(task, name, part):
+            room = self.fullest(task, variant)
+            if room.spare >= 0:
+                return limit_of(variant, rung, room)
+        return None
+
+    def _task(self, index: int, part: ClusterPart) -> Task:
+        return task_on(part, self.ladder.rung(index, len(part.places)), self.ground.engine)
+
+    def variants(self, task: Task, name: str, part: ClusterPart) -> Iterator[Candidate]:
+        """Yield the plans of a technique that answer the question, if it has any."""
         answer = candidate(task, part, name)
         if isinstance(answer, Refused):
-            return None
-        variants = at_once(task, answer) if self.ladder.asked == "batch" else (answer,)
-        return next(
-            (limit for variant in variants if (limit := self._limit(task, variant, rung))), None
-        )
+            return
+        if self.ladder.asked == "batch":
+            yield from at_once(task, answer)
+        else:
+            yield answer
 
-    def task(self, rung: Rung, part: ClusterPart) -> Task:
-        only = None if len(part.places) == len(rung.cluster.devices) else part.places
-        return Task(
-            rung.model,
-            models.graph(rung.model),
-            rung.cluster,
-            rung.train,
-            self.ground.engine,
-            only=only,
-        )
+    def fullest(self, task: Task, candidate: Candidate) -> Room:
+        """Return the device, or the host, whose memory a plan fills to the largest share. Where
+        devices' memory is asked, hosts do not count."""
+        hosts = [] if self.ladder.asked == "memory" else host_rooms(task)
+        return max([*device_rooms(task, candidate), *hosts], key=_share)
 
-    def _limit(self, task: Task, candidate: Candidate, rung: Rung) -> Limit | None:
-        room = fullest(
-            task, candidate.plan, candidate.estimate, hosts=self.ladder.asked != "memory"
-        )
-        return None if room.spare < 0 else limit_of(candidate, rung, room)
-
-    def lacking(self, rung: Rung, best: Limit) -> Room | None:
-        """What the technique of the answer lacks on a harder rung."""
+    def lacking(self, index: int, best: Limit) -> Room | None:
+        """Return what the technique of the answer lacks on a harder rung."""
         part = ClusterPart(name=best.where, places=best.places)
         if self.ladder.asked == "batch":
-            task = self.task(rung, part)
-            answer = candidate(task, part, best.technique)
-            variants = () if isinstance(answer, Refused) else at_once(task, answer)
-            fullest_rooms = [fullest(task, variant.plan, variant.estimate) for variant in variants]
-            return max(fullest_rooms, key=lambda room: room.spare, default=None)
+            task = self.task(index, part)
+            variants = self.variants(task, best.technique, part)
+            rooms = [self.fullest(task, variant) for variant in variants]
+            return max(rooms, key=lambda room: room.spare, default=None)
+        rung = self.ladder.rung(index, len(part.places))
         missed = nearest_miss(self.ground, rung, best.technique, part)
         if missed is None:
             return None
-        counted = [
-            room
-            for room in (missed.host if self.ladder.asked != "memory" else None, missed.device)
-            if room
-        ]
-        return max(counted, key=_share)
+        host = None if self.ladder.asked == "memory" else missed.host
+        rooms = [missed.device] if host is None else [host, missed.device]
+        return max(rooms, key=_share)
 
 
 class Miss(NamedTuple):
@@ -289,49 +392,46 @@ class Miss(NamedTuple):
 
 
 def nearest_miss(ground: Ground, rung: Rung, name: str, part: ClusterPart) -> Miss | None:
-    """What one technique lacks on a rung that it does not fit: its plan if every device were just
-    enough larger, in proportion. None where it has no plan however large they are."""
-    search = _Search(ground, Scaled(rung))
+    """Return what one technique lacks on a rung that it does not fit: its plan if every device were
+    just enough larger, in proportion. None where it has no plan however large they are."""
+    search = Search(ground, scaled_ladder(rung))
     if search.attempt(0, name, part) is None:
         return None
     # Most misses are narrow: from the real memory upwards, in growing steps.
-    high, step = search.end(0), 1
-    while not search.attempt(low := max(0, high - step), name, part):
-        high, step = low, 2 * step
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if search.attempt(middle, name, part) else (low, middle)
-    limit = search.attempt(low, name, part)
+    step = 1
+    while search.attempt(start := max(0, search.ladder.length - step), name, part) is None:
+        step *= 2
+    limit = search.attempt(search.last_that_fits(start, name, part), name, part)
     assert limit is not None
-    task = search.task(rung, part)
-    devices = rooms(task, limit.plan, limit.estimate, hosts=False)
-    hosts = rooms(task, limit.plan, limit.estimate)[len(devices) :]
-    return Miss(max(devices, key=_share), max(hosts, key=_share, default=None))
+    task = task_on(part, rung, ground.engine)
+    host = max(host_rooms(task), key=_share, default=None)
+    return Miss(max(device_rooms(task, limit), key=_share), host)
+
+
+def task_on(part: ClusterPart, rung: Rung, engine: Engine) -> Task:
+    """Return the planning task of a rung on a part of its cluster."""
+    only = None if len(part.places) == len(rung.cluster.devices) else part.places
+    graph = models.graph(rung.model)
+    return Task(rung.model, graph, rung.cluster, rung.train, engine, only=only)
 
 
 def at_once(task: Task, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate's plan with a step's sequences all computed at once, without and with
+    """Yield the candidate's plan with a step's sequences all computed at once, without and with
     recompute; none if piped."""
+    replace = msgspec.structs.replace
     if any(len(replica.stages) > 1 for replica in candidate.plan.replicas):
         return
     for recompute in (True,) if task.train.recompute else (False, True):
-        replicas = tuple(
-            msgspec.structs.replace(
-                replica,
-                microbatches=1,
-                in_flight=(1,),
-                stages=tuple(
-                    msgspec.structs.replace(stage, recompute=recompute) for stage in replica.stages
-                ),
-            )
-            for replica in candidate.plan.replicas
-        )
-        plan = msgspec.structs.replace(candidate.plan, replicas=replicas)
-        yield msgspec.structs.replace(candidate, plan=plan, estimate=price(plan, task.costs))
+        replicas = []
+        for replica in candidate.plan.replicas:
+            stages = tuple(replace(stage, recompute=recompute) for stage in replica.stages)
+            replicas.append(replace(replica, microbatches=1, in_flight=(1,), stages=stages))
+        plan = replace(candidate.plan, replicas=tuple(replicas))
+        yield replace(candidate, plan=plan, estimate=price(plan, task.costs))
 
 
 def limit_of(candidate: Candidate, rung: Rung, room: Room) -> Limit:
-    """A candidate that fits a rung, and what it fills most."""
+    """Return a candidate that fits a rung, and what it fills most."""
     rows = [
         replica.micro_rows(i, c)
         for replica in candidate.plan.replicas
@@ -353,36 +453,35 @@ def limit_of(candidate: Candidate, rung: Rung, room: Room) -> Limit:
     )
 
 
-def fullest(task: Task, plan: Plan, estimate: Estimate, *, hosts: bool = True) -> Room:
-    """The device, or the host, whose memory a plan fills to the largest share."""
-    return max(rooms(task, plan, estimate, hosts=hosts), key=_share)
-
-
-def _share(room: Room) -> float:
-    return room.used / room.usable
-
-
-def rooms(task: Task, plan: Plan, estimate: Estimate, *, hosts: bool = True) -> list[Room]:
-    """Every device that a plan uses, and every host whose memory is known."""
-    used = sorted(
-        rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
+def device_rooms(task: Task, priced: Candidate | Limit) -> list[Room]:
+    """Return the room of every device that a plan uses."""
+    rooms = []
+    ranks = sorted(
+        rank
+        for replica in priced.plan.replicas
+        for stage in replica.stages
+        for rank in stage.mesh.ranks
     )
-    all_rooms = []
-    for rank, memory in zip(used, estimate.memory, strict=True):
-        device, at = task.costs.network.devices[rank], task.devices[rank]
-        all_rooms.append(
-            _room(
-                f"{device.kind}, device {at.index} of {at.host}", memory.total, task.capacity(rank)
-            )
-        )
-    if hosts:
-        all_rooms += [
-            _room(f"host {host.name}'s own memory", host_bytes(task, host.name), host.memory)
-            for host in task.cluster.hosts
-            if host.memory is not None
-        ]
-    return all_rooms
+    for rank, memory in zip(ranks, priced.estimate.memory, strict=True):
+        at = task.devices[rank]
+        kind = task.costs.network.devices[rank].kind
+        name = f"{kind}, device {at.index} of {at.host}"
+        rooms.append(_room(name, memory.total, task.capacity(rank)))
+    return rooms
+
+
+def host_rooms(task: Task) -> list[Room]:
+    """Return the room of every host whose memory is known."""
+    return [
+        _room(f"host {host.name}'s own memory", host_bytes(task, host.name), host.memory)
+        for host in task.cluster.hosts
+        if host.memory is not None
+    ]
 
 
 def _room(name: str, used: float, usable: float) -> Room:
     return Room(name=name, used=used, usable=usable, spare=usable - used)
+
+
+def _share(room: Room) -> float:
+    return room.used / room.usable

@@ -16,8 +16,17 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.trial import Trial
 from farspan.planning.candidate import Candidate
-from farspan.planning.fit import Limit, Room, climb, nearest_miss
-from farspan.planning.ladders import QUICK, Ground, Models, Rung, holds_too_little
+from farspan.planning.fit import (
+    QUICK,
+    Ground,
+    Limit,
+    Room,
+    Rung,
+    climb,
+    holds_too_little,
+    model_ladder,
+    nearest_miss,
+)
 from farspan.planning.parts import whole
 from farspan.planning.rank import candidate
 from farspan.planning.select import SelectionTask, held
@@ -67,7 +76,7 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
     host = host if host is not None and host.spare < 0 else None
     if device.spare >= 0 and host is None:
         return None
-    fit = climb(ground, Models(ground, model.family, model.vocab_size, model.context))
+    fit = climb(ground, model_ladder(ground, model.family, model.vocab_size, model.context))
     smaller = fit.best if fit is not None and fit.best.amount < parameters(model) else None
     times = _times(ground, model)
     return Misfit(
@@ -89,7 +98,7 @@ def largest_tried(
     out = [candidate for candidate, trial in tried if trial.status == "oom"]
     less, model = held(cluster, asked.engine, out), asked.model
     ground = Ground(less, asked.engine, lambda model, cluster: asked.train, asked.allow)
-    fit = climb(ground, Models(ground, model.family, model.vocab_size, model.context))
+    fit = climb(ground, model_ladder(ground, model.family, model.vocab_size, model.context))
     return None if fit is None or fit.best.amount >= parameters(model) else fit.best
 
 

@@ -87,7 +87,7 @@ def nothing_runs(
 
     # The largest model that fits, by predictions or by what the trials needed.
     limit = largest_tried(ranking.cluster, asked, tried)
-    fits, remedy = "no smaller model of its family fits", "farspan plan --rent"
+    fits, remedy = "no smaller model of its family fits", "farspan rent"
     if limit is not None:
         size = format_count(limit.amount)
         fits = f"{size} parameters fit, with {limit.technique} on {limit.where}"

@@ -64,7 +64,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     searched: bool
     #: Whether it ends in time, and within the dollars, that were given; False where it does not
     #: fit.
-    meets: bool
+    meets: bool = False
 
     @property
     def time_s(self) -> float:
@@ -116,13 +116,16 @@ def rent(
 ) -> Rent:
     """Price every offer. `kinds` and `counts` leave some out; without a `bandwidth` hosts have what
     is assumed of their shape. Raises Refusal for a kind without a price."""
-    asked = _Renting(model, models.graph(model), train_for, engine, budget, tuple(allow))
+    asked = _Renting(model, models.graph(model), train_for, engine, tuple(allow))
     offers = [
         asked.offer(kind, offered(device, count, bandwidth), price)
         for kind, (device, price) in _priced(kinds).items()
         for count in counts
     ]
-    offers = asked.searched(offers)
+    offers = [
+        msgspec.structs.replace(offer, meets=budget.meets(offer.time_s, offer.usd))
+        for offer in asked.searched(offers)
+    ]
     offers.sort(
         key=lambda offer: (offer.usd, offer.time_s, offer.usd_per_hour, offer.kind, offer.count)
     )
@@ -217,26 +220,21 @@ class _Renting(NamedTuple):
     graph: OpGraph
     train_for: Callable[[ModelSpec, Cluster], TrainSpec]
     engine: Engine
-    budget: Budget
     allow: tuple[str, ...]
 
     def offer(self, kind: str, cluster: Cluster, price: catalog.Price) -> Offer:
         """An offer with the best technique that plans at once."""
         count = len(cluster.devices)
         quick = [name for name in self.allow or techniques.names() if name != SEARCHED]
-        names = quick or [SEARCHED]
-        best = self._best(self._task(cluster), names)
-        hourly, seconds = count * price.usd_per_hour, _time_s(best)
         return Offer(
             kind=kind,
             count=count,
-            usd_per_hour=hourly,
+            usd_per_hour=count * price.usd_per_hour,
             source=price.source,
             checked=price.checked,
             cluster=cluster,
-            best=best,
+            best=self._best(cluster, quick or [SEARCHED]),
             searched=not quick,
-            meets=self.budget.meets(seconds, hourly * seconds / 3600),
         )
 
     def searched(self, offers: Sequence[Offer]) -> list[Offer]:
@@ -254,12 +252,9 @@ class _Renting(NamedTuple):
             if offer.count == 1 or near or offer.count > left or _beaten(offer, least, revised):
                 continue
             left -= offer.count
-            other = self._best(self._task(offer.cluster), [SEARCHED])
-            offer = msgspec.structs.replace(
-                offer, best=min(offer.best, other, key=_order), searched=True
-            )
-            meets = self.budget.meets(offer.time_s, offer.usd)
-            revised[place] = msgspec.structs.replace(offer, meets=meets)
+            other = self._best(offer.cluster, [SEARCHED])
+            best = min(offer.best, other, key=_order)
+            revised[place] = msgspec.structs.replace(offer, best=best, searched=True)
         return revised
 
     def _bound(self, offer: Offer) -> float:
@@ -280,13 +275,10 @@ class _Renting(NamedTuple):
             )
         return train.steps * step_s / (1 - RESERVE)
 
-    def _task(self, cluster: Cluster) -> Task:
-        return Task(
-            self.model, self.graph, cluster, self.train_for(self.model, cluster), self.engine
-        )
-
-    def _best(self, task: Task, names: Sequence[str]) -> Candidate | Refused:
-        devices = task.cluster.devices
+    def _best(self, cluster: Cluster, names: Sequence[str]) -> Candidate | Refused:
+        train = self.train_for(self.model, cluster)
+        task = Task(self.model, self.graph, cluster, train, self.engine)
+        devices = cluster.devices
         part = ClusterPart(
             name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices)))
         )

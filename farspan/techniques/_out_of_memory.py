@@ -90,4 +90,4 @@ def _remedy(task: Task, backend: str, needed: float, rank: int) -> str:
     fitting = int(task.capacity(rank) * num_devices // needed)
     if backend == "cpu" and num_devices > 1 and fitting >= 1:
         return f"set parallel.workers: {fitting:d}"
-    return "ask what fits: farspan plan --fit model, with the same cluster"
+    return "ask what fits: farspan fit model, with the same cluster"

@@ -74,7 +74,7 @@ def no_pipeline_fits(task: Task) -> Problem:
         "no pipeline fits these devices",
         "the cluster",
         f"{len(task.ranks)} devices, batch {task.train.batch}",
-        "ask what fits: farspan plan --fit model, with the same cluster",
+        "ask what fits: farspan fit model, with the same cluster",
     )
 
 

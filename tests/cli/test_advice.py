@@ -42,7 +42,7 @@ def fix_of(done) -> str:
         (["plan", "--model", "gpt2-small", "--cluster", "here"], "--model gpt2"),
         (["plan", "--model", "gpt2", "--cluster", "gat-amst"], "--cluster fabric/gat-amst"),
         (["plan", "--model", "gpt2", "--cluster", "localhost"], "--cluster here"),
-        ([*PRICED, "--rent", "--device", "NVIDIA A100-SXM4-80GB"], "--device a100-80"),
+        (["rent", "--model", "gpt2", "--device", "NVIDIA A100-SXM4-80GB"], "--device a100-80"),
         ([*PRICED, "--export", "ds"], "--export deepspeed"),
         ([*PRICED, "--diff", "ddp", "1"], "use data"),
         # The same in run.yaml.

@@ -357,7 +357,7 @@ def test_prepare_says_which_files_and_rows_are_bad_and_reads_the_rest(
 PLANS = [
     (["model.context=100000"], "out-of-range", ["model.context", "tokens to train on"]),
     (["model.d_model=33", "model.heads=4"], "out-of-range", ["33", "4"]),
-    (["model.layers=1000000000"], "out-of-memory", ["needs", "--fit"]),
+    (["model.layers=1000000000"], "out-of-memory", ["needs", "farspan fit"]),
 ]
 
 

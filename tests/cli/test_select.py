@@ -111,7 +111,7 @@ def test_the_papers_rule_prints_every_t(farspan, desk, lab):
         (("--epsilon", "0 steps"), "above 0"),
         (("--epsilon", "many"), "steps or epochs"),
         (("--epsilon", "1.2.3 steps"), "steps or epochs"),
-        (("--tolerance", "-1"), "between 0 and 10"),
+        (("--tolerance", "-1"), "from 0 to 10"),
         (("--budget", "0s"), "above 0"),
         (("--budget", "soon"), ""),
     ],

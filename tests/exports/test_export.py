@@ -330,11 +330,11 @@ def test_the_command_writes_the_file_of_a_plan_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(planned("fsdp"), tmp_path / "plan.json")
-    words = ["plan", "--plan", str(tmp_path / "plan.json"), "--export", "torchtitan", "--json"]
-    assert main([*words, "--export-to", str(tmp_path / "run.py")]) == 0
+    words = ["price", str(tmp_path / "plan.json"), "--cluster", "slm-cost/a100-80:8", "--json"]
+    export = ["--export", "torchtitan", "--export-to", str(tmp_path / "run.py")]
+    assert main([*words, *export]) == 0
     answer = json.loads(capsys.readouterr().out)["export"]
     assert (
         answer["text"] == (tmp_path / "run.py").read_text()
         and answer["version"] == "torchtitan 0.3.0"
     )
-    assert main([*words[:2], str(tmp_path / "plan.json")]) == 2

@@ -237,7 +237,8 @@ def without_prose(value: Any) -> Any:
 SLOW = tuple(
     words
     for words in COMMANDS
-    if words[:2] in (("reproduce", "fabric"), ("reproduce", "slm-cost"), ("plan", "--fit"))
+    if words[:2] in (("reproduce", "fabric"), ("reproduce", "slm-cost"))
+    or words[0] == "fit"
     or "70B" in words
 )
 QUICK = tuple(words for words in COMMANDS if words not in SLOW)

@@ -3,6 +3,7 @@ is priced again."""
 
 from __future__ import annotations
 
+import json
 import random
 
 import msgspec
@@ -11,15 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models, techniques
+from farspan.cli.main import main
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.train import TrainSpec
 from farspan.estimate.price import estimate, price
 from farspan.launch import clusters
-from farspan.planning import fit
 from farspan.planning.candidate import Refused
-from farspan.planning.ladders import Ground, Models, with_memory
+from farspan.planning.fit import (
+    Ground,
+    Ladder,
+    Rung,
+    batch_ladder,
+    climb,
+    memory_ladder,
+    model_ladder,
+    with_memory,
+)
 from farspan.planning.misfit import misfit, multiplied
 from farspan.planning.parts import all_parts
 from farspan.planning.question import Question, model_of, train_of
@@ -47,20 +57,22 @@ def fits(where: Ground, model: ModelSpec) -> bool:
     return rank(model, where.cluster, train, ENGINE, allow=where.allow).chosen is not None
 
 
+def rung_of(ladder: Ladder, amount: int) -> Rung:
+    rungs = (ladder.rung(i, 1) for i in range(ladder.length))
+    return next(rung for rung in rungs if rung.amount == amount)
+
+
 def test_the_largest_model_fits_and_the_next_does_not() -> None:
     where = ground(clusters.find("fabric/gat-amst"))
-    found = fit.largest_model(where, "llama", 32_000, 1024)
+    found = climb(where, model_ladder(where, "llama", 32_000, 1024))
     assert found is not None and found.next_lacks is not None and found.next_amount is not None
     assert (
         fits(where, found.best.plan.model)
         and parameters(found.best.plan.model) == found.best.amount
     )
     assert model_of(found.best.typed) == found.best.plan.model
-    ladder = Models(where, "llama", 32_000, 1024)
-    following = next(
-        r for i in range(2000) if (r := ladder(i, 4)) is not None and r.amount == found.next_amount
-    )
-    assert not fits(where, following.model)
+    ladder = model_ladder(where, "llama", 32_000, 1024)
+    assert not fits(where, rung_of(ladder, found.next_amount).model)
     assert found.next_lacks.spare < 0 <= found.best.binds.spare
     # The hosts' own memory binds there: 2 workers of 3 GB, and rank 0's copy of a checkpoint, 12
     # bytes a parameter.
@@ -75,7 +87,7 @@ def test_the_largest_model_fits_and_the_next_does_not() -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_the_largest_batch_fits_at_once_and_one_more_a_device_does_not(name: str) -> None:
     where = ground(clusters.find("slm-cost/a100-80:4"), name)
-    found = fit.largest_batch(where, GPT2M)
+    found = climb(where, batch_ladder(where, GPT2M))
     assert found is not None
     plan, batch = found.best.plan, found.best.amount
     (replica,) = plan.replicas
@@ -108,7 +120,7 @@ def test_the_largest_batch_fits_at_once_and_one_more_a_device_does_not(name: str
 @pytest.mark.slow
 def test_the_least_memory_fits_and_less_does_not() -> None:
     where = ground(clusters.find("fabric/gat-amst"))
-    found = fit.least_memory(where, SMALL)
+    found = climb(where, memory_ladder(where, SMALL))
     assert found is not None and found.next_amount is not None
     for size, expected in ((found.best.amount, True), (found.next_amount, False)):
         assert (
@@ -126,7 +138,7 @@ def test_the_least_memory_fits_and_less_does_not() -> None:
 def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) -> None:
     draw = random.Random(seed)
     where = ground(worlds.random_cluster(draw, 4), *QUICK)
-    found = fit.largest_model(where, "llama", 8192, 512)
+    found = climb(where, model_ladder(where, "llama", 8192, 512))
     if found is None:
         return
     assert fits(where, found.best.plan.model)
@@ -137,13 +149,8 @@ def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) 
     lacking, _ = shortage(task, found.best.plan, again)
     assert lacking <= 0 and lacking >= -found.best.binds.spare - 1
     if found.next_amount is not None:
-        ladder = Models(where, "llama", 8192, 512)
-        following = next(
-            r
-            for i in range(2000)
-            if (r := ladder(i, 1)) is not None and r.amount == found.next_amount
-        )
-        assert not fits(where, following.model)
+        ladder = model_ladder(where, "llama", 8192, 512)
+        assert not fits(where, rung_of(ladder, found.next_amount).model)
 
 
 @pytest.mark.slow
@@ -153,8 +160,8 @@ def test_more_memory_never_fits_less(seed: int, factor: float) -> None:
     cluster = worlds.random_cluster(random.Random(seed), 4)
     larger = with_memory(cluster, lambda device: round(device.memory * factor))
     for ask in (
-        lambda where: fit.largest_model(where, "llama", 8192, 512),
-        lambda where: fit.largest_batch(where, SMALL),
+        lambda where: climb(where, model_ladder(where, "llama", 8192, 512)),
+        lambda where: climb(where, batch_ladder(where, SMALL)),
     ):
         before, after = (ask(ground(each, *QUICK)) for each in (cluster, larger))
         if before is not None:
@@ -186,3 +193,24 @@ def test_misfit_reports_missing_memory_and_the_model_and_devices_that_would_fit(
 
 def test_a_model_that_fits_is_no_misfit() -> None:
     assert misfit(ground(clusters.find("slm-cost/a100-80:2"), *QUICK), SMALL) is None
+
+
+def test_fit_prints_the_answer_its_limits_and_the_command_that_prices_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["fit", "model", "--cluster", "slm-cost/a100-80", "--technique", "data", "--json"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert set(answer) == {"asked", "limits", "next_amount", "next_lacks"}
+    (limit,) = answer["limits"]
+    assert answer["next_amount"] > limit["amount"] and answer["next_lacks"]["spare"] < 0
+    assert f"farspan plan --model {limit['typed']} --cluster slm-cost/a100-80" in printed.err
+
+
+def test_fit_batch_without_a_model_is_refused_with_the_whole_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["fit", "batch", "--cluster", "slm-cost/a100-80", "--json"]) == 2
+    problem = json.loads(capsys.readouterr().out)["problem"]
+    assert problem["remedy"] == "farspan fit batch --model gpt2m --cluster slm-cost/a100-80"

@@ -148,8 +148,7 @@ def test_plan_rent_reports_list_price_dates_and_the_pareto_frontier(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [
-        "plan",
-        "--rent",
+        "rent",
         "--model",
         "124M",
         "--tokens",

@@ -18,8 +18,8 @@ from farspan.app.extensions import extensions
 from farspan.app.resolving import Resolved, resolve
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
+from farspan.cli.plan_flags import takes_objective
 from farspan.cli.plan_table import paragraph, say_ranking
-from farspan.domain.objective import OBJECTIVES, TOLERANCE
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
 from farspan.domain.suggest import advise, known_names
@@ -40,13 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithm", default=OWN, metavar="NAME", help=f"{OWN}, or paper (default: {OWN})"
     )
-    parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=TOLERANCE,
-        help=f"how much slower fewest_devices may be (default: {TOLERANCE:g})",
-    )
+    takes_objective(parser)
     parser.add_argument(
         "--budget",
         metavar="TIME",
@@ -78,6 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import choosing
+    from farspan.app.pricing import check_tolerance
     from farspan.cli.show import Show
     from farspan.planning.outcome import nothing_runs, why
 
@@ -88,10 +83,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         (other or algorithm("paper")).check(
             given
         )  # Wrong values are refused also where nothing reads them.
-    if not 0 <= given.tolerance <= 10:
-        raise _refused(
-            "--tolerance", given.tolerance, "it lies between 0 and 10", f"--tolerance {TOLERANCE}"
-        )
+    check_tolerance(given.tolerance)
     budget_s = (
         None if given.budget is None else positive(parse_duration, given.budget, "--budget", "2m")
     )
@@ -182,13 +174,3 @@ def _write(
     write_plan(plan, resolved.cluster, out)
     console.say(f"written: {out}; run it: {command('train', *words_again(given), '--plan', out)}")
     return {"plan": str(out)}
-
-
-def _refused(flag: str, value: object, fact: str, remedy: str) -> Refusal:
-    return Refusal(
-        "out-of-range",
-        what=f"{flag} = {value} cannot be used",
-        where=flag,
-        fact=fact,
-        remedy=remedy,
-    )

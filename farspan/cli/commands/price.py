@@ -1,0 +1,47 @@
+"""Price one plan, that a person wrote or farspan did: what a step takes, holds and sends."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from farspan.cli.arguments import load_config, takes_config
+from farspan.cli.console import Console
+from farspan.cli.plan_flags import takes_export, write_export
+
+HELP = "say what a plan of your own would take"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "plan", metavar="PLAN", type=Path, help="one that farspan wrote, or a short form by hand"
+    )
+    takes_config(parser)
+    parser.add_argument("--engine", help="the system that runs it (default: the plan's own)")
+    parser.add_argument(
+        "--show", action="store_true", help="pictures: what runs where, a step in time, memory"
+    )
+    takes_export(parser)
+    parser.add_argument("-o", "--out", metavar="PLAN.JSON", help="write the plan to this file")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    from farspan.app.given_plans import price_given
+    from farspan.cli import given_plan
+    from farspan.cli.show import Show
+
+    # Without run.yaml nothing names a cluster: it is this machine.
+    asked = given.set or given.config.exists() or given.config.name != "run.yaml"
+    config = load_config(given) if asked and given.cluster is None else None
+    with Show(console) as progress:
+        found = price_given(given.plan, given.cluster, given.engine, progress, config)
+    given_plan.say(found, console, pictures=given.show)
+    if given.out:
+        from farspan.app.plans import write_plan
+
+        write_plan(found.plan, found.cluster, Path(given.out))
+        console.say(f"\nthe plan is in {given.out}")
+    answer = found.as_json()
+    if given.export:
+        answer["export"] = write_export(found.plan, given, console)
+    console.answer(answer)
