@@ -221,8 +221,7 @@ class RunFolder:
         steps = [
             int(path.name.removeprefix("step-"))
             for path in self.checkpoints.glob("step-*")
-            if path.name.removeprefix("step-").isdecimal()
-            and any((path / name).is_file() for name in ("manifest.json", "state.json"))
+            if path.name.removeprefix("step-").isdecimal() and (path / "manifest.json").is_file()
         ]
         return max(steps, default=-1)
 

@@ -214,7 +214,10 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
     folder = tmp_path / "checkpoints"
     for step in (3, 7):
         stored_tensors.write(
-            folder, _tensors(), TrainingProgress(step=step, plan="p", elapsed_s=1.0), keep=2
+            folder,
+            _tensors(),
+            TrainingProgress(step=step, plan="p", training="t", elapsed_s=1.0),
+            keep=2,
         )
     damage(folder / "step-00000007" / name, how)
     with pytest.raises(Corrupt):
@@ -223,7 +226,10 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
 
 
 def test_checkpoint_moved_aside_by_a_killed_replacement_is_restored(tmp_path):
-    best, progress = tmp_path / "best", TrainingProgress(step=1, plan="p", elapsed_s=1.0)
+    best, progress = (
+        tmp_path / "best",
+        TrainingProgress(step=1, plan="p", training="t", elapsed_s=1.0),
+    )
     checkpoint.write(best, stored_tensors.slices(_tensors()), progress, keep=1)
     best.rename(tmp_path / ".best.old")
     checkpoint.mend(tmp_path)
@@ -306,7 +312,8 @@ def poison(run: RunFolder) -> None:
     a number."""
     tensors = _tensors()
     tensors["model/tok.weight"][:3] = float("inf")
-    progress = TrainingProgress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
+    plan = run.load_plan()
+    progress = TrainingProgress(step=1, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
     stored_tensors.write(run.checkpoints, tensors, progress)
 
 
@@ -321,7 +328,7 @@ def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
     )
     tensors = _tensors(plan.model)
     tensors["model/tok.weight"][np.setdiff1d(second, first)] = float("nan")
-    progress = TrainingProgress(step=1, plan=plan.hash, elapsed_s=0.0)
+    progress = TrainingProgress(step=1, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
     stored_tensors.write(run.checkpoints, tensors, progress)
     with pytest.raises(Refusal) as refusal:
         launch(run)

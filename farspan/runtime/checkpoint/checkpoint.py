@@ -28,7 +28,6 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
-from farspan.runtime.checkpoint import old_format
 from farspan.runtime.checkpoint.manifest import (
     MANIFEST,
     Corrupt,
@@ -260,13 +259,9 @@ def newest_first(folder: Path) -> Iterator[Path]:
 #   ------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, *, weights: bool = False) -> Manifest:
-    """What a checkpoint says of itself, as far as that does not contradict itself; an earlier
-    version's files are verified, of which `weights` takes the model's alone. Raises Corrupt."""
-    if old_format.is_old(path):
-        manifest = old_format.read_old(path, f"{MODEL}.safetensors" if weights else None)
-    else:
-        manifest = read_manifest(path)
+def read(path: Path) -> Manifest:
+    """Return a checkpoint's manifest, which does not contradict itself. Raises Corrupt."""
+    manifest = read_manifest(path)
     if path.name.startswith("step-") and step_of(path) != manifest.progress.step:
         raise Corrupt(f"its manifest is of step {manifest.progress.step}, its name is not")
     if path.name.startswith("step-") and not readable_ledger(_ledger(path)).counts(
@@ -286,8 +281,6 @@ def _ledger(path: Path) -> Path:
 def _has_its_files(path: Path) -> bool:
     """A cheap look at whether a checkpoint is whole."""
     with suppress(Corrupt, OSError):
-        if old_format.is_old(path):
-            return all((path / file).is_file() for file in old_format.files(path))
         files = {
             part.file for tensor in read_manifest(path).tensors.values() for part in tensor.slices
         }
@@ -377,11 +370,9 @@ def read_weights(
     """The fp32 weights of a checkpoint or of `best`, by parameter name, the progress that they are
     from, and a checksum of them. `shapes` are those of a plan's model (`shapes_of`). Raises
     Corrupt."""
-    manifest = read(path, weights=True)
+    manifest = read(path)
     manifest.check(shapes)
     wanted = {name: tensor for name, tensor in manifest.tensors.items() if name in shapes}
     with Stored(path, wanted) as stored:
         weights = {name.removeprefix(f"{MODEL}/"): stored.whole(name) for name in shapes}
-    if old_format.is_old(path):
-        return weights, manifest.progress, old_format.files(path)[f"{MODEL}.safetensors"]
     return weights, manifest.progress, content_hash(wanted)

@@ -44,9 +44,9 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     step: Count
     #: The plan that made it, and what any plan must share that goes on from it
-    #: (`semantics.identity.training_key`); None where an earlier version wrote it.
+    #: (`semantics.identity.training_key`).
     plan: str
-    training: str | None = None
+    training: str
     #: Wall-clock seconds trained so far, over all starts.
     elapsed_s: Finite
     best_loss: Finite | None = None
@@ -65,26 +65,21 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     paces: RunPaces | None = None
     #: Whether a person was told that its steps are not the plan's.
     told: bool = False
-    #: The start of the run that wrote it (`domain.epoch`); 0 of an earlier version's.
+    #: The start of the run that wrote it (`domain.epoch`); 0 of workers without a launcher.
     epoch: Count = 0
     #: Steps, from 0 on, whose batch was left out, as its gradient was not finite.
     left_out: tuple[Count, ...] = ()
 
 
-class StoredSlice(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class StoredSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A box of a global tensor in a file: where it begins, its shape, and the checksum of each
     BLOCK of its bytes."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]{1,40}\.safetensors\Z")]
     at: Shape
     shape: Shape
-    #: The first 16 digits of each block's SHA-256. Empty in an earlier version's, whose files are
-    #: verified whole.
-    sha256: tuple[str, ...] = ()
-    #: Its name in the file; None is that of `key_of`.
-    key: str | None = None
+    #: The first 16 digits of each block's SHA-256.
+    sha256: tuple[str, ...]
 
 
 class GlobalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

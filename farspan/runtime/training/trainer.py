@@ -469,16 +469,6 @@ class Trainer:
             # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
             outer.resume(any(self.worker.group.sum(outer.apart)))
 
-    def _training_of(self, progress: TrainingProgress) -> str | None:
-        """The training that a checkpoint is of. An earlier version's names its plan only, which may
-        be a former one."""
-        if progress.training is not None:
-            return progress.training
-        if progress.plan == self.worker.plan.hash:
-            return self.training
-        former = self._former(progress)
-        return None if former is None else training_key(former)
-
     def _former(self, progress: TrainingProgress) -> Plan | None:
         """The run's former plan that made a checkpoint, where it is kept."""
         if not is_content_hash(progress.plan):
@@ -488,7 +478,7 @@ class Trainer:
 
     def _adopt(self, progress: TrainingProgress) -> None:
         plan, run = self.worker.plan, self.worker.run
-        if self._training_of(progress) != self.training:
+        if progress.training != self.training:
             former = self._former(progress)
             unlike = (
                 "model, text or training"
