@@ -25,7 +25,7 @@ from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import load_estimate
+from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
 from farspan.launch.clusters import HERE
@@ -170,7 +170,7 @@ def _change(run: RunFolder, old: Plan, planned: Planned) -> str:
     text = f"{counted(left, 'step')} to go by {_called(planned.plan)}: {', '.join(facts)}"
     if not run.estimate.exists():
         return text
-    before = load_estimate(run.estimate)
+    before = load(run.estimate, Estimate)
     return (
         f"{text} (before, by {_called(old)}: {short_time(before.step_s)} a step, "
         f"{format_bytes(before.memory_bytes)})"

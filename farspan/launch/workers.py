@@ -19,7 +19,7 @@ import msgspec
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import FAR_FOLDER
-from farspan.domain.codec import cut_unfinished_line, parse_json, write_atomically
+from farspan.domain.codec import cut_unfinished_line, load, parse_json, write_atomically
 from farspan.domain.epoch import EPOCH, Epoch
 from farspan.domain.memory_kills import WorkerGroup, machine_kills
 from farspan.domain.own_files import open_own
@@ -29,6 +29,7 @@ from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.results import (
     STOPPED,
+    Estimate,
     Event,
     Finished,
     Saved,
@@ -37,7 +38,6 @@ from farspan.domain.results import (
     Validated,
     Warned,
     decoded,
-    load_estimate,
 )
 from farspan.domain.run import HOME, RunFolder
 from farspan.domain.units import format_bytes
@@ -449,7 +449,7 @@ class Workers(ABC):
         """What a worker was predicted to need, and what it held when it was last heard."""
         fact = ""
         if self.run.estimate.exists() and rank < len(
-            memory := load_estimate(self.run.estimate).memory
+            memory := load(self.run.estimate, Estimate).memory
         ):
             fact += f"; it was predicted to need {format_bytes(memory[rank].total)}"
         held = self._held_bytes(process, rank)

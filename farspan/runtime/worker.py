@@ -39,13 +39,13 @@ from farspan.domain.preemption import preempted
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import (
     STOPPED,
+    Estimate,
     Event,
     Finished,
     Recovered,
     Sampled,
     Started,
     Warned,
-    load_estimate,
 )
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
@@ -303,7 +303,7 @@ def started(trainer: Trainer, world: int) -> Started:
         world=world,
         environment=machine,
         used_s=trainer.elapsed_s,
-        estimate=load_estimate(run.estimate) if run.estimate.exists() else None,
+        estimate=load(run.estimate, Estimate) if run.estimate.exists() else None,
         peak_flops=catalog.peak_flops(machine.device, plan.train.precision, world),
     )
 
@@ -422,7 +422,7 @@ def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
         r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks
     )
     return (
-        load_estimate(run.estimate).memory[used.index(rank)].total
+        load(run.estimate, Estimate).memory[used.index(rank)].total
         if run.estimate.exists()
         else None
     )
