@@ -312,7 +312,7 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     """Let the trained model go on after the first words of two validation documents, for the
     report; as far as the time budget goes."""
     worker = trainer.worker
-    if trainer.pacing.late:
+    if trainer.budget.late:
         return
     model = Decoder(worker.plan.model)
     model.load_state_dict(weights)
@@ -333,10 +333,10 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
             temperature=0.8,
             top_k=50,
             seed=0,
-            enough=lambda: trainer.pacing.late,
+            enough=lambda: trainer.budget.late,
         )
         if text:
-            known = None if trainer.pacing.late else known_share(worker, tokenizer.encode(text))
+            known = None if trainer.budget.late else known_share(worker, tokenizer.encode(text))
             worker.emit(
                 Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text, verbatim=known)
             )

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from farspan.domain.codec import content_hash
-from farspan.runtime.time_budget import RunPaces
+from farspan.runtime.time_budget import BudgetState
 
 MANIFEST = "manifest.json"
 #: Bytes of a file that one checksum covers: a reader of a part of a tensor reads no more than it
@@ -59,12 +59,8 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     skipped: Count = 0
     #: Steps of the whole run, where its time budget made them fewer than the plan's.
     steps: Count | None = None
-    #: Of a run with a time budget: the share that its learning rate has followed so far, and what
-    #: it knows of its speed.
-    share: Finite = 0.0
-    paces: RunPaces | None = None
-    #: Whether a person was told that its steps are not the plan's.
-    told: bool = False
+    #: What the run knows of its speed, and the share of its time that the learning rate follows.
+    budget: BudgetState = msgspec.field(default_factory=BudgetState)
     #: The start of the run that wrote it (`domain.epoch`); 0 of workers without a launcher.
     epoch: Count = 0
     #: Steps, from 0 on, whose batch was left out, as its gradient was not finite.

@@ -11,7 +11,7 @@ from farspan.runtime.checkpoint.checkpoint import Unsaved
 from farspan.runtime.checkpoint.checkpointer import Checkpointer, Written
 from farspan.runtime.checkpoint.manifest import TrainingProgress
 from farspan.runtime.comm.collective import Group
-from farspan.runtime.training.shared_clock import SharedClock
+from farspan.runtime.time_budget import TimeBudget
 
 
 class Saves:
@@ -22,14 +22,14 @@ class Saves:
         self,
         checkpointer: Checkpointer,
         group: Group,
-        pacing: SharedClock,
+        budget: TimeBudget,
         emit: Callable[[Event], None],
         warn: Callable[[str], None],
         clock: Callable[[], float],
         *,
         background: bool,
     ) -> None:
-        self._checkpointer, self._group, self._pacing = checkpointer, group, pacing
+        self._checkpointer, self._group, self._budget = checkpointer, group, budget
         self._emit, self._warn, self._clock, self._background = emit, warn, clock, background
         #: The step whose state was written last or is being written, -1 where it is to be written
         #: again.
@@ -83,7 +83,7 @@ class Saves:
     def _told(self, written: Written | None) -> None:
         if written is None:
             return
-        self._pacing.saved(written.seconds)
+        self._budget.saved(written.seconds)
         self._emit(
             Saved(
                 at=self._clock(),

@@ -22,12 +22,11 @@ from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.checkpoint.manifest import TrainingProgress
 from farspan.runtime.device import peak_memory
 from farspan.runtime.parallel.executor import Outcome
-from farspan.runtime.time_budget import RunWork
+from farspan.runtime.time_budget import RunWork, TimeBudget
 from farspan.runtime.training.batches import Batches
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
 from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.saves import Saves
-from farspan.runtime.training.shared_clock import SharedClock
 from farspan.runtime.training.validating import Validations
 from farspan.runtime.training.validation import Validation
 from farspan.semantics.identity import training_key, unlike_training
@@ -72,12 +71,12 @@ class Trainer:
         self.validation = Validation(
             worker.plan, worker.group, worker.executor, worker.val, self.batches.on_device
         )
-        self.pacing = SharedClock(worker.plan, self._work(), lambda: self.elapsed_s)
-        self.validations = Validations(worker, self.validation, self.pacing, monotonic)
+        self.budget = TimeBudget(worker.plan.train, self._work(), lambda: self.elapsed_s)
+        self.validations = Validations(worker, self.validation, self.budget, monotonic)
         self.saves = Saves(
             self.checkpointer,
             worker.group,
-            self.pacing,
+            self.budget,
             lambda event: worker.emit(event),
             lambda message: self._warn(message, until="saved"),
             worker.clock,
@@ -161,20 +160,20 @@ class Trainer:
                 )
             self.saves.tell()
             together, first = self._together(), self.step == self._first_step + 1
-            unknown = self.pacing.stepped(self.step) if together or first else False
+            unknown = self.budget.stepped(self.step) if together or first else False
             if not together:
                 continue
             if unknown and not first:  # How long a validation takes: all read a few windows.
                 self.validations.read(0, min(self.validation.first, self.validation.round))
-                self.pacing.goes_on()
+                self.budget.goes_on()
             # The last validation, which comes with the end, reads more.
             if self._due(train.validate_every) and self.step < self.steps:
                 self._validate()
-                self.pacing.goes_on()
+                self.budget.goes_on()
             reason, save = self._settled(*self._decide())
             if not reason and save:
                 self.save(due=True)
-                self.pacing.goes_on()
+                self.budget.goes_on()
         return self._finish(reason)
 
     def _settled(self, reason: str, save: bool) -> tuple[str, bool]:
@@ -262,7 +261,7 @@ class Trainer:
         share = 0.0
         if group.rank == 0:
             save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
-            steps, share, save = self.pacing.say(self.step, self.steps, save)
+            steps, share, save = self.budget.say(self.step, self.steps, save)
             if save:
                 self._saved_at = self.monotonic()  # Said once: it is heard and done a step later.
         stop, preempted = float(self.worker.stop()), float(self.worker.preempted())
@@ -279,7 +278,7 @@ class Trainer:
             )
         # Decided a step ago, it may say to end where this step has already gone.
         self.steps = max(int(new), self.step)
-        reports = self.pacing.hear(self.step, used, bool(due))
+        reports = self.budget.hear(self.step, used, bool(due))
         if reports and self.steps != train.steps:
             self.worker.emit(
                 Rescheduled(
@@ -299,7 +298,7 @@ class Trainer:
         train, executor = self.worker.plan.train, self.worker.executor
         valid_tokens, outcome = self.gradients(step)
         norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
-        followed = self.pacing.followed(step, self.steps)
+        followed = self.budget.followed(step, self.steps)
         lr = learning_rate(
             train.schedule,
             train.optimizer.lr,
@@ -440,9 +439,7 @@ class Trainer:
             loss_scale=self.loss_scale,
             quiet=self.quiet,
             skipped=self.skipped,
-            share=self.pacing.share,
-            paces=self.pacing.paces,
-            told=self.pacing.told,
+            budget=replace(self.budget.state),
             epoch=self.worker.epoch.number,
             left_out=self.left_out,
             best_loss=self.validations.best_loss,
@@ -508,4 +505,4 @@ class Trainer:
         self.left_out = tuple(sorted({*progress.left_out, *self.worker.epoch.skip}))
         self.step = self.saves.step = progress.step
         self.steps = progress.steps or plan.train.steps
-        self.pacing.go_on_from(self.step, progress.share, progress.paces, told=progress.told)
+        self.budget.resume(self.step, replace(progress.budget))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from farspan.domain.results import Validated
+from farspan.runtime.time_budget import TimeBudget
 from farspan.runtime.training.parts import Worker
-from farspan.runtime.training.shared_clock import SharedClock
 from farspan.runtime.training.validation import LossSums, Validation
 
 #: A validation is clearly worse than the best where its loss is higher by so many standard errors
@@ -37,13 +37,13 @@ class Validations:
         self,
         worker: Worker,
         validation: Validation,
-        pacing: SharedClock,
+        budget: TimeBudget,
         monotonic: Callable[[], float],
     ) -> None:
-        self._worker, self._validation, self._pacing, self._monotonic = (
+        self._worker, self._validation, self._budget, self._monotonic = (
             worker,
             validation,
-            pacing,
+            budget,
             monotonic,
         )
         #: The best loss so far, and validations since of which each is clearly worse.
@@ -110,7 +110,7 @@ class Validations:
         """The losses of the validation's windows `first` to `stop`."""
         began = self._monotonic()
         sums = self._validation.read(first, stop)
-        self._pacing.validated(sums.tokens, self._monotonic() - began)
+        self._budget.validated(sums.tokens, self._monotonic() - began)
         return sums
 
     def _read_on(self, sums: LossSums) -> LossSums:
@@ -120,7 +120,7 @@ class Validations:
         while left > 0:
             mine, least = 0, min(left, self._validation.round)
             if self._worker.group.rank == 0:
-                mine = self._pacing.more_windows(self._worker.plan.train.seq_len, least, left)
+                mine = self._budget.more_windows(self._worker.plan.train.seq_len, least, left)
             (more,) = map(int, self._worker.group.sum(mine))
             if more == 0:
                 break
