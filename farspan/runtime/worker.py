@@ -194,7 +194,7 @@ def train(
                 log.write(
                     Finished(
                         at=time.time(),
-                        step=trainer.step,
+                        step=trainer.state.step,
                         reason=reason,
                         seconds=seconds,
                         problem=problem,
@@ -241,8 +241,8 @@ def _preemption(trainer: Trainer, run: RunFolder) -> Problem:
     return preempted(
         {rank: devices[rank].host for rank in trainer.preempted},
         where=run.path,
-        fact=f"a signal from outside the run asked it to end; step {trainer.step} is saved, so no "
-        "step is lost",
+        fact=f"a signal from outside the run asked it to end; step {trainer.state.step} is "
+        "saved, so no step is lost",
         remedy=run.resume(),
     )
 
@@ -281,11 +281,11 @@ def start(
         emit(
             Recovered(
                 at=time.time(),
-                step=trainer.step,
+                step=trainer.state.step,
                 epoch=epoch.number,
                 fault=fault.problem,
                 replanned=fault.replanned,
-                lost=max(0, fault.step - trainer.step),
+                lost=max(0, fault.step - trainer.state.step),
                 down_s=max(0.0, time.time() - fault.at),
             )
         )
@@ -298,7 +298,7 @@ def started(trainer: Trainer, world: int) -> Started:
     machine = environment(trainer.worker.group.device)
     return Started(
         at=time.time(),
-        step=trainer.step,
+        step=trainer.state.step,
         plan=plan.hash,
         world=world,
         environment=machine,
@@ -338,7 +338,13 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
         if text:
             known = None if trainer.budget.late else known_share(worker, tokenizer.encode(text))
             worker.emit(
-                Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text, verbatim=known)
+                Sampled(
+                    at=time.time(),
+                    step=trainer.state.step,
+                    prompt=prompt,
+                    text=text,
+                    verbatim=known,
+                )
             )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.checkpoint.stored import OwnedSlice, Stored
 
 
@@ -41,7 +41,7 @@ def slices(values: Mapping[str, torch.Tensor]) -> list[OwnedSlice]:
 
 
 def write(
-    folder: Path, values: Mapping[str, torch.Tensor], progress: TrainingProgress, keep: int = 3
+    folder: Path, values: Mapping[str, torch.Tensor], progress: TrainerState, keep: int = 3
 ) -> Path:
     """A checkpoint of whole tensors, as one worker would write it."""
     path = folder / checkpoint.step_name(progress.step)

@@ -303,9 +303,10 @@ def test_only_validations_that_are_worse_by_more_than_chance_count_against_patie
         )
         return judging.judge(step, Measured(sums, sums, False, False, 0.0))
 
-    judging.best_loss, judging.stale = None, 0
+    made.state.best_loss = None
+    made.state.stale = 0
     counted = []
     for step, higher in enumerate((0.0, 0.05, 1.0, 2.0, 0.1, 1.0, -0.01, 1.0, 1.0, 1.0), 100):
-        counted.append((judged(step, higher), judging.stale))
+        counted.append((judged(step, higher), made.state.stale))
     best = [True, False, False, False, False, False, True, False, False, False]
     assert counted == list(zip(best, (0, 0, 1, 2, 0, 1, 0, 1, 2, 3), strict=True))

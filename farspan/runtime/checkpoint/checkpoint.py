@@ -34,7 +34,7 @@ from farspan.runtime.checkpoint.manifest import (
     GlobalTensor,
     Manifest,
     StoredSlice,
-    TrainingProgress,
+    TrainerState,
     checksum_of,
 )
 from farspan.runtime.checkpoint.stored import (
@@ -137,7 +137,7 @@ def missing_parts(path: Path, ranks: Iterable[int]) -> list[int]:
     ]
 
 
-def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
+def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
     """Put the parts of these workers together and the checkpoint in its place; its bytes. Raises
     OSError, and Corrupt for a part that is not there; Refusal (superseded) where another start of
     the run has begun."""
@@ -165,7 +165,7 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
     return _put(folder, path)
 
 
-def write(path: Path, slices: Sequence[OwnedSlice], progress: TrainingProgress, keep: int) -> int:
+def write(path: Path, slices: Sequence[OwnedSlice], progress: TrainerState, keep: int) -> int:
     """Write a whole checkpoint from one process, then delete all but the newest `keep`; its bytes.
     Raises Unsaved."""
     try:
@@ -288,7 +288,7 @@ def _has_its_files(path: Path) -> bool:
     return False
 
 
-def verify(path: Path) -> TrainingProgress:
+def verify(path: Path) -> TrainerState:
     """Check every byte of a checkpoint's tensors; returns its progress or raises Corrupt."""
     manifest = read(path)
     manifest.check({name: tensor.shape for name, tensor in manifest.tensors.items()})
@@ -366,7 +366,7 @@ def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[st
 
 def read_weights(
     path: Path, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, torch.Tensor], TrainingProgress, str]:
+) -> tuple[dict[str, torch.Tensor], TrainerState, str]:
     """The fp32 weights of a checkpoint or of `best`, by parameter name, the progress that they are
     from, and a checksum of them. `shapes` are those of a plan's model (`shapes_of`). Raises
     Corrupt."""

@@ -25,7 +25,7 @@ from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import AVERAGE, MODEL, MOMENTUM, OWN, SHARED, Unsaved
 from farspan.runtime.checkpoint.far_parts import send_part
-from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.checkpoint.restorer import Restorer
 from farspan.runtime.checkpoint.shared_folder import SharedFolder
 from farspan.runtime.checkpoint.slices import boxes
@@ -60,7 +60,7 @@ class _Pending(NamedTuple):
     """A checkpoint that is being written: on rank 0 its bytes come of it, once all parts are
     there."""
 
-    progress: TrainingProgress
+    progress: TrainerState
     path: Path
     began: float
     future: Future[_Ended]
@@ -158,7 +158,7 @@ class Checkpointer:
 
     def begin(
         self,
-        progress: TrainingProgress,
+        progress: TrainerState,
         group: Group,
         *,
         best: Path | None = None,
@@ -198,7 +198,7 @@ class Checkpointer:
         path: Path,
         slices: list[OwnedSlice],
         ranks: list[int],
-        progress: TrainingProgress,
+        progress: TrainerState,
         group: Group,
         ended: threading.Event,
     ) -> _Ended:
@@ -307,7 +307,7 @@ class Checkpointer:
     #   --------------------------------------------------------------------------------------------
 
     def restore(
-        self, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None], group: Group
+        self, accept: Callable[[TrainerState], None], warn: Callable[[str], None], group: Group
     ) -> bool:
         """Every worker takes its part of the newest whole checkpoint, if any (`Restorer`)."""
         self._folder.meet(group)

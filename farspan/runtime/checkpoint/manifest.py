@@ -38,16 +38,16 @@ class Corrupt(Exception):
     """A checkpoint that must not be used; the message says why."""
 
 
-class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far a run is; together with the tensors and the plan, all that the next step depends
-    on."""
+class TrainerState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The state that a trainer changes as it goes: with the tensors and the plan, all that the next
+    step depends on. A checkpoint keeps it as it is."""
 
     step: Count
     #: The plan that made it, and what any plan must share that goes on from it
     #: (`semantics.identity.training_key`).
     plan: str
     training: str
-    #: Wall-clock seconds trained so far, over all starts.
+    #: Wall-clock seconds of the run, over all its starts, when it was saved.
     elapsed_s: Finite
     best_loss: Finite | None = None
     #: Validations in a row without a better loss.
@@ -57,8 +57,8 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     quiet: Count = 0
     #: Steps whose update an overflow has cost: the optimizer has counted so many fewer.
     skipped: Count = 0
-    #: Steps of the whole run, where its time budget made them fewer than the plan's.
-    steps: Count | None = None
+    #: Steps of the whole run, which its time budget may have changed; 0 is the plan's.
+    steps: Count = 0
     #: What the run knows of its speed, and the share of its time that the learning rate follows.
     budget: BudgetState = msgspec.field(default_factory=BudgetState)
     #: The start of the run that wrote it (`domain.epoch`); 0 of workers without a launcher.
@@ -106,7 +106,7 @@ class GlobalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    progress: TrainingProgress
+    progress: TrainerState
     tensors: dict[str, GlobalTensor]
     #: `checksum_of` the rest.
     checksum: str

@@ -15,7 +15,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import AVERAGE, MODEL, MOMENTUM
-from farspan.runtime.checkpoint.manifest import Corrupt, Manifest, TrainingProgress
+from farspan.runtime.checkpoint.manifest import Corrupt, Manifest, TrainerState
 from farspan.runtime.checkpoint.shared_folder import SharedFolder
 from farspan.runtime.checkpoint.slices import boxes
 from farspan.runtime.checkpoint.stored import Stored
@@ -41,8 +41,8 @@ class Restorer:
         self.read_bytes = 0
 
     def restore(
-        self, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None]
-    ) -> TrainingProgress | None:
+        self, accept: Callable[[TrainerState], None], warn: Callable[[str], None]
+    ) -> TrainerState | None:
         """Every worker takes its part of the newest whole checkpoint, if any; corrupt ones are
         named, and the one before them is used. `accept` takes its progress, and raises Refusal for
         another training's."""
@@ -81,8 +81,8 @@ class Restorer:
 
     def _adopted(
         self,
-        progress: TrainingProgress,
-        accept: Callable[[TrainingProgress], None],
+        progress: TrainerState,
+        accept: Callable[[TrainerState], None],
         warn: Callable[[str], None],
         corrupt: list[str],
         newest: int,
@@ -101,7 +101,7 @@ class Restorer:
         self._executor.publish()
 
     def _readable(
-        self, path: Path, accept: Callable[[TrainingProgress], None]
+        self, path: Path, accept: Callable[[TrainerState], None]
     ) -> tuple[Manifest | None, str]:
         """On rank 0: what a checkpoint says of itself, or why it is not one that this plan can go
         on from. Raises Refusal for another training's."""
@@ -125,14 +125,14 @@ class Restorer:
             return None, str(error)
         return manifest, ""
 
-    def _shared(self, path: Path | None, manifest: Manifest | None) -> tuple[str, TrainingProgress]:
+    def _shared(self, path: Path | None, manifest: Manifest | None) -> tuple[str, TrainerState]:
         """The name of rank 0's checkpoint and its progress, on every worker."""
         mine = (
             b""
             if path is None or manifest is None
             else msgspec.json.encode((path.name, manifest.progress))
         )
-        return msgspec.json.decode(self._group.share(mine), type=tuple[str, TrainingProgress])
+        return msgspec.json.decode(self._group.share(mine), type=tuple[str, TrainerState])
 
     def _take(self, path: Path, manifest: Manifest | None) -> str:
         """Fill this worker's state from a checkpoint, and those of workers that do not see it; why

@@ -9,7 +9,7 @@ from pathlib import Path
 from farspan.domain.results import Event, Saved
 from farspan.runtime.checkpoint.checkpoint import Unsaved
 from farspan.runtime.checkpoint.checkpointer import Checkpointer, Written
-from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.time_budget import TimeBudget
 
@@ -37,8 +37,7 @@ class Saves:
 
     def save(
         self,
-        progress: TrainingProgress,
-        steps: int,
+        state: TrainerState,
         *,
         due: bool = False,
         last: bool = False,
@@ -47,22 +46,28 @@ class Saves:
         """Begin to write a checkpoint, unless it was the last one; wait for it where training does
         not go on. Returns whether it is there, or on its way. Raises Refusal (disk-full) where the
         run cannot go on without."""
-        if progress.step != self.step:
-            self._settle(steps)
+        if state.step != self.step:
+            self._settle(state.steps)
             try:
-                self._checkpointer.begin(progress, self._group, due=due)
+                self._checkpointer.begin(state, self._group, due=due)
             except Unsaved as error:
                 self._warn(
-                    self._checkpointer.excuse(str(error), progress.step, steps, due=due, last=last)
+                    self._checkpointer.excuse(
+                        str(error), state.step, state.steps, due=due, last=last
+                    )
                 )
                 return False
-            self.step = progress.step
-        return True if self._background and not (last or wait) else self._settle(steps, last=last)
+            self.step = state.step
+        return (
+            True
+            if self._background and not (last or wait)
+            else self._settle(state.steps, last=last)
+        )
 
-    def best(self, progress: TrainingProgress, steps: int, path: Path) -> None:
+    def best(self, state: TrainerState, path: Path) -> None:
         """Write the model alone, and wait for it. Raises Unsaved."""
-        self._settle(steps)
-        self._checkpointer.begin(progress, self._group, best=path)
+        self._settle(state.steps)
+        self._checkpointer.begin(state, self._group, best=path)
         self._checkpointer.settle(self._group)
 
     def _settle(self, steps: int, *, last: bool = False) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from farspan.domain.results import Validated
+from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.time_budget import TimeBudget
 from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.validation import LossSums, Validation
@@ -37,6 +38,7 @@ class Validations:
         self,
         worker: Worker,
         validation: Validation,
+        state: TrainerState,
         budget: TimeBudget,
         monotonic: Callable[[], float],
     ) -> None:
@@ -46,9 +48,7 @@ class Validations:
             budget,
             monotonic,
         )
-        #: The best loss so far, and validations since of which each is clearly worse.
-        self.best_loss: float | None = None
-        self.stale = 0
+        self._state = state
         #: The step whose state was validated last, -1 where it is to be read again.
         self.step = -1
         self._sample = LossSums()
@@ -70,12 +70,13 @@ class Validations:
         self.step, self._sample = step, measured.sample
         if measured.known:
             return False
-        loss = measured.sample.mean
-        if self.best_loss is None or loss < self.best_loss:
-            self.best_loss, self.stale = loss, 0
+        loss, state = measured.sample.mean, self._state
+        if state.best_loss is None or loss < state.best_loss:
+            state.best_loss = loss
+            state.stale = 0
             return True
         noise = CLEARLY * (measured.sample.standard_error(math.inf) or 0.0)
-        self.stale = self.stale + 1 if loss > self.best_loss + noise else 0
+        state.stale = state.stale + 1 if loss > state.best_loss + noise else 0
         return False
 
     def told(self, step: int, measured: Measured, best: bool) -> Validated:
