@@ -51,7 +51,6 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.comm.collective import START_S, Group, meet, renounce
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
@@ -109,7 +108,8 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         weights = (
             huggingface.read(Path(record.initial).expanduser())[1] if group.rank == 0 else None
         )
-        Checkpointer(executor, run.checkpoints, plan.train.keep).adopt(weights)
+        executor.whole.hand_out(executor.state.master, weights)
+        executor.begin()
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
     return worker

@@ -146,7 +146,7 @@ def restore_and_save(group: Group, plan: Plan, path: Path) -> tuple[int, int]:
     this worker owns."""
     with trainer(group, plan, path) as (made, _):
         made.restore()
-        made.saves.step = -1
+        made.checkpointer.step = -1
         made.save(last=True)
         owned = sum(
             4 * (piece.stop - piece.start)
@@ -214,7 +214,10 @@ def hand_out(group: Group, plan: Plan, path: Path) -> int:
             return works
 
         messenger.send = counted  # type: ignore[method-assign]
-        made.checkpointer.adopt(reference.start(plan.model) if group.rank == 0 else None)
+        executor = made.worker.executor
+        weights = reference.start(plan.model) if group.rank == 0 else None
+        executor.whole.hand_out(executor.state.master, weights)
+        executor.begin()
         return max(held)
 
 

@@ -24,8 +24,8 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.checkpoint.manifest import BLOCK, MANIFEST, TrainerState, checksum_of
+from farspan.runtime.checkpoint.save import Checkpointer
 from farspan.runtime.checkpoint.stored import digest
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.comm.topology import Topology
@@ -70,7 +70,7 @@ def find(executor: Executor, folder: Path) -> tuple[int | None, list[str]]:
     """The step that a run goes on from, and what it says about those after it."""
     adopted, said = list[TrainerState](), list[str]()
     with Group(0, 1, torch.device("cpu")) as alone:
-        there = Checkpointer(executor, folder, 3).restore(adopted.append, said.append, alone)
+        there = Checkpointer(executor, folder, alone).restore(adopted.append, said.append)
     return (adopted[-1].step if there else None), said
 
 

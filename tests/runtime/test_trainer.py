@@ -179,11 +179,11 @@ def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(m
     monkeypatch.setattr(trainer, "QUIET_STEPS", 8)
     monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 4.0)
     whole = Start(make("whole", precision="fp16", steps=20))
-    scale = whole.train()[1].loss_scale
+    scale = whole.train()[1].state.loss_scale
     assert scale == 16.0  # Doubled after 8 and 16 steps.
     run = make("run", precision="fp16", steps=20)
     starts = [Start(run, until=until) for until in (5, 11, 10**9)]
-    scales = [start.train()[1].loss_scale for start in starts]
+    scales = [start.train()[1].state.loss_scale for start in starts]
     assert scales == [4.0, 8.0, scale]
     assert [s.loss for start in starts for s in start.steps] == [s.loss for s in whole.steps]
     ours, theirs = weights(run), weights(whole.run)

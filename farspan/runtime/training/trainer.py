@@ -15,19 +15,18 @@ from msgspec.structs import replace
 from farspan.domain.codec import is_content_hash, load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import STOPPED, Rescheduled, Step, Traced, Warned
+from farspan.domain.results import STOPPED, Rescheduled, Saved, Step, Traced, Warned
 from farspan.domain.words import joined
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
-from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.checkpoint.manifest import TrainerState
+from farspan.runtime.checkpoint.save import Checkpointer, Written
 from farspan.runtime.device import peak_memory
 from farspan.runtime.parallel.executor import Outcome
 from farspan.runtime.time_budget import RunWork, TimeBudget
 from farspan.runtime.training.batches import Batches
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
 from farspan.runtime.training.parts import Worker
-from farspan.runtime.training.saves import Saves
 from farspan.runtime.training.validating import Validations
 from farspan.runtime.training.validation import Validation
 from farspan.semantics.identity import training_key, unlike_training
@@ -62,7 +61,13 @@ class Trainer:
         self.worker, self.monotonic, train = worker, monotonic, worker.plan.train
         self.batches = Batches(worker)
         self.checkpointer = Checkpointer(
-            worker.executor, worker.run.checkpoints, train.keep, monotonic
+            worker.executor,
+            worker.run.checkpoints,
+            worker.group,
+            written=self._on_saved,
+            warn=lambda message: self._warn(message, until="saved"),
+            monotonic=monotonic,
+            background=background,
         )
         self.strays = LossOutliers(worker.executor.topology.replica, train.seq_len)
         self.state = TrainerState(
@@ -83,15 +88,6 @@ class Trainer:
         self.budget = TimeBudget(train, self._work(), lambda: self.elapsed_s)
         self.budget.resume(0, self.state.budget)
         self.validations = Validations(worker, self.validation, self.state, self.budget, monotonic)
-        self.saves = Saves(
-            self.checkpointer,
-            worker.group,
-            self.budget,
-            lambda event: worker.emit(event),
-            lambda message: self._warn(message, until="saved"),
-            worker.clock,
-            background=background,
-        )
         self._saved_at = monotonic()
         self._started = self._saved_at if began is None else began
         self._first_step = 0
@@ -163,7 +159,7 @@ class Trainer:
                         spans=spans.take(),
                     )
                 )
-            self.saves.tell()
+            self.checkpointer.poll()
             together, first = self._together(), self.state.step == self._first_step + 1
             unknown = self.budget.stepped(self.state.step) if together or first else False
             if not together:
@@ -209,7 +205,7 @@ class Trainer:
         outer = self.worker.executor.outer
         if outer is not None and outer.under_way and reason not in STOPPED:
             self.worker.executor.finish(self.state.step)
-            self.saves.step = (
+            self.checkpointer.step = (
                 self.validations.step
             ) = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
@@ -430,7 +426,7 @@ class Trainer:
         self.worker.emit(self.validations.told(self.state.step, measured, best))
         if best:
             try:
-                self.saves.best(self._snapshot(), self.worker.run.best)
+                self.checkpointer.save_best(self._snapshot(), self.worker.run.best)
             except Unsaved as error:
                 # Those that are there are still the best: the next loss below theirs is written.
                 self.state.best_loss = before
@@ -447,9 +443,22 @@ class Trainer:
         return deepcopy(self.state)
 
     def save(self, *, due: bool = False, last: bool = False, wait: bool = False) -> bool:
-        """Save the state as it is (`Saves.save`)."""
+        """Save the state as it is (`Checkpointer.save`)."""
         self._saved_at = self.monotonic()
-        return self.saves.save(self._snapshot(), due=due, last=last, wait=wait)
+        return self.checkpointer.save(self._snapshot(), due=due, last=last, wait=wait)
+
+    def _on_saved(self, written: Written) -> None:
+        """On rank 0: a checkpoint is in its place."""
+        self.budget.saved(written.seconds)
+        self.worker.emit(
+            Saved(
+                at=self.worker.clock(),
+                step=written.step,
+                path=str(written.path),
+                size_bytes=written.size,
+                seconds=written.seconds,
+            )
+        )
 
     def _warn(self, message: str, until: Literal["saved", "best"] | None = None) -> None:
         """Rank 0 says what all know."""
@@ -458,7 +467,7 @@ class Trainer:
 
     def restore(self) -> None:
         """Go on from the newest whole checkpoint, if any: every worker reads its part."""
-        there = self.checkpointer.restore(self._adopt, self._warn, self.worker.group)
+        there = self.checkpointer.restore(self._adopt, self._warn)
         # What was lost, and the time until somebody went on, counts too.
         self._used_s = max(self.state.elapsed_s, self.worker.epoch.used_s)
         if there and (outer := self.worker.executor.outer) is not None:
@@ -504,5 +513,4 @@ class Trainer:
         )
         for name in TrainerState.__struct_fields__:  # Validations have this same object.
             setattr(self.state, name, getattr(found, name))
-        self.saves.step = self.state.step
         self.budget.resume(self.state.step, self.state.budget)

@@ -1,9 +1,9 @@
-"""Checkpoints of a run whose state lies on many workers: each writes the slices that it owns, and
-reads those it needs.
+"""Writing checkpoints of a run whose state lies on many workers: each writes the slices that it
+owns.
 
-What several workers own one of them writes, so that all write about as much. Who does not see rank
-0's folder sends its part there (`far_parts`), and is sent what it needs. A save takes a copy of the
-state; it is written while training goes on, and rank 0 commits it when every part is there.
+What several workers own one of them writes, so that all write about as much. A worker that does not
+see rank 0's folder sends its part there (`far_parts`). A save takes a copy of the state; it is
+written while training goes on, and rank 0 commits it when every part is there.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import AVERAGE, MODEL, MOMENTUM, OWN, SHARED, Unsaved
+from farspan.runtime.checkpoint.checkpoint import MODEL, OWN, SHARED, Unsaved
 from farspan.runtime.checkpoint.far_parts import send_part
 from farspan.runtime.checkpoint.manifest import TrainerState
-from farspan.runtime.checkpoint.restorer import Restorer
+from farspan.runtime.checkpoint.restore import kept_by_kind, restore
 from farspan.runtime.checkpoint.shared_folder import SharedFolder
 from farspan.runtime.checkpoint.slices import boxes
 from farspan.runtime.checkpoint.stored import OwnedSlice, reason
@@ -49,46 +49,46 @@ class Written(NamedTuple):
     seconds: float
 
 
-class _Ended(NamedTuple):
-    """Bytes of a checkpoint that is in its place, and when it was; 0 where another worker knows."""
-
-    size: int
-    at: float
-
-
 class _Pending(NamedTuple):
-    """A checkpoint that is being written: on rank 0 its bytes come of it, once all parts are
-    there."""
+    """A checkpoint that is being written: on rank 0 its bytes come of it, and when it was in its
+    place, once all parts are there."""
 
-    progress: TrainerState
+    state: TrainerState
     path: Path
     began: float
-    future: Future[_Ended]
+    future: Future[tuple[int, float]]
     #: Set when no other worker writes any more: what is missing then does not come.
     ended: threading.Event
     due: bool
 
 
 class Checkpointer:
-    """All workers of a run call these together, but for `poll`."""
+    """All workers of a run call these together, but for `poll`. On rank 0 `written` receives each
+    checkpoint that is in its place. Without `background` a checkpoint is written before training
+    goes on."""
 
     def __init__(
         self,
         executor: Executor,
         folder: Path,
-        keep: int,
+        group: Group,
+        *,
+        written: Callable[[Written], None] = lambda checkpoint: None,
+        warn: Callable[[str], None] = lambda message: None,
         monotonic: Callable[[], float] = time.monotonic,
+        background: bool = True,
     ) -> None:
-        self._executor, self._folder, self._keep, self._monotonic = (
-            executor,
-            SharedFolder(folder),
-            keep,
-            monotonic,
-        )
-        self._whole, self._state = executor.whole, executor.state
+        self._executor, self._group = executor, group
+        self._whole, self._plan = executor.whole, executor.topology.plan
+        self._written, self._warn = written, warn
+        self._monotonic, self._background = monotonic, background
+        self._folder = SharedFolder(folder)
         self._rank = executor.topology.rank
         #: The step of the newest checkpoint, -1 without one.
         self.newest = -1
+        #: The step whose state was written last or is being written, -1 where it is to be written
+        #: again.
+        self.step = -1
         #: Bytes of tensors that this worker read to restore its state.
         self.read_bytes = 0
         #: Times on end that a checkpoint was due and could not be written.
@@ -96,21 +96,72 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
-    # -- what is written
+    # -- saving
     #   --------------------------------------------------------------------------------------------
 
-    def _flats(self) -> dict[str, Sequence[Tensor]]:
-        """What this worker keeps by bucket, by kind of global tensors."""
-        state, outer = self._state, self._executor.outer
-        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        average = {AVERAGE: state.average} if state.average else {}
-        if outer is None:
-            return {MODEL: state.master, **moments, **average}
-        mine = {"master": state.master, **moments}
-        replica = self._executor.topology.replica_index
-        return {MODEL: outer.anchor, MOMENTUM: outer.momentum, **average} | {
-            checkpoint.own(replica, kind): mine[kind] for kind in OWN
-        }
+    def save(
+        self, state: TrainerState, *, due: bool = False, last: bool = False, wait: bool = False
+    ) -> bool:
+        """Begin to write a checkpoint, unless it was the last one; wait for it where training does
+        not go on. Returns whether it is there, or on its way. Raises Refusal (disk-full) where the
+        run cannot go on without."""
+        if state.step != self.step:
+            self._settle()
+            path = self._folder.path / checkpoint.step_name(state.step)
+            flats, replica = kept_by_kind(self._executor), self._executor.topology.replica_index
+            if self._executor.outer is not None:
+                own = {checkpoint.own(replica, kind): flats.pop(kind) for kind in OWN}
+                flats |= own
+            try:
+                self._begin(state, path, flats, checkpoint.bytes_needed(self._plan), due=due)
+            except Unsaved as error:
+                self._warn(self._excuse(str(error), state, due=due, last=last))
+                return False
+            self.step = state.step
+        if self._background and not (last or wait):
+            return True
+        return self._settle(last=last)
+
+    def save_best(self, state: TrainerState, path: Path) -> None:
+        """Write the model alone, and wait for it. Raises Unsaved."""
+        self._settle()
+        flats = {MODEL: self._best()}
+        pending = self._begin(state, path, flats, checkpoint.model_bytes(self._plan))
+        self._finish(pending)
+
+    def poll(self) -> None:
+        """On rank 0: report the checkpoint that was being written, if it is now in its place."""
+        pending = self._pending
+        if self._rank != 0 or pending is None or not pending.future.done():
+            return
+        if pending.future.exception() is None:
+            self._report(pending)
+
+    def _settle(self, *, last: bool = False) -> bool:
+        """Wait for the checkpoint that is being written, if any; whether it is in its place."""
+        if (pending := self._pending) is None:
+            return True
+        try:
+            self._finish(pending)
+        except Unsaved as error:
+            self.step = -1
+            self._warn(self._excuse(str(error), pending.state, due=pending.due, last=last))
+            return False
+        self._report(pending)
+        return True
+
+    def _report(self, pending: _Pending) -> None:
+        """Count a checkpoint that is in its place, once; rank 0 reports it."""
+        if self.newest == pending.state.step:
+            return
+        self.newest = pending.state.step
+        self._unsaved = 0
+        if self._rank == 0:
+            size, at = pending.future.result()
+            self._written(Written(self.newest, pending.path, size, at - pending.began))
+
+    # -- what is written
+    #   --------------------------------------------------------------------------------------------
 
     def _writers(self) -> dict[int, list[tuple[int, Piece]]]:
         """Which worker writes which pieces of its buckets: each piece of a replica one of its
@@ -156,119 +207,80 @@ class Checkpointer:
     # -- writing
     #   --------------------------------------------------------------------------------------------
 
-    def begin(
+    def _begin(
         self,
-        progress: TrainerState,
-        group: Group,
+        state: TrainerState,
+        path: Path,
+        flats: Mapping[str, Sequence[Tensor]],
+        size: int,
         *,
-        best: Path | None = None,
         due: bool = False,
-    ) -> None:
-        """Take a copy of the state and begin to write it; of `best` the model alone, there. Raises
+    ) -> _Pending:
+        """Take a copy of what this worker keeps by kind and begin to write it at `path`. Raises
         Unsaved on every worker where it cannot be begun."""
-        self._folder.meet(group)
-        began, plan = self._monotonic(), self._executor.topology.plan
-        path = best or self._folder.path / checkpoint.step_name(progress.step)
-        flats, size = self._flats(), checkpoint.bytes_needed(plan)
-        if best is not None:
-            flats, size = {MODEL: self._best()}, checkpoint.model_bytes(plan)
-        why = ""
+        self._folder.meet(self._group)
+        began, why = self._monotonic(), ""
         if self._rank == 0:
             try:
-                checkpoint.begin(path, size, progress.epoch)
+                checkpoint.begin(path, size, state.epoch)
             except (OSError, Refusal) as error:
                 why = _cleared(path, error)
         if self._folder.receiver is not None:
-            # Before the others go on: who is quick sends its part while this worker still copies
-            # its own.
+            # Before the others go on: a quick one sends its part while this worker still copies its
+            # own.
             self._folder.receiver.path = path
-        _agree(group, why)
+        _agree(self._group, why)
         writers = self._writers()
         slices, ended = self._snapshot(writers.get(self._rank, ()), flats), threading.Event()
+        best = checkpoint.step_of(path) < 0
         ranks = [
-            rank
-            for rank in sorted(writers)
-            if best is None or self._whole.manifests[rank].replica == 0
+            rank for rank in sorted(writers) if not best or self._whole.manifests[rank].replica == 0
         ]
-        future = self._writer.submit(self._write, path, slices, ranks, progress, group, ended)
-        self._pending = _Pending(progress, path, began, future, ended, due)
+        future = self._writer.submit(self._write, path, slices, ranks, state, ended)
+        self._pending = _Pending(state, path, began, future, ended, due)
+        return self._pending
 
     def _write(
         self,
         path: Path,
         slices: list[OwnedSlice],
         ranks: list[int],
-        progress: TrainerState,
-        group: Group,
+        state: TrainerState,
         ended: threading.Event,
-    ) -> _Ended:
+    ) -> tuple[int, float]:
         """Write this worker's part; rank 0 then waits for the others' and commits. The lock of
         files is held while they are written, not while workers are waited for."""
         if self._rank in ranks:
             if self._rank in self._folder.near:
-                with group.writing:
+                with self._group.writing:
                     checkpoint.write_part(path, self._rank, slices)
             else:
                 assert self._folder.sends_to is not None
-                send_part(self._folder.sends_to, group.secret, self._rank, slices)
+                send_part(self._folder.sends_to, self._group.secret, self._rank, slices)
         slices.clear()
         if self._rank != 0:
-            return _Ended(0, 0.0)
+            return 0, 0.0
         while missing := checkpoint.missing_parts(path, ranks):
             if ended.wait(POLL_S) and checkpoint.missing_parts(path, ranks):
                 raise Unsaved(f"rank {missing[0]} could not write its part")
-        with group.writing:
-            size = checkpoint.commit(path, ranks, progress)
+        with self._group.writing:
+            size = checkpoint.commit(path, ranks, state)
             if checkpoint.step_of(path) >= 0:
-                checkpoint.prune(path, self._keep)
-        return _Ended(size, self._monotonic())
+                checkpoint.prune(path, self._plan.train.keep)
+        return size, self._monotonic()
 
-    @property
-    def pending(self) -> tuple[int, bool]:
-        """The step of the checkpoint that is being written, -1 without one, and whether it was
-        due."""
-        return (
-            (-1, False)
-            if self._pending is None
-            else (self._pending.progress.step, self._pending.due)
-        )
-
-    def poll(self) -> Written | None:
-        """On rank 0: the checkpoint that was being written and is now in its place, told once."""
-        pending = self._pending
-        if (
-            self._rank != 0
-            or pending is None
-            or not pending.future.done()
-            or pending.future.exception()
-        ):
-            return None
-        return self._told(pending)
-
-    def _told(self, pending: _Pending) -> Written | None:
-        if checkpoint.step_of(pending.path) >= 0:
-            if self.newest == pending.progress.step:
-                return None
-            self.newest, self._unsaved = pending.progress.step, 0
-        size, at = pending.future.result()
-        return Written(pending.progress.step, pending.path, size, at - pending.began)
-
-    def settle(self, group: Group) -> Written | None:
-        """Wait until what is being written is in its place; rank 0 returns it, unless `poll` has.
-        Raises Unsaved on every worker where it is not."""
-        if (pending := self._pending) is None:
-            return None
+    def _finish(self, pending: _Pending) -> None:
+        """Wait until what is being written is in its place. Raises Unsaved on every worker where it
+        is not."""
         why = "" if self._rank == 0 else _failure(pending.future)
-        others = group.gather_text(why)
+        others = self._group.gather_text(why)
         if self._rank == 0:
             pending.ended.set()
             why = next(filter(None, others), "") or _failure(pending.future)
             if failure := pending.future.exception():
                 _cleared(pending.path, failure)
         self._pending = None
-        _agree(group, why)
-        told = self._told(pending)
-        return told if self._rank == 0 else None
+        _agree(self._group, why)
 
     @property
     def kept(self) -> str:
@@ -279,20 +291,17 @@ class Checkpointer:
             else "there is no checkpoint"
         )
 
-    def excuse(self, why: str, step: int, steps: int, *, due: bool, last: bool) -> str:
+    def _excuse(self, why: str, state: TrainerState, *, due: bool, last: bool) -> str:
         """A warning that a checkpoint could not be written. Raises Refusal (disk-full) where it was
         the last one, or was due UNSAVED times on end."""
         self._unsaved += due
-        every, run = (
-            format_seconds(self._executor.topology.plan.train.checkpoint_every_s),
-            RunFolder(self._folder.path.parent),
-        )
+        every = format_seconds(self._plan.train.checkpoint_every_s)
         if not last and self._unsaved < UNSAVED:
             return (
-                f"step {step}: no checkpoint could be written: {why}; {self.kept}, and the next is "
-                f"tried in {every}; "
-                f"after {UNSAVED} on end the run stops"
+                f"step {state.step}: no checkpoint could be written: {why}; {self.kept}, and the "
+                f"next is tried in {every}; after {UNSAVED} on end the run stops"
             )
+        run = RunFolder(self._folder.path.parent)
         raise Refusal(
             "disk-full",
             where=self._folder.path,
@@ -300,26 +309,21 @@ class Checkpointer:
             what="the last checkpoint could not be written"
             if last
             else f"no checkpoint could be written for {UNSAVED} intervals of {every}",
-            fact=f"{why}; {step} of {steps} steps are trained, {self.kept}",
+            fact=f"{why}; {state.step} of {state.steps} steps are trained, {self.kept}",
         )
 
     # -- restoring
     #   --------------------------------------------------------------------------------------------
 
-    def restore(
-        self, accept: Callable[[TrainerState], None], warn: Callable[[str], None], group: Group
-    ) -> bool:
-        """Every worker takes its part of the newest whole checkpoint, if any (`Restorer`)."""
-        self._folder.meet(group)
-        restorer = Restorer(self._executor, self._folder, group)
-        if (progress := restorer.restore(accept, warn)) is not None:
-            self.newest, self.read_bytes = progress.step, restorer.read_bytes
-        return progress is not None
-
-    def adopt(self, weights: Mapping[str, Tensor] | None) -> None:
-        """Every worker takes its part of a model, which rank 0 gives."""
-        self._whole.hand_out(self._state.master, weights)
-        self._executor.begin()
+    def restore(self, accept: Callable[[TrainerState], None], warn: Callable[[str], None]) -> bool:
+        """Take this worker's part of the newest whole checkpoint, if any (`restore.restore`)."""
+        self._folder.meet(self._group)
+        found = restore(self._executor, self._folder, self._group, accept, warn)
+        if found is None:
+            return False
+        state, self.read_bytes = found
+        self.newest = self.step = state.step
+        return True
 
     def weights(self) -> dict[str, Tensor]:
         """The model of the run, on rank 0: the average of its weights, or what replicas last met
@@ -328,25 +332,21 @@ class Checkpointer:
 
     def _best(self) -> Sequence[Tensor]:
         """By bucket, what is kept as the best weights and used."""
-        outer = self._executor.outer
-        return self._state.average or (self._state.master if outer is None else outer.anchor)
+        state, outer = self._executor.state, self._executor.outer
+        return state.average or (state.master if outer is None else outer.anchor)
 
     def close(self) -> None:
         self._folder.close()
 
 
-def _failure(future: Future[_Ended]) -> str:
+def _failure(future: Future[tuple[int, float]]) -> str:
     """Why a worker's part could not be written, once it has ended; empty where it was."""
     error = future.exception()
     if error is None:
         return ""
-    return (
-        str(error)
-        if isinstance(error, Unsaved)
-        else reason(error)
-        if isinstance(error, Exception)
-        else str(error)
-    )
+    if isinstance(error, Exception) and not isinstance(error, Unsaved):
+        return reason(error)
+    return str(error)
 
 
 def _cleared(path: Path, error: BaseException) -> str:
