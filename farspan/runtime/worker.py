@@ -51,7 +51,7 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.manifest import Corrupt
+from farspan.runtime.checkpoint.layout import Corrupt
 from farspan.runtime.comm.collective import START_S, Group, meet, renounce
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret

@@ -25,7 +25,7 @@ from farspan.launch.lease import Lease
 from farspan.launch.spares import Spares
 from farspan.launch.workers import Held
 from farspan.report.history import trace
-from farspan.runtime.checkpoint.manifest import TrainerState
+from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.data import Order, Windows
 from farspan.semantics.identity import training_key

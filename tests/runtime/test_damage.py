@@ -24,7 +24,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.manifest import BLOCK, MANIFEST, TrainerState, checksum_of
+from farspan.runtime.checkpoint.layout import BLOCK, MANIFEST, TrainerState, checksum_of
 from farspan.runtime.checkpoint.save import Checkpointer
 from farspan.runtime.checkpoint.stored import digest
 from farspan.runtime.comm.collective import Group

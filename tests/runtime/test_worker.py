@@ -33,7 +33,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.manifest import Corrupt, TrainerState
+from farspan.runtime.checkpoint.layout import Corrupt, TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, drawn, initialise
 from farspan.runtime.parallel.executor import Outcome
@@ -230,7 +230,7 @@ def test_checkpoint_moved_aside_by_a_killed_replacement_is_restored(tmp_path):
         tmp_path / "best",
         TrainerState(step=1, plan="p", training="t", elapsed_s=1.0),
     )
-    checkpoint.write(best, stored_tensors.slices(_tensors()), progress, keep=1)
+    stored_tensors.write_one(best, _tensors(), progress)
     best.rename(tmp_path / ".best.old")
     checkpoint.mend(tmp_path)
     assert checkpoint.verify(best) == progress and [one.name for one in tmp_path.iterdir()] == [

@@ -5,6 +5,9 @@ A checkpoint is a folder `step-00000120` with a file of slices for each worker t
 `part-00000.safetensors`, and `manifest.json`, which says what is where. It is whole or it is not
 there. While it is made each worker leaves beside its file what the manifest will say of it,
 `part-00000.json`; rank 0 puts these together.
+
+`python -m farspan.runtime.checkpoint.checkpoint FOLDER` verifies one, for processes that load no
+PyTorch: it prints why it is not whole, and exits with the code of a corrupt one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,10 +29,10 @@ from farspan.domain.epoch import readable_ledger, require
 from farspan.domain.model import parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import EXIT_CODES, Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
-from farspan.runtime.checkpoint.manifest import (
+from farspan.runtime.checkpoint.layout import (
     MANIFEST,
     Corrupt,
     GlobalTensor,
@@ -163,19 +167,6 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
     )
     sync(folder)
     return _put(folder, path)
-
-
-def write(path: Path, slices: Sequence[OwnedSlice], progress: TrainerState, keep: int) -> int:
-    """Write a whole checkpoint from one process, then delete all but the newest `keep`; its bytes.
-    Raises Unsaved."""
-    try:
-        begin(path, sum(part.values.nbytes for part in slices) + HEADERS, progress.epoch)
-        write_part(path, 0, slices)
-        size = commit(path, [0], progress)
-    except (OSError, Refusal) as error:
-        raise Unsaved(str(error)) from error
-    prune(path, keep)
-    return size
 
 
 def mend(folder: Path) -> None:
@@ -376,3 +367,16 @@ def read_weights(
     with Stored(path, wanted) as stored:
         weights = {name.removeprefix(f"{MODEL}/"): stored.whole(name) for name in shapes}
     return weights, manifest.progress, content_hash(wanted)
+
+
+def main() -> int:
+    try:
+        verify(Path(sys.argv[1]))
+    except Corrupt as error:
+        print(error)
+        return EXIT_CODES["checkpoint-corrupt"]
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -16,9 +16,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import AVERAGE, MODEL, MOMENTUM
-from farspan.runtime.checkpoint.manifest import Corrupt, Manifest, TrainerState
-from farspan.runtime.checkpoint.shared_folder import SharedFolder
-from farspan.runtime.checkpoint.slices import boxes
+from farspan.runtime.checkpoint.layout import Corrupt, Manifest, TrainerState, boxes
 from farspan.runtime.checkpoint.stored import Stored
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.parallel.executor import Executor
@@ -27,19 +25,21 @@ from farspan.runtime.state.full_state import Piece
 
 def restore(
     executor: Executor,
-    folder: SharedFolder,
+    folder: Path,
+    near: frozenset[int],
     group: Group,
     accept: Callable[[TrainerState], None],
     warn: Callable[[str], None],
 ) -> tuple[TrainerState, int] | None:
     """Every worker takes its part of the newest whole checkpoint, if any; corrupt ones are named,
     and the one before them is used. `accept` takes its state, and raises Refusal for another
-    training's. Returns the state, and the bytes of tensors that this worker read."""
+    training's. `near` are the ranks that see the folder. Returns the state, and the bytes of
+    tensors that this worker read."""
     rank, plan, paths = group.rank, executor.topology.plan, list[Path]()
     if rank == 0:
         with suppress(OSError):  # A save that finds the same says so.
-            checkpoint.mend(folder.path)
-        paths = list(checkpoint.newest_first(folder.path))
+            checkpoint.mend(folder)
+        paths = list(checkpoint.newest_first(folder))
     corrupt, newest = list[str](), 0
     for number in range(int(group.sum(float(len(paths)))[0])):
         path, manifest, why, mine = None, None, "", b""
@@ -53,8 +53,8 @@ def restore(
         why = group.share_text(why)
         if not why:
             name, state = msgspec.json.decode(group.share(mine), type=tuple[str, TrainerState])
-            reader = _Reader(executor, folder, group)
-            why = reader.take(folder.path / name, manifest)
+            reader = _Reader(executor, near, group)
+            why = reader.take(folder / name, manifest)
             if not why:
                 accept(state)
                 if corrupt:
@@ -73,7 +73,7 @@ def restore(
         raise Refusal(
             "checkpoint-corrupt",
             what="no checkpoint of this run can be used",
-            where=folder.path,
+            where=folder,
             fact="; ".join(corrupt) or "rank 0 names them",
             remedy="start again: farspan train run.yaml --run NEW_FOLDER",
         )
@@ -107,8 +107,8 @@ def _readable(path: Path, plan: Plan, accept: Callable[[TrainerState], None]) ->
 class _Reader:
     """Fills the state of one worker; rank 0's reads for those that do not see the folder, too."""
 
-    def __init__(self, executor: Executor, folder: SharedFolder, group: Group) -> None:
-        self._plan, self._whole, self._near = executor.topology.plan, executor.whole, folder.near
+    def __init__(self, executor: Executor, near: frozenset[int], group: Group) -> None:
+        self._plan, self._whole, self._near = executor.topology.plan, executor.whole, near
         self._group, self._rank = group, group.rank
         self._targets = kept_by_kind(executor)
         #: Bytes of tensors that this worker read.

@@ -8,6 +8,7 @@ written while training goes on, and rank 0 commits it when every part is there.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,9 @@ from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import MODEL, OWN, SHARED, Unsaved
-from farspan.runtime.checkpoint.far_parts import send_part
-from farspan.runtime.checkpoint.manifest import TrainerState
+from farspan.runtime.checkpoint.far_parts import PartReceiver, send_part
+from farspan.runtime.checkpoint.layout import TrainerState, boxes
 from farspan.runtime.checkpoint.restore import kept_by_kind, restore
-from farspan.runtime.checkpoint.shared_folder import SharedFolder
-from farspan.runtime.checkpoint.slices import boxes
 from farspan.runtime.checkpoint.stored import OwnedSlice, reason
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.parallel.executor import Executor
@@ -38,6 +37,44 @@ from farspan.runtime.state.full_state import Piece
 UNSAVED = 3
 #: How often rank 0 looks whether all parts of a checkpoint are there.
 POLL_S = 0.02
+
+
+class SharedFolder:
+    """The folder as one worker has it; `meet` is called by all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        #: The ranks that see it, and where the others send their parts.
+        self.near = frozenset([0])
+        self.sends_to: tuple[str, int] | None = None
+        #: On rank 0, where parts of the others come.
+        self.receiver: PartReceiver | None = None
+        self._met = False
+
+    def meet(self, group: Group) -> None:
+        """Find out, once, which workers see rank 0's folder of checkpoints: they read and write
+        there themselves."""
+        if group.world == 1 or self._met:
+            return
+        self._met, mark = True, b""
+        if group.rank == 0:
+            mark = f".here-{secrets.token_hex(8)}".encode()
+            with suppress(OSError):  # Then nobody sees it, and the first save says why.
+                self.path.mkdir(exist_ok=True)
+                (self.path / mark.decode()).touch(exist_ok=False)
+        path = self.path / group.share(mark).decode()
+        sees = group.rank == 0 or path.exists()
+        self.near = frozenset(rank for rank, seen in enumerate(group.gather(float(sees))) if seen)
+        if group.rank == 0:
+            path.unlink(missing_ok=True)
+        if len(self.near) < group.world:
+            self.receiver = PartReceiver(group.secret) if group.rank == 0 else None
+            port = group.sum(float(self.receiver.port) if self.receiver else 0.0)[0]
+            self.sends_to = group.rank_0, int(port)
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
 
 
 class Written(NamedTuple):
@@ -318,7 +355,9 @@ class Checkpointer:
     def restore(self, accept: Callable[[TrainerState], None], warn: Callable[[str], None]) -> bool:
         """Take this worker's part of the newest whole checkpoint, if any (`restore.restore`)."""
         self._folder.meet(self._group)
-        found = restore(self._executor, self._folder, self._group, accept, warn)
+        found = restore(
+            self._executor, self._folder.path, self._folder.near, self._group, accept, warn
+        )
         if found is None:
             return False
         state, self.read_bytes = found

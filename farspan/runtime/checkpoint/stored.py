@@ -25,7 +25,7 @@ from torch import Tensor
 
 from farspan.domain.codec import parse_json
 from farspan.domain.problems import Refusal
-from farspan.runtime.checkpoint.manifest import (
+from farspan.runtime.checkpoint.layout import (
     BLOCK,
     MANIFEST,
     Corrupt,
@@ -34,8 +34,9 @@ from farspan.runtime.checkpoint.manifest import (
     StoredSlice,
     checksum_of,
     key_of,
+    overlap,
+    within,
 )
-from farspan.runtime.checkpoint.slices import overlap, within
 
 #: Bytes of a safetensors header, and of a manifest, at most.
 MOST_HEADER, MOST_MANIFEST = 2**26, 2**28

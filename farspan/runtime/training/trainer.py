@@ -19,7 +19,7 @@ from farspan.domain.results import STOPPED, Rescheduled, Saved, Step, Traced, Wa
 from farspan.domain.words import joined
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
-from farspan.runtime.checkpoint.manifest import TrainerState
+from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.checkpoint.save import Checkpointer, Written
 from farspan.runtime.device import peak_memory
 from farspan.runtime.parallel.executor import Outcome

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from farspan.domain.results import Validated
-from farspan.runtime.checkpoint.manifest import TrainerState
+from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.time_budget import TimeBudget
 from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.validation import LossSums, Validation
