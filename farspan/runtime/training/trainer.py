@@ -27,7 +27,6 @@ from farspan.runtime.time_budget import RunWork, TimeBudget
 from farspan.runtime.training.batches import Batches
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
 from farspan.runtime.training.parts import Worker
-from farspan.runtime.training.validating import Validations
 from farspan.runtime.training.validation import Validation
 from farspan.semantics.identity import training_key, unlike_training
 from farspan.semantics.lr_schedule import learning_rate
@@ -82,12 +81,9 @@ class Trainer:
         )
         #: Seconds of the run in earlier starts.
         self._used_s = 0.0
-        self.validation = Validation(
-            worker.plan, worker.group, worker.executor, worker.val, self.batches.on_device
-        )
+        self.validation = Validation(worker, self.state, self.batches.on_device, monotonic)
         self.budget = TimeBudget(train, self._work(), lambda: self.elapsed_s)
         self.budget.resume(0, self.state.budget)
-        self.validations = Validations(worker, self.validation, self.state, self.budget, monotonic)
         self._saved_at = monotonic()
         self._started = self._saved_at if began is None else began
         self._first_step = 0
@@ -165,7 +161,9 @@ class Trainer:
             if not together:
                 continue
             if unknown and not first:  # How long a validation takes: all read a few windows.
-                self.validations.read(0, min(self.validation.first, self.validation.round))
+                self.validation.read_timed(
+                    0, min(self.validation.first, self.validation.round), self.budget
+                )
                 self.budget.goes_on()
             # The last validation, which comes with the end, reads more.
             if self._due(train.validate_every) and self.state.step < self.state.steps:
@@ -206,7 +204,7 @@ class Trainer:
         if outer is not None and outer.under_way and reason not in STOPPED:
             self.worker.executor.finish(self.state.step)
             self.checkpointer.step = (
-                self.validations.step
+                self.validation.step
             ) = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
         if reason in STOPPED:
@@ -408,7 +406,7 @@ class Trainer:
     def _validate(self, last: bool = False) -> None:
         """Measure the loss, and keep the weights if it is the best so far."""
         with self.worker.executor.met():
-            measured = self.validations.measure(self.state.step, last=last)
+            measured = self.validation.measure(self.state.step, self.budget, last=last)
         if measured is None:
             return
         if not math.isfinite(measured.sums.mean):
@@ -422,8 +420,8 @@ class Trainer:
                 f"{'these weights are kept' if saved else self.checkpointer.kept}",
             )
         before = self.state.best_loss
-        best = self.validations.judge(self.state.step, measured)
-        self.worker.emit(self.validations.told(self.state.step, measured, best))
+        best = self.validation.judge(self.state.step, measured)
+        self.worker.emit(self.validation.report(self.state.step, measured, best))
         if best:
             try:
                 self.checkpointer.save_best(self._snapshot(), self.worker.run.best)
