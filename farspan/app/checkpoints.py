@@ -15,7 +15,7 @@ from farspan.domain.run import RunFolder
 
 def flaw_of(path: Path) -> str:
     """Why the checkpoint in a folder is not whole; empty where every byte of it is right."""
-    words = module_command(sys.executable, "farspan.runtime.checkpoint.verify", str(path))
+    words = module_command(sys.executable, "farspan.runtime.checkpoint.checkpoint", str(path))
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode == 0:
         return ""

@@ -158,7 +158,7 @@ def _there(run: RunFolder) -> IndexManifest | None:
 
 def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text:
     """The documents of today; those that the run was trained on where its text cannot be found."""
-    from farspan.corpus.copies import has_copies, read_distinct
+    from farspan.corpus.copies import read_distinct
     from farspan.corpus.find import find_corpus
     from farspan.corpus.prepare import read_text
     from farspan.corpus.processes import usable_cores
@@ -181,9 +181,6 @@ def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text
             f"{config.data_config.source} is not there: indexing the documents that the run was "
             "trained on"
         )
-    missing = manifest.exact_duplicates + manifest.near_duplicates
-    if missing and not has_copies(prepared):
-        say(f"{counted(missing, 'copy')} of these cannot be searched: their text is not there")
     return read_distinct(prepared, manifest, "")
 
 

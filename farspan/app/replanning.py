@@ -25,7 +25,7 @@ from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import Estimate, load_estimate
+from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
 from farspan.launch.clusters import HERE
@@ -152,7 +152,7 @@ def _change(run: RunFolder, old: Plan, planned: Planned) -> str:
     """What the new plan changes, in time, money and memory, from the newest checkpoint here on."""
     now, before = planned.estimate, None
     if run.estimate.exists():
-        before = load_estimate(run.estimate)
+        before = load(run.estimate, Estimate)
     left = max(0, status(run).steps - max(0, run.newest_checkpoint()))
     facts = [_called(planned.plan, now), f"{format_seconds(left * now.step_s)} in all"]
     if now.usd is not None:

@@ -25,7 +25,7 @@ from farspan.domain.config import RunConfig
 from farspan.domain.epoch import Fault
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.results import Event, Finished, Started, Step, load_estimate
+from farspan.domain.results import Estimate, Event, Finished, Started, Step
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_seconds
 from farspan.launch.away import away
@@ -153,9 +153,7 @@ class Supervisor:
     def _used_s(self) -> float:
         """The seconds that the run has used up, those between starts among them."""
         return (
-            0.0
-            if self._first is None
-            else (self._first.used_s or 0.0) + time.monotonic() - self._first_at
+            0.0 if self._first is None else self._first.used_s + time.monotonic() - self._first_at
         )
 
     # -- after a fault
@@ -211,7 +209,7 @@ class Supervisor:
         if self._on_fault == "wait":
             return None, 0.0
         try:
-            left, before = planned_without(self._run, gone), load_estimate(self._run.estimate)
+            left, before = planned_without(self._run, gone), load(self._run.estimate, Estimate)
         except Refusal:
             return None, 0.0
         plan = self._run.load_plan()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from farspan.corpus.documents import COPIES, read_copies, read_documents
+from farspan.corpus.documents import read_copies, read_documents
 from farspan.domain.corpus import CorpusManifest, Document, Place
 
 #: The first document of each one's cluster, by numbers in the corpus: int64, those of documents
@@ -98,23 +98,14 @@ def _place(document: Document) -> Place:
 
 
 def read_distinct(prepared: Path, manifest: CorpusManifest, fingerprint: str) -> Text:
-    """The distinct texts of a prepared corpus; of one that earlier versions made, without those
-    that were dropped."""
+    """Return the distinct texts of a prepared corpus, copies that are not trained on too."""
     documents = list(read_documents(prepared))
     kept = len(documents)
-    clusters: Sequence[int] = range(kept)
-    if has_copies(prepared):
-        documents += read_copies(prepared)
-        clusters = np.load(prepared / CLUSTERS).tolist()
+    documents += read_copies(prepared)
     return distinct(
         documents,
-        clusters,
+        np.load(prepared / CLUSTERS).tolist(),
         train=manifest.train.documents,
         kept=kept,
         fingerprint=fingerprint,
     )
-
-
-def has_copies(prepared: Path) -> bool:
-    """False for a corpus that earlier versions made: what was dropped is not in it."""
-    return (prepared / COPIES).exists() and (prepared / CLUSTERS).exists()

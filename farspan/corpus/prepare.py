@@ -19,8 +19,7 @@ import numpy as np
 
 from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.copies import CLUSTERS, Text, distinct, has_copies, read_distinct
-from farspan.corpus.documents import COPIES
+from farspan.corpus.copies import CLUSTERS, Text, distinct, read_distinct
 from farspan.corpus.entropy import entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
@@ -126,13 +125,10 @@ def read_text(
     known = _known(root, _key(source, data, tokenizer), silent)
     if known is not None and known[1].hash == digest:
         prepared, manifest = known
-        if has_copies(prepared) or not (manifest.exact_duplicates or manifest.near_duplicates):
-            for kinds in manifest.skipped_kinds:
-                say(f"skipped {kinds}")
-            return read_distinct(prepared, manifest, fingerprint)
-        say("an earlier version left copies out of the corpus; they are read again")
-    else:
-        say("the text has changed since the corpus was made, or the corpus is gone")
+        for kinds in manifest.skipped_kinds:
+            say(f"skipped {kinds}")
+        return read_distinct(prepared, manifest, fingerprint)
+    say("the text has changed since the corpus was made, or the corpus is gone")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
         stems = [
@@ -224,10 +220,6 @@ def _build(
         os.replace(folder, work / "damaged")
     if not folder.exists():
         os.replace(final, folder)
-    elif not has_copies(folder):
-        # An earlier version made it.
-        for name in (COPIES, CLUSTERS):
-            os.replace(final / name, folder / name)
     return folder, manifest
 
 

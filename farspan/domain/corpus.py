@@ -178,10 +178,10 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     unigram_nats: float
     bigram_nats: float
     #: Documents that are not trained on as exact or near duplicates, and files and rows skipped:
-    #: the first by name, the others by kind (earlier versions: lines of text).
+    #: the first by name, the others by kind.
     exact_duplicates: int
     near_duplicates: int
-    skipped: tuple[Skipped | str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
     #: Files that were read in another encoding than UTF-8, in the same form; left out without any.
     recoded: tuple[Skipped, ...] | msgspec.UnsetType = msgspec.UNSET
 
@@ -204,13 +204,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def skipped_kinds(self) -> list[str]:
-        """`12 .bin, 3 .exe: REASON`, one line for each reason; an earlier version's lines as they
-        are."""
-        files = [entry for entry in self.skipped if isinstance(entry, Skipped)]
-        return [
-            *map(str, by_kind(files)),
-            *(line for line in self.skipped if isinstance(line, str)),
-        ]
+        """`12 .bin, 3 .exe: REASON`, one line for each reason."""
+        return list(map(str, by_kind(self.skipped)))
 
     @property
     def recoded_kinds(self) -> list[str]:

@@ -60,7 +60,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return epoch >= self.epoch or step <= self.ended.get(epoch, step)
 
 
-#: Of a run that an earlier version began.
+#: Of a run that no launcher has begun yet.
 NO_EPOCHS = Ledger(epoch=0, ended={})
 
 

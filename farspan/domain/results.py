@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes, format_seconds
@@ -212,9 +211,8 @@ class Started(_Event, frozen=True, kw_only=True, tag="started"):
     estimate: Estimate | None
     #: Of all devices together, at the run's precision; None where it is not known.
     peak_flops: float | None
-    #: Seconds that the run had used up by then, as its time budget counts them; None of an earlier
-    #: version's.
-    used_s: float | None = None
+    #: Seconds that the run had used up by then, as its time budget counts them.
+    used_s: float = 0.0
 
     def __str__(self) -> str:
         workers = counted(self.world, "worker")
@@ -262,10 +260,7 @@ class Step(_Event, frozen=True, kw_only=True, tag="step"):
 
 class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
     """The mean loss of `tokens` of the `of` tokens to be predicted in the validation split, with
-    the weights of `step`.
-
-    What has a default was not told by earlier versions, which read the first tokens of the split.
-    """
+    the weights of `step`."""
 
     step: int
     loss: float
@@ -445,46 +440,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     best_val_tokens: int | None = None
 
 
-#: An Estimate of an earlier version has its derived figures as fields.
-_OLD_ESTIMATE = b'"tokens_per_s":'
-
-
-def load_estimate(path: Path) -> Estimate:
-    """Read estimate.json, also an earlier version's. Raises Refusal for what is no estimate."""
-    content = read_bytes(path)
-    if b'"workload"' not in content:
-        content = msgspec.json.encode(_with_workload(parse_json(content, dict[str, Any], path)))
-    return parse_json(content, Estimate, path)
-
-
-def _modern(line: bytes) -> bytes:
-    event = msgspec.json.decode(line)
-    if event["event"] == "started" and event["estimate"]:
-        event["estimate"] = _with_workload(event["estimate"])
-    return msgspec.json.encode(event)
-
-
-def _with_workload(old: dict[str, Any]) -> dict[str, Any]:
-    """An earlier version's estimate with a workload from which the same figures are derived."""
-    try:
-        step_s, run_s, devices = old["step_s"], old["run_s"], len(old["memory"])
-        flops = old["tflops_per_device"] * 1e12 * devices
-        usd_per_s, kwh_per_s = (price and price / run_s for price in (old["usd"], old["kwh"]))
-        return old | {
-            "workload": {
-                "steps": run_s * (1 - RESERVE) / step_s,
-                "tokens_per_step": old["tokens_per_s"] * step_s,
-                "flops_per_step": flops * step_s,
-                "devices": devices,
-                "peak_flops": old["mfu"] and flops / old["mfu"],
-                "usd_per_hour": usd_per_s and usd_per_s * 3600,
-                "watts": kwh_per_s and kwh_per_s * 3.6e6,
-            }
-        }
-    except (LookupError, TypeError, ZeroDivisionError):
-        return old  # Its reader says what is wrong with it.
-
-
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a run, oldest first. A last line that a killed worker left unfinished is left
     out. Raises Refusal (file-unreadable) for a line that is no event."""
@@ -497,7 +452,7 @@ def decoded(lines: Iterable[bytes], where: object) -> Iterator[Event]:
     decoder = msgspec.json.Decoder(Event)
     for line in lines:
         try:
-            yield decoder.decode(line if _OLD_ESTIMATE not in line else _modern(line))
+            yield decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refusal(
                 "file-unreadable",

@@ -106,10 +106,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     initial: str | None = None
     #: What starts the run's workers: a file of `launch/launchers/`.
     launcher: str = "local"
-    #: run.yaml as it was when the run was made; None of runs that earlier versions made.
+    #: run.yaml as it was when the run was made; None of runs whose run.yaml may be edited.
     asked: RunConfig | None = None
-    #: Of random weights; None where the text is too short to say, and of runs that earlier versions
-    #: made.
+    #: Of random weights; None where the text is too short to say.
     forecast: Forecast | None = None
 
     @property
@@ -221,8 +220,7 @@ class RunFolder:
         steps = [
             int(path.name.removeprefix("step-"))
             for path in self.checkpoints.glob("step-*")
-            if path.name.removeprefix("step-").isdecimal()
-            and any((path / name).is_file() for name in ("manifest.json", "state.json"))
+            if path.name.removeprefix("step-").isdecimal() and (path / "manifest.json").is_file()
         ]
         return max(steps, default=-1)
 

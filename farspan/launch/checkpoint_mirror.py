@@ -30,11 +30,10 @@ from farspan.launch.hosts import MOST_BYTES, ask, quoted, started
 #: Says why the checkpoint in a folder is not whole; empty where every byte of it is right.
 FlawOf = Callable[[Path], str]
 #: The folders and files of a checkpoint as a tar names them, and bytes of all headers of a
-#: checkpoint at most. Some are of earlier versions: a run that they began may go on.
+#: checkpoint at most.
 CHECKPOINT_FOLDER = re.compile(r"step-\d+|best|\.step-\d+\.old|\.best\.old")
 CHECKPOINT_FILE = re.compile(
-    rf"checkpoints/({CHECKPOINT_FOLDER.pattern})/"
-    r"(part-\d+\.safetensors|manifest\.json|(model|optimizer|replica-\d+)\.safetensors|state\.json)"
+    rf"checkpoints/({CHECKPOINT_FOLDER.pattern})/(part-\d+\.safetensors|manifest\.json)"
 )
 HEADER_BYTES = 2**24
 #: Where copies lie until all of them has come; the next save there, or copy here, removes it.

@@ -10,12 +10,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from farspan.domain.cluster import Host
-from farspan.domain.codec import parse_json
+from farspan.domain.codec import load, parse_json
 from farspan.domain.memory_kills import WorkerGroup, machine_kills
 from farspan.domain.plan import Plan
 from farspan.domain.preemption import preempted
 from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
-from farspan.domain.results import Started, Step, decoded, load_estimate
+from farspan.domain.results import Estimate, Started, Step, decoded
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
 from farspan.domain.worker_exit import WorkerExit
@@ -67,7 +67,7 @@ class ExitReader:
                 held = event.memory_bytes
         memory = f"; held {format_bytes(held)}" if held else ""
         if self._run.estimate.exists():
-            predicted = load_estimate(self._run.estimate).memory[end.rank :]
+            predicted = load(self._run.estimate, Estimate).memory[end.rank :]
             for part in predicted[:1]:
                 memory = f"; it was predicted to need {format_bytes(part.total)}{memory}"
 

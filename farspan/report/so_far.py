@@ -87,7 +87,7 @@ class SoFar:
         """Seconds of work so far, as a time budget counts them."""
         if self.started is None:
             return 0.0
-        return (self.started.used_s or 0.0) + max(0.0, self.at - self.started.at)
+        return self.started.used_s + max(0.0, self.at - self.started.at)
 
     @property
     def share(self) -> float:

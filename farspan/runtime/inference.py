@@ -19,7 +19,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.manifest import Corrupt
+from farspan.runtime.checkpoint.layout import Corrupt
 from farspan.runtime.device import installed, usable_gpus
 from farspan.runtime.model.decoder import Decoder
 

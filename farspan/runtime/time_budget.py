@@ -1,15 +1,20 @@
-"""How many steps a run makes when its time is short, and how much of its time is used.
+"""A run's time budget: how many steps fit, and how much of its time is used.
 
 The plan's number of steps comes from a trial of a few seconds. A run that follows it alone would
 stop at its deadline with the learning rate still high. So rank 0 looks at its clock between steps:
-it says how many steps fit, and what share of the time for steps is gone, which the learning rate
-follows. The deadline is of the whole run: time is kept back for the last checkpoint, the last
-validation and the sample text.
+it proposes how many steps fit, and what share of the time for steps is used, which the learning
+rate follows on all workers. The deadline is of the whole run: time is kept back for the last
+checkpoint, the last validation and the sample text. Without a deadline the plan's steps are made,
+and the learning rate follows them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
+
+from farspan.domain.train import TrainSpec
 
 #: A step's weight in the pace, and how often the pace it counts for at most: one slow step is no
 #: trend. Choices, not fits.
@@ -38,19 +43,23 @@ SAMPLED_TOKENS = 8_000
 CHUNK = 0.4
 
 
-class RunPaces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run has learned of its own speed, in seconds; None is not measured yet."""
+class BudgetState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps of a time budget. Seconds are None until they are measured."""
 
-    #: When its first step had ended, which also compiles.
+    #: When the first step of the run ended, which also compiles.
     began_s: float | None = None
     step_s: float | None = None
     #: A validation's token, and a checkpoint.
     token_s: float | None = None
     save_s: float | None = None
+    #: The share of the time for steps that the learning rate has followed so far.
+    share: float = 0.0
+    #: Whether it was reported that the steps are not the plan's.
+    told: bool = False
 
 
 class RunWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has to do beside its steps."""
+    """What a run has to do in addition to its steps."""
 
     step_tokens: int
     validate_every: int = 10**9
@@ -62,141 +71,189 @@ class RunWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeBudget:
-    """Looks at the clock after each step; all times are seconds since the run began, over all its
-    starts."""
+    """One worker's view of the run's time. `elapsed` gives the seconds of the run so far, over all
+    its starts. Without a deadline nothing here changes the run."""
 
-    def __init__(
-        self,
-        deadline_s: float,
-        planned: int,
-        work: RunWork | None = None,
-        paces: RunPaces | None = None,
-        limit: int | None = None,
-    ) -> None:
-        """`planned` steps were expected to fit; `limit` are made at most (None: those)."""
-        self.deadline_s, self.planned, self.limit = deadline_s, planned, limit or planned
-        self.work, self.paces = work or RunWork(step_tokens=1), paces or RunPaces()
-        #: The step that ended last in this start, and since when the next one goes on.
+    def __init__(self, train: TrainSpec, work: RunWork, elapsed: Callable[[], float]) -> None:
+        self._deadline_s = train.deadline_s or 0.0
+        self._planned, self._limit = train.steps, train.step_limit
+        self._work, self._elapsed = work, elapsed
+        self._limited = train.deadline_s is not None
+        self.resume(0, BudgetState())
+
+    def resume(self, step: int, state: BudgetState) -> None:
+        """Continue after `step` with the state that a checkpoint has."""
+        self.state = state
+        #: The step at which `state.share` was used.
+        self._share_at = step
+        #: Steps in all as rank 0 proposed last, which workers may receive a step later; and whether
+        #: it has yet to report them.
+        self._proposed: int | None = None
+        self._reports = False
+        #: The step that ended last in this start, and when.
         self._since: tuple[int, float] | None = None
-        #: The newest of what `paces` has means of: what the end of the run goes by.
+        #: The newest of what the state has means of: what the end of the run goes by.
         self._newest_token_s: float | None = None
         self._newest_save_s: float | None = None
 
-    # -- what is learned
+    @property
+    def late(self) -> bool:
+        """Whether the time is used up."""
+        return self._limited and self._elapsed() >= self._deadline_s
+
+    # -- what is measured
     #   --------------------------------------------------------------------------------------------
 
-    def stepped(self, step: int, elapsed_s: float) -> None:
-        """`step` steps are made. The first of a start does not count: it compiles."""
-        paces = self.paces
-        if paces.began_s is None:
-            paces = msgspec.structs.replace(paces, began_s=elapsed_s)
+    def stepped(self, step: int) -> bool:
+        """Measure the steps up to `step`; the first of a start does not count, as it compiles.
+        Returns whether it is not known yet how long a validation takes: the same on all workers."""
+        if not self._limited:
+            return False
+        elapsed_s, state = self._elapsed(), self.state
+        if state.began_s is None:
+            state.began_s = elapsed_s
         if self._since is not None:
             first, since_s = self._since
-            taken_s, before_s = (elapsed_s - since_s) / (step - first), paces.step_s
+            taken_s, before_s = (elapsed_s - since_s) / (step - first), state.step_s
             if before_s is not None:
                 weight = 1 - (1 - WEIGHT) ** (step - first)
                 taken_s = before_s + weight * (min(taken_s, OUTLIER * before_s) - before_s)
-            paces = msgspec.structs.replace(paces, step_s=max(0.0, taken_s))
-        self.paces, self._since = paces, (step, elapsed_s)
+            state.step_s = max(0.0, taken_s)
+        self._since = (step, elapsed_s)
+        return state.token_s is None
 
-    def goes_on(self, elapsed_s: float) -> None:
-        """What was no step has ended: a validation, or a checkpoint."""
+    def goes_on(self) -> None:
+        """Leave a validation or a checkpoint, which has just ended, out of the next step's time."""
         if self._since is not None:
-            self._since = self._since[0], elapsed_s
+            self._since = self._since[0], self._elapsed()
 
     def validated(self, tokens: int, seconds: float) -> None:
-        """A validation has read so many tokens."""
+        """Measure a validation of so many tokens."""
         if tokens:
             self._newest_token_s = seconds / tokens
-            self.paces = msgspec.structs.replace(
-                self.paces, token_s=_mean(self.paces.token_s, seconds / tokens)
-            )
+            self.state.token_s = _mean(self.state.token_s, seconds / tokens)
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint was written."""
+        """Measure a checkpoint."""
         self._newest_save_s = seconds
-        self.paces = msgspec.structs.replace(self.paces, save_s=_mean(self.paces.save_s, seconds))
+        self.state.save_s = _mean(self.state.save_s, seconds)
 
-    # -- what follows
+    # -- what rank 0 proposes, and all follow
     #   --------------------------------------------------------------------------------------------
 
-    @property
-    def token_s(self) -> float:
-        """Seconds of a token in a validation."""
-        if self.paces.token_s is not None:
-            return self.paces.token_s
-        return FORWARD * (self.paces.step_s or 0.0) / self.work.step_tokens
+    def say(self, step: int, steps: int, save: bool) -> tuple[int, float, bool]:
+        """On rank 0, after `step` of so far `steps` in all: return the steps in all, the share of
+        the time for them that is used, and whether to save."""
+        elapsed_s, proposed = self._elapsed(), steps if self._proposed is None else self._proposed
+        if not self._limited:
+            return proposed, 0.0, save
+        self._proposed = self._fitting(step, elapsed_s, proposed)
+        # The last checkpoint is not about to be written anyway.
+        save = save and self._steps_end_s - elapsed_s > 2 * self._save_s
+        if step < self._proposed and not self.state.told and self._differs(elapsed_s):
+            # How long a save takes is then known, and no resumption reports it again.
+            self.state.told = self._reports = save = True
+        return self._proposed, self._share(elapsed_s), save
 
-    @property
-    def save_s(self) -> float:
-        """Seconds of a checkpoint."""
-        return (
-            self.work.checkpoint_bytes / DISK_BYTES_PER_S
-            if self.paces.save_s is None
-            else self.paces.save_s
-        )
+    def hear(self, step: int, share: float, save: bool) -> bool:
+        """Take what rank 0 has proposed. Returns whether the steps in all are to be reported: on
+        rank 0, once a run, when all save."""
+        # Never less: the learning rate would rise.
+        self.state.share = max(self.state.share, share)
+        self._share_at = step
+        reports = self._reports and save
+        self._reports = self._reports and not save
+        return reports
 
-    @property
-    def steps_end_s(self) -> float:
-        """When the steps must have ended, so that all that comes after them ends with the
-        deadline."""
-        smallest_s = self.work.validation_tokens * self.token_s
-        validation_s = min(self.work.last_tokens * self.token_s, VALIDATION * self.deadline_s)
-        closing_s = self._closing_s(self.token_s, self.save_s)
-        after_s = self.save_s + max(smallest_s, validation_s) + closing_s
-        return self.deadline_s - after_s if after_s > NOTHING * self.deadline_s else self.deadline_s
+    def followed(self, step: int, steps: int) -> float:
+        """Return how far a run of `steps` is at an update by its time: from what rank 0 proposed
+        last, evenly to 1 at the last step."""
+        share = self.state.share
+        if share == 0.0:  # Nothing was proposed yet, or there is no time budget.
+            return 0.0
+        left, gone = steps - 1 - self._share_at, step - self._share_at
+        # The last step is at 1, and so are those after it for which there was time after all.
+        self.state.share = share + (1 - share) * gone / left if gone < left else 1.0
+        self._share_at = step
+        return self.state.share
 
-    def _closing_s(self, token_s: float, save_s: float) -> float:
-        """Seconds after the last validation: best weights, and sample text."""
-        return BEST * save_s + min(SAMPLED_TOKENS * token_s, SAMPLES * self.deadline_s)
-
-    def share(self, elapsed_s: float) -> float:
-        """Of the time for steps, how much is used: 0 after the first step, 1 at the end."""
-        began_s = elapsed_s if self.paces.began_s is None else self.paces.began_s
-        whole_s = self.steps_end_s - began_s
-        return min(1.0, max(0.0, (elapsed_s - began_s) / whole_s)) if whole_s > 0 else 1.0
-
-    def steps(self, step: int, elapsed_s: float, steps: int) -> int:
-        """Steps of the whole run, `steps` so far, now that `step` are made; never above the
-        limit."""
-        left_s = self.steps_end_s - elapsed_s
-        if left_s <= 0:
-            return step
-        if self.paces.step_s is None:
-            return steps
-        work = self.work
-        each_s = self.paces.step_s + self.token_s * work.validation_tokens / work.validate_every
-        each_s *= 1 + self.save_s / work.checkpoint_every_s
-        whole_fits = (self.limit - step) * each_s <= left_s
-        new = self.limit if whole_fits else step + int(left_s / each_s + NOTHING)
-        late = min(left_s, (steps - step) * each_s) < LATE * self.deadline_s
-        return new if late or abs(new - steps) * each_s > CALM * self.deadline_s else steps
-
-    def tells(self, elapsed_s: float, steps: int) -> bool:
-        """Whether a person should know of so many steps instead of the plan's."""
-        kept_s = elapsed_s - (elapsed_s if self.paces.began_s is None else self.paces.began_s)
-        sure = self.paces.step_s is not None and kept_s >= RELIABLE * self.deadline_s
-        return sure and abs(steps - self.planned) > TOLD * self.planned
-
-    def spares_a_save(self, elapsed_s: float) -> bool:
-        """Whether a checkpoint now is worth its time: the last one is not about to be written
-        anyway."""
-        return self.steps_end_s - elapsed_s > 2 * self.save_s
-
-    def more_windows(self, window_tokens: int, least: int, left: int, elapsed_s: float) -> int:
-        """How many of the `left` windows the last validation reads next: `least` at once, or 0 to
-        end it. Means of a time when the machine was slower would end it too early, and so would one
-        slow measurement: the less of both counts."""
-        token_s, save_s = self.token_s, self.save_s
+    def more_windows(self, window_tokens: int, least: int, left: int) -> int:
+        """On rank 0, return how many of the `left` windows the last validation reads next: `least`
+        at once, or 0 to end it. Means of a time when the machine was slower would end it too early,
+        and so would one slow measurement: the less of both counts."""
+        if not self._limited:
+            return left
+        token_s, save_s = self._token_s, self._save_s
         if self._newest_token_s is not None:
             token_s = min(token_s, self._newest_token_s)
         if self._newest_save_s is not None:
             save_s = min(save_s, self._newest_save_s)
-        left_s = self.deadline_s - self._closing_s(token_s, save_s) - elapsed_s
+        left_s = self._deadline_s - self._closing_s(token_s, save_s) - self._elapsed()
         each_s = token_s * window_tokens
         if left_s < least * each_s or left_s <= 0:
             return 0
         return left if each_s == 0 else min(left, max(least, int(CHUNK * left_s / each_s)))
+
+    # -- what follows from the measurements
+    #   --------------------------------------------------------------------------------------------
+
+    @property
+    def _token_s(self) -> float:
+        """Seconds of a token in a validation."""
+        if self.state.token_s is not None:
+            return self.state.token_s
+        return FORWARD * (self.state.step_s or 0.0) / self._work.step_tokens
+
+    @property
+    def _save_s(self) -> float:
+        """Seconds of a checkpoint."""
+        if self.state.save_s is not None:
+            return self.state.save_s
+        return self._work.checkpoint_bytes / DISK_BYTES_PER_S
+
+    @property
+    def _steps_end_s(self) -> float:
+        """When the steps must have ended, so that all that comes after them ends with the
+        deadline."""
+        smallest_s = self._work.validation_tokens * self._token_s
+        validation_s = min(self._work.last_tokens * self._token_s, VALIDATION * self._deadline_s)
+        closing_s = self._closing_s(self._token_s, self._save_s)
+        after_s = self._save_s + max(smallest_s, validation_s) + closing_s
+        return self._deadline_s - (after_s if after_s > NOTHING * self._deadline_s else 0.0)
+
+    def _closing_s(self, token_s: float, save_s: float) -> float:
+        """Seconds after the last validation: best weights, and sample text."""
+        return BEST * save_s + min(SAMPLED_TOKENS * token_s, SAMPLES * self._deadline_s)
+
+    def _share(self, elapsed_s: float) -> float:
+        """Of the time for steps, how much is used: 0 after the first step, 1 at the end."""
+        began_s = elapsed_s if self.state.began_s is None else self.state.began_s
+        whole_s = self._steps_end_s - began_s
+        return min(1.0, max(0.0, (elapsed_s - began_s) / whole_s)) if whole_s > 0 else 1.0
+
+    def _fitting(self, step: int, elapsed_s: float, steps: int) -> int:
+        """Steps of the whole run, `steps` so far, now that `step` are made; never above the
+        limit."""
+        left_s = self._steps_end_s - elapsed_s
+        if left_s <= 0:
+            return step
+        if self.state.step_s is None:
+            return steps
+        work = self._work
+        each_s = self.state.step_s + self._token_s * work.validation_tokens / work.validate_every
+        each_s *= 1 + self._save_s / work.checkpoint_every_s
+        whole_fits = (self._limit - step) * each_s <= left_s
+        new = self._limit if whole_fits else step + int(left_s / each_s + NOTHING)
+        late = min(left_s, (steps - step) * each_s) < LATE * self._deadline_s
+        return new if late or abs(new - steps) * each_s > CALM * self._deadline_s else steps
+
+    def _differs(self, elapsed_s: float) -> bool:
+        """Whether a person should know of the proposed steps instead of the plan's."""
+        state, steps = self.state, self._proposed or 0
+        if state.step_s is None or state.began_s is None:
+            return False
+        sure = elapsed_s - state.began_s >= RELIABLE * self._deadline_s
+        return sure and abs(steps - self._planned) > TOLD * self._planned
 
 
 def _mean(before: float | None, now: float) -> float:

@@ -39,20 +39,19 @@ from farspan.domain.preemption import preempted
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import (
     STOPPED,
+    Estimate,
     Event,
     Finished,
     Recovered,
     Sampled,
     Started,
     Warned,
-    load_estimate,
 )
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpointer import Checkpointer
-from farspan.runtime.checkpoint.manifest import Corrupt
+from farspan.runtime.checkpoint.layout import Corrupt
 from farspan.runtime.comm.collective import START_S, Group, meet
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret
@@ -109,7 +108,8 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         weights = (
             huggingface.read(Path(record.initial).expanduser())[1] if group.rank == 0 else None
         )
-        Checkpointer(executor, run.checkpoints, plan.train.keep).adopt(weights)
+        executor.whole.hand_out(executor.state.master, weights)
+        executor.begin()
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
     return worker
@@ -189,7 +189,7 @@ def train(
                 log.write(
                     Finished(
                         at=time.time(),
-                        step=trainer.step,
+                        step=trainer.state.step,
                         reason=reason,
                         seconds=seconds,
                         problem=problem,
@@ -236,8 +236,8 @@ def _preemption(trainer: Trainer, run: RunFolder) -> Problem:
     return preempted(
         {rank: devices[rank].host for rank in trainer.preempted},
         where=run.path,
-        fact=f"a signal from outside the run asked it to end; step {trainer.step} is saved, so no "
-        "step is lost",
+        fact=f"a signal from outside the run asked it to end; step {trainer.state.step} is "
+        "saved, so no step is lost",
         remedy=run.resume(),
     )
 
@@ -276,11 +276,11 @@ def start(
         emit(
             Recovered(
                 at=time.time(),
-                step=trainer.step,
+                step=trainer.state.step,
                 epoch=epoch.number,
                 fault=fault.problem,
                 replanned=fault.replanned,
-                lost=max(0, fault.step - trainer.step),
+                lost=max(0, fault.step - trainer.state.step),
                 down_s=max(0.0, time.time() - fault.at),
             )
         )
@@ -293,12 +293,12 @@ def started(trainer: Trainer, world: int) -> Started:
     machine = environment(trainer.worker.group.device)
     return Started(
         at=time.time(),
-        step=trainer.step,
+        step=trainer.state.step,
         plan=plan.hash,
         world=world,
         environment=machine,
         used_s=trainer.elapsed_s,
-        estimate=load_estimate(run.estimate) if run.estimate.exists() else None,
+        estimate=load(run.estimate, Estimate) if run.estimate.exists() else None,
         peak_flops=catalog.peak_flops(machine.device, plan.train.precision, world),
     )
 
@@ -307,7 +307,7 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     """Let the trained model go on after the first words of two validation documents, for the
     report; as far as the time budget goes."""
     worker = trainer.worker
-    if trainer.pacing.late:
+    if trainer.budget.late:
         return
     model = Decoder(worker.plan.model)
     model.load_state_dict(weights)
@@ -328,12 +328,18 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
             temperature=0.8,
             top_k=50,
             seed=0,
-            enough=lambda: trainer.pacing.late,
+            enough=lambda: trainer.budget.late,
         )
         if text:
-            known = None if trainer.pacing.late else known_share(worker, tokenizer.encode(text))
+            known = None if trainer.budget.late else known_share(worker, tokenizer.encode(text))
             worker.emit(
-                Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text, verbatim=known)
+                Sampled(
+                    at=time.time(),
+                    step=trainer.state.step,
+                    prompt=prompt,
+                    text=text,
+                    verbatim=known,
+                )
             )
 
 
@@ -364,7 +370,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
     if plan and memory_is_full(error):
         predicted = "nothing"
         if run.estimate.exists():
-            predicted = format_bytes(load_estimate(run.estimate).memory[rank].total)
+            predicted = format_bytes(load(run.estimate, Estimate).memory[rank].total)
         return Problem(
             code="out-of-memory",
             what="a worker ran out of memory",

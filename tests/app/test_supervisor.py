@@ -25,7 +25,7 @@ from farspan.launch.lease import Lease
 from farspan.launch.spares import Spares
 from farspan.launch.workers import Held
 from farspan.report.history import trace
-from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.data import Order, Windows
 from farspan.semantics.identity import training_key
@@ -198,7 +198,7 @@ def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_
         content.tofile(tmp_path / "corpus" / f"{name}.bin")
     tensors = _tensors(plan.model)
     tensors["model/tok.weight"][299] = float("nan")
-    progress = TrainingProgress(step=0, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
+    progress = TrainerState(step=0, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
     stored_tensors.write(run.checkpoints, tensors, progress)
     watched = Watched(run)
     ending = watched.train()

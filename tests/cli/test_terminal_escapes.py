@@ -42,7 +42,7 @@ PIPES = {
     "farspan/launch/agent.py",
     "farspan/launch/ray_driver.py",
     "farspan/launch/trial.py",
-    "farspan/runtime/checkpoint/verify.py",
+    "farspan/runtime/checkpoint/checkpoint.py",
     "farspan/runtime/probe.py",
     "farspan/runtime/spare.py",
     "farspan_lab/supervisor.py",

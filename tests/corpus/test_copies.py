@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from farspan.corpus import copies as module
 from farspan.corpus import prepare as corpus
-from farspan.corpus.copies import CLUSTERS, Text
-from farspan.corpus.documents import COPIES, read_documents
+from farspan.corpus.copies import Text
+from farspan.corpus.documents import read_documents
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, copies_line
 from tests.corpus.test_dedup import planted, true_jaccard
@@ -80,25 +79,6 @@ def test_every_text_of_a_source_is_read_once_with_its_places(
     # Of another corpus the same text is read from its source.
     again, said = read(data, tmp_path / "elsewhere", tmp_path / "root")
     assert again == text and said[0].startswith("the text has changed since the corpus was made")
-
-
-def test_copies_that_an_earlier_version_left_out_are_read_from_the_source(tmp_path: Path) -> None:
-    texts = planted(1, 60)
-    data = DataConfig(source=str(written(tmp_path / "text", texts)), val="20%")
-    folder, manifest = prepared(data, tmp_path / "root")
-    before, _ = read(data, folder, tmp_path / "root")
-    for name in (COPIES, CLUSTERS):
-        (folder / name).unlink()
-    text, said = read(data, folder, tmp_path / "root")
-    assert text == before
-    assert said[0] == "an earlier version left copies out of the corpus; they are read again"
-    # Where the source is gone, what is kept is all there is.
-    alone = module.read_distinct(folder, manifest, "")
-    assert alone.documents == before.documents[: before.copies.kept] and alone.copies.near == 0
-    # Made again, the same corpus has them.
-    (tmp_path / "text" / "000.txt").touch()
-    assert prepared(data, tmp_path / "root") == (folder, manifest)
-    assert read(data, folder, tmp_path / "root")[0].documents == before.documents
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Inputs, Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.runtime.checkpoint.manifest import StoredSlice
+from farspan.runtime.checkpoint.layout import StoredSlice
 from farspan.runtime.comm.ship import ShipmentOffer
 from tests.report.fake_run import CORPUS, make_plan
 
@@ -56,7 +56,7 @@ def test_what_names_a_file_is_a_hash(text: str):
 
 
 def test_file_of_a_checkpoint_lies_in_its_folder():
-    part = {"file": "rank-0.safetensors", "at": (), "shape": ()}
+    part = {"file": "rank-0.safetensors", "at": (), "shape": (), "sha256": ()}
     for name in ("../model.safetensors", "/model.safetensors", "model.safetensors\n", "model.bin"):
         assert refuses(StoredSlice, part, "file", name)
 

@@ -62,7 +62,7 @@ def sent(far, tmp_path):
 
 def checkpoint_files(folder, content=b"0" * 100):
     folder.mkdir(parents=True)
-    for name in ("part-00000.safetensors", "manifest.json", "model.safetensors", "state.json"):
+    for name in ("part-00000.safetensors", "manifest.json"):
         (folder / name).write_bytes(content)
 
 
@@ -93,11 +93,11 @@ def test_checkpoints_come_back_and_replace_those_of_their_name(sent):
     checkpoint_files(there.checkpoints / "step-00000004")
     checkpoint_files(there.checkpoints / "best")
     (there.checkpoints / ".step-00000006.tmp").mkdir()
-    (there.checkpoints / ".step-00000006.tmp" / "model.safetensors").write_bytes(b"half")
+    (there.checkpoints / ".step-00000006.tmp" / "part-00000.safetensors").write_bytes(b"half")
     checkpoint_files(run.checkpoints / "step-00000004", b"older")
     away.fetch()
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["best", "step-00000004"]
-    assert (run.checkpoints / "step-00000004" / "state.json").read_bytes() == b"0" * 100
+    assert (run.checkpoints / "step-00000004" / "manifest.json").read_bytes() == b"0" * 100
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,21 @@ def test_checkpoints_come_back_and_replace_those_of_their_name(sent):
         [("checkpoints/../cluster.json", tarfile.REGTYPE, b"{}")],
         [("checkpoints/step-1/../../cluster.json", tarfile.REGTYPE, b"{}")],
         [("/tmp/farspan-was-here", tarfile.REGTYPE, b"{}")],
-        [("checkpoints/step-1/model.safetensors.py", tarfile.REGTYPE, b"{}")],
-        [("checkpoints/step-1/model.safetensors", tarfile.SYMTYPE, "/etc/passwd")],
+        [("checkpoints/step-1/part-00000.safetensors.py", tarfile.REGTYPE, b"{}")],
+        [("checkpoints/step-1/part-00000.safetensors", tarfile.SYMTYPE, "/etc/passwd")],
         [
             (
-                "checkpoints/step-1/model.safetensors",
+                "checkpoints/step-1/part-00000.safetensors",
                 tarfile.LNKTYPE,
-                "checkpoints/step-1/state.json",
+                "checkpoints/step-1/manifest.json",
             )
         ],
         [
             ("checkpoints/step-1", tarfile.SYMTYPE, "/tmp"),
-            ("checkpoints/step-1/state.json", tarfile.REGTYPE, b"{}"),
+            ("checkpoints/step-1/manifest.json", tarfile.REGTYPE, b"{}"),
         ],
-        [("checkpoints/step-1/state.json", tarfile.FIFOTYPE, b"")],
-        [("checkpoints/step-1/state.json", tarfile.GNUTYPE_SPARSE, b"")],
+        [("checkpoints/step-1/manifest.json", tarfile.FIFOTYPE, b"")],
+        [("checkpoints/step-1/manifest.json", tarfile.GNUTYPE_SPARSE, b"")],
     ],
 )
 def test_nothing_but_files_of_checkpoints_is_taken(sent, tmp_path, members):
@@ -130,7 +130,7 @@ def test_nothing_but_files_of_checkpoints_is_taken(sent, tmp_path, members):
     checkpoint_files(there.checkpoints / "step-00000004")
     checkpoint_files(run.checkpoints / "step-00000002", b"ours")
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    hostile_tar(tmp_path, ("checkpoints/step-9/state.json", tarfile.REGTYPE, b"{}"), *members)
+    hostile_tar(tmp_path, ("checkpoints/step-9/manifest.json", tarfile.REGTYPE, b"{}"), *members)
     with pytest.raises(Refusal, match="did not come back"):
         away.fetch()
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
@@ -142,7 +142,7 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_mirror, "HEADER_BYTES", 1000)
     most = checkpoint_mirror.most_bytes(away._plan)
     hostile_tar(
-        tmp_path, ("checkpoints/step-1/model.safetensors", tarfile.REGTYPE, bytes(most + 1))
+        tmp_path, ("checkpoints/step-1/part-00000.safetensors", tarfile.REGTYPE, bytes(most + 1))
     )
     with pytest.raises(Refusal, match="which no checkpoints of this plan take"):
         away.fetch()

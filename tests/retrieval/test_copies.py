@@ -108,7 +108,6 @@ def test_title_of_a_copy_finds_its_document(folder: Path) -> None:
 
 
 def test_index_of_kept_documents_alone_comes_to_hold_every_copy(tmp_path: Path) -> None:
-    """As an earlier version made it."""
     folder = tmp_path / "index"
     _, before = making.make(folder, evaluate=False)
     work, after = making.make(folder, evaluate=False, documents=EVERY, copies=COPIES)

@@ -117,7 +117,7 @@ def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Tra
     """From the newest checkpoint to the end, or to where all stop who were asked to at a step."""
     with trainer(group, plan, path) as (made, events):
         if until is not None:
-            made.worker.stop = lambda: made.step >= until
+            made.worker.stop = lambda: made.state.step >= until
         made.restore()
         return _trained(made, events)
 
@@ -128,9 +128,9 @@ def train_preempted(
     """From the newest checkpoint to where these ranks are preempted at a step; who was, as this
     worker knows it, and the last step."""
     with trainer(group, plan, path) as (made, events):
-        made.worker.preempted = lambda: made.step >= until and group.rank in ranks
+        made.worker.preempted = lambda: made.state.step >= until and group.rank in ranks
         made.restore()
-        return _trained(made, events), made.preempted, made.step
+        return _trained(made, events), made.preempted, made.state.step
 
 
 def train_by_clock(group: Group, plan: Plan, path: Path, clock: WorkClock) -> TrainedByClock:
@@ -146,7 +146,7 @@ def restore_and_save(group: Group, plan: Plan, path: Path) -> tuple[int, int]:
     this worker owns."""
     with trainer(group, plan, path) as (made, _):
         made.restore()
-        made.saves.step = -1
+        made.checkpointer.step = -1
         made.save(last=True)
         owned = sum(
             4 * (piece.stop - piece.start)
@@ -214,7 +214,10 @@ def hand_out(group: Group, plan: Plan, path: Path) -> int:
             return works
 
         messenger.send = counted  # type: ignore[method-assign]
-        made.checkpointer.adopt(reference.start(plan.model) if group.rank == 0 else None)
+        executor = made.worker.executor
+        weights = reference.start(plan.model) if group.rank == 0 else None
+        executor.whole.hand_out(executor.state.master, weights)
+        executor.begin()
         return max(held)
 
 
@@ -251,10 +254,10 @@ def overflow(
     """Loss, gradient norm and the next step's loss scale of every step of a training that begins
     with this one."""
     with trainer(group, plan, path) as (made, _):
-        made.loss_scale, found = scale, []
+        made.state.loss_scale, found = scale, []
         for step in range(plan.train.steps):
             loss, norm, *_ = made._step(step)
-            found.append((loss, norm, made.loss_scale))
+            found.append((loss, norm, made.state.loss_scale))
         return found
 
 

@@ -9,7 +9,7 @@ import torch
 
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.checkpoint.stored import OwnedSlice, Stored
 
 
@@ -41,9 +41,16 @@ def slices(values: Mapping[str, torch.Tensor]) -> list[OwnedSlice]:
 
 
 def write(
-    folder: Path, values: Mapping[str, torch.Tensor], progress: TrainingProgress, keep: int = 3
+    folder: Path, values: Mapping[str, torch.Tensor], progress: TrainerState, keep: int = 3
 ) -> Path:
     """A checkpoint of whole tensors, as one worker would write it."""
     path = folder / checkpoint.step_name(progress.step)
-    checkpoint.write(path, slices(values), progress, keep)
+    write_one(path, values, progress)
+    checkpoint.prune(path, keep)
     return path
+
+
+def write_one(path: Path, values: Mapping[str, torch.Tensor], progress: TrainerState) -> None:
+    checkpoint.begin(path, checkpoint.HEADERS, progress.epoch)
+    checkpoint.write_part(path, 0, slices(values))
+    checkpoint.commit(path, [0], progress)

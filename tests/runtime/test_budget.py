@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from farspan.domain.train import Schedule
 from farspan.runtime.time_budget import RunWork, TimeBudget
-from farspan.runtime.training.shared_clock import SharedClock
 from farspan.semantics.lr_schedule import learning_rate
-from tests import tiny
 from tests.runtime.test_trainer import TRAIN, replace
 
 #: What is promised: the deadline holds within this.
@@ -74,7 +72,7 @@ class Machine:
             checkpoint_bytes=10**6,
             checkpoint_every_s=self.deadline_s / 5,
         )
-        self.pacing = SharedClock(tiny.plan(train), self.work, lambda: self.now)
+        self.budget = TimeBudget(train, self.work, lambda: self.now)
         self.longest_s = self.spiked_s = 0.0
 
     def spend(self, seconds: float) -> float:
@@ -96,17 +94,17 @@ class Machine:
         return seconds
 
     def read(self, tokens: int) -> None:
-        self.pacing.validated(tokens, self.spend(self.forward * self.step_s / 1024 * tokens))
+        self.budget.validated(tokens, self.spend(self.forward * self.step_s / 1024 * tokens))
 
     def save(self) -> None:
-        self.pacing.saved(self.spend(self.save_s))
+        self.budget.saved(self.spend(self.save_s))
 
     def train(self) -> int:
         """The steps that were made when all had ended."""
         step, steps, saved_at, heard = 0, self.planned, 0.0, []
         self.now = self.first_s
         while step < steps:
-            share = self.pacing.followed(step, steps)
+            share = self.budget.followed(step, steps)
             self.rates.append(
                 learning_rate(
                     self.schedule,
@@ -122,28 +120,28 @@ class Machine:
             step += 1
             self.steps_seen.append(steps)
             together = step % self.every == 0 or step >= steps
-            unknown = self.pacing.stepped(step) if together or step == 1 else False
+            unknown = self.budget.stepped(step) if together or step == 1 else False
             if not together:
                 continue
             if unknown and step > 1:
                 self.read(4 * WINDOW)
-                self.pacing.goes_on()
+                self.budget.goes_on()
             if step % self.between < min(self.every, self.between) and step < steps:
                 self.read(self.work.validation_tokens)
-                self.pacing.goes_on()
+                self.budget.goes_on()
             due = self.now - saved_at >= self.work.checkpoint_every_s
-            heard.append(self.pacing.say(step, steps, due))
+            heard.append(self.budget.say(step, steps, due))
             if heard[-1][2]:
                 saved_at = self.now
             if len(heard) <= self.later and step < steps:
                 continue
             new, share, save = heard.pop(0)
             steps = max(step, new)
-            if self.pacing.hear(step, share, save):
+            if self.budget.hear(step, share, save):
                 self.told.append(steps)
             if save and step < steps:
                 self.save()
-                self.pacing.goes_on()
+                self.budget.goes_on()
         self.end()
         return step
 
@@ -152,12 +150,12 @@ class Machine:
         self.save()
         self.read(self.work.validation_tokens)
         left = self.val_tokens // WINDOW - 16
-        while left > 0 and (more := self.pacing.more_windows(WINDOW, min(left, 4), left)):
+        while left > 0 and (more := self.budget.more_windows(WINDOW, min(left, 4), left)):
             self.read(more * WINDOW)
             left -= more
         self.spend(self.save_s / 3)
         for _ in range(160):
-            if self.pacing.late:
+            if self.budget.late:
                 break
             self.spend(self.forward * self.step_s / 1024 * 50)
 
@@ -361,15 +359,19 @@ def test_no_step_of_a_run_that_ends_by_its_time_is_wasted_at_a_rate_of_nearly_no
 
 def test_last_validation_reads_all_where_the_machine_has_become_faster():
     """What was measured while it was busy says nothing of the end."""
-    budget = TimeBudget(100.0, 50, RunWork(step_tokens=1024))
+    now = [92.0]
+    train = replace(TRAIN, steps=50, deadline_s=100.0)
+    budget = TimeBudget(train, RunWork(step_tokens=1024), lambda: now[0])
     budget.saved(60.0)
     budget.validated(1000, 10.0)
     budget.saved(0.2)
     budget.validated(1000, 0.01)
-    assert budget.more_windows(WINDOW, least=4, left=100, elapsed_s=92.0) == 100
+    assert budget.more_windows(WINDOW, least=4, left=100) == 100
     # One slow save, or one slow validation, does not end it either.
     budget.saved(60.0)
     budget.validated(1000, 10.0)
-    assert budget.more_windows(WINDOW, least=4, left=100, elapsed_s=60.0) > 0
+    now[0] = 60.0
+    assert budget.more_windows(WINDOW, least=4, left=100) > 0
     # Where the time is up it ends.
-    assert budget.more_windows(WINDOW, least=4, left=100, elapsed_s=99.9) == 0
+    now[0] = 99.9
+    assert budget.more_windows(WINDOW, least=4, left=100) == 0

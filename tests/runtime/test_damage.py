@@ -24,8 +24,8 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpointer import Checkpointer
-from farspan.runtime.checkpoint.manifest import BLOCK, MANIFEST, TrainingProgress, checksum_of
+from farspan.runtime.checkpoint.layout import BLOCK, MANIFEST, TrainerState, checksum_of
+from farspan.runtime.checkpoint.save import Checkpointer
 from farspan.runtime.checkpoint.stored import digest
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.comm.topology import Topology
@@ -68,9 +68,9 @@ def executor(whole: RunFolder) -> Iterator[Executor]:
 
 def find(executor: Executor, folder: Path) -> tuple[int | None, list[str]]:
     """The step that a run goes on from, and what it says about those after it."""
-    adopted, said = list[TrainingProgress](), list[str]()
+    adopted, said = list[TrainerState](), list[str]()
     with Group(0, 1, torch.device("cpu")) as alone:
-        there = Checkpointer(executor, folder, 3).restore(adopted.append, said.append, alone)
+        there = Checkpointer(executor, folder, alone).restore(adopted.append, said.append)
     return (adopted[-1].step if there else None), said
 
 
@@ -367,12 +367,11 @@ def test_several_damaged_ones_are_all_named_and_none_whole_is_a_refusal(
 def test_a_whole_checkpoint_of_another_training_is_refused_not_passed_over(run: RunFolder):
     tensors = stored_tensors.tensors(stored_tensors.newest(run))
     del tensors[WEIGHT]  # Its tensors are that plan's, not this one's.
-    for training in (None, "another"):
-        other = TrainingProgress(step=4, plan="another", training=training, elapsed_s=1.0)
-        stored_tensors.write(run.checkpoints, tensors, other)
-        with pytest.raises(Refusal) as refusal:
-            Start(run).train()
-        assert refusal.value.problem.code == "plan-mismatch"
+    other = TrainerState(step=4, plan="another", training="another", elapsed_s=1.0)
+    stored_tensors.write(run.checkpoints, tensors, other)
+    with pytest.raises(Refusal) as refusal:
+        Start(run).train()
+    assert refusal.value.problem.code == "plan-mismatch"
 
 
 def test_a_resume_with_another_optimizer_names_it(run: RunFolder):
@@ -436,7 +435,7 @@ def test_damaged_best_weights_are_refused_with_what_helps(run: RunFolder, kind: 
 
 def save_step(run: RunFolder, step: int, keep: int) -> list[int]:
     """Write a checkpoint of a step; the steps that are there then."""
-    made = TrainingProgress(step=step, plan=run.load_plan().hash, elapsed_s=0)
+    made = TrainerState(step=step, plan=run.load_plan().hash, training="t", elapsed_s=0)
     stored_tensors.write(run.checkpoints, stored_tensors.tensors(run.best), made, keep)
     return [checkpoint.step_of(path) for path in checkpoint.newest_first(run.checkpoints)]
 

@@ -90,9 +90,9 @@ def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(
     assert reason == "deadline"
     assert 0.9 * 66 <= start.now <= 66
     assert start.steps[-1].lr == pytest.approx(0.1 * TRAIN.optimizer.lr)
-    assert made.step == made.steps == start.steps[-1].step < 60
+    assert made.state.step == made.state.steps == start.steps[-1].step < 60
     (change,) = [event for event in start.events if isinstance(event, Rescheduled)]
-    assert (change.steps, change.planned) == (made.steps, TRAIN.steps)
+    assert (change.steps, change.planned) == (made.state.steps, TRAIN.steps)
     assert not [event for event in start.events if isinstance(event, Warned)]
     again = Start(start.run)
     assert again.train()[0] == "deadline" and not again.steps
@@ -109,16 +109,16 @@ def test_a_machine_faster_than_its_trial_makes_more_steps_at_a_longer_decay(make
     changes = {"deadline_s": 66.0, "steps": 20, "most_steps": 1000, "schedule": linear}
     start = Start(make("run", **changes), pace=lambda step: 1.0)
     reason, made = start.train()
-    assert reason == "deadline" and 55 < made.step <= 66
+    assert reason == "deadline" and 55 < made.state.step <= 66
     rates = [step.lr / TRAIN.optimizer.lr for step in start.steps]
     assert rates[1:] == sorted(rates[1:], reverse=True) and 0 < rates[-1] < 0.02
-    assert abs(rates[made.step // 2] - 0.5) < 0.06
+    assert abs(rates[made.state.step // 2] - 0.5) < 0.06
     (change,) = [event for event in start.events if isinstance(event, Rescheduled)]
-    assert change.planned == 20 and change.steps == pytest.approx(made.step, abs=3)
+    assert change.planned == 20 and change.steps == pytest.approx(made.state.step, abs=3)
     # Steps that were given end it, also before its time is up.
     short = Start(make("short", **changes | {"most_steps": 40}), pace=lambda step: 1.0)
     reason, made = short.train()
-    assert (reason, made.step) == ("done", 40) and 0 < short.steps[-1].lr
+    assert (reason, made.state.step) == ("done", 40) and 0 < short.steps[-1].lr
     assert Start(short.run).train()[0] == "done"
 
 
@@ -179,11 +179,11 @@ def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(m
     monkeypatch.setattr(trainer, "QUIET_STEPS", 8)
     monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 4.0)
     whole = Start(make("whole", precision="fp16", steps=20))
-    scale = whole.train()[1].loss_scale
+    scale = whole.train()[1].state.loss_scale
     assert scale == 16.0  # Doubled after 8 and 16 steps.
     run = make("run", precision="fp16", steps=20)
     starts = [Start(run, until=until) for until in (5, 11, 10**9)]
-    scales = [start.train()[1].loss_scale for start in starts]
+    scales = [start.train()[1].state.loss_scale for start in starts]
     assert scales == [4.0, 8.0, scale]
     assert [s.loss for start in starts for s in start.steps] == [s.loss for s in whole.steps]
     ours, theirs = weights(run), weights(whole.run)
@@ -205,5 +205,5 @@ def test_fp16_steps_that_overflow_are_no_updates_of_the_optimizer(make, monkeypa
     first, second = Start(run, until=25), Start(run)
     _, made = first.train()
     second.train()
-    assert 3 <= made.skipped < 25
-    assert counted == list(range(1, 40 - made.skipped + 1))
+    assert 3 <= made.state.skipped < 25
+    assert counted == list(range(1, 40 - made.state.skipped + 1))

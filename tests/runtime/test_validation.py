@@ -25,8 +25,7 @@ from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.time_budget import SAMPLES, VALIDATION
 from farspan.runtime.training import validation
 from farspan.runtime.training.data import Windows
-from farspan.runtime.training.validating import Measured
-from farspan.runtime.training.validation import LossSums, Validation
+from farspan.runtime.training.validation import LossSums, Measured, Validation
 from tests import tiny
 from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Fleet
@@ -291,7 +290,7 @@ def test_two_workers_validate_as_one_does(tmp_path):
 
 def test_only_validations_that_are_worse_by_more_than_chance_count_against_patience(tmp_path):
     _, made = Start(run_of(tmp_path, steps=1)).train()
-    judging, rng = made.validations, np.random.default_rng(0)
+    judging, rng = made.validation, np.random.default_rng(0)
     windows = rng.normal(4.0, 0.5, 100) * S
 
     def judged(step: int, higher: float) -> bool:
@@ -303,9 +302,10 @@ def test_only_validations_that_are_worse_by_more_than_chance_count_against_patie
         )
         return judging.judge(step, Measured(sums, sums, False, False, 0.0))
 
-    judging.best_loss, judging.stale = None, 0
+    made.state.best_loss = None
+    made.state.stale = 0
     counted = []
     for step, higher in enumerate((0.0, 0.05, 1.0, 2.0, 0.1, 1.0, -0.01, 1.0, 1.0, 1.0), 100):
-        counted.append((judged(step, higher), judging.stale))
+        counted.append((judged(step, higher), made.state.stale))
     best = [True, False, False, False, False, False, True, False, False, False]
     assert counted == list(zip(best, (0, 0, 1, 2, 0, 1, 0, 1, 2, 3), strict=True))

@@ -33,7 +33,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.manifest import Corrupt, TrainingProgress
+from farspan.runtime.checkpoint.layout import Corrupt, TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, drawn, initialise
 from farspan.runtime.parallel.executor import Outcome
@@ -214,7 +214,10 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
     folder = tmp_path / "checkpoints"
     for step in (3, 7):
         stored_tensors.write(
-            folder, _tensors(), TrainingProgress(step=step, plan="p", elapsed_s=1.0), keep=2
+            folder,
+            _tensors(),
+            TrainerState(step=step, plan="p", training="t", elapsed_s=1.0),
+            keep=2,
         )
     damage(folder / "step-00000007" / name, how)
     with pytest.raises(Corrupt):
@@ -223,8 +226,11 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
 
 
 def test_checkpoint_moved_aside_by_a_killed_replacement_is_restored(tmp_path):
-    best, progress = tmp_path / "best", TrainingProgress(step=1, plan="p", elapsed_s=1.0)
-    checkpoint.write(best, stored_tensors.slices(_tensors()), progress, keep=1)
+    best, progress = (
+        tmp_path / "best",
+        TrainerState(step=1, plan="p", training="t", elapsed_s=1.0),
+    )
+    stored_tensors.write_one(best, _tensors(), progress)
     best.rename(tmp_path / ".best.old")
     checkpoint.mend(tmp_path)
     assert checkpoint.verify(best) == progress and [one.name for one in tmp_path.iterdir()] == [
@@ -306,7 +312,8 @@ def poison(run: RunFolder) -> None:
     a number."""
     tensors = _tensors()
     tensors["model/tok.weight"][:3] = float("inf")
-    progress = TrainingProgress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
+    plan = run.load_plan()
+    progress = TrainerState(step=1, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
     stored_tensors.write(run.checkpoints, tensors, progress)
 
 
@@ -321,7 +328,7 @@ def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
     )
     tensors = _tensors(plan.model)
     tensors["model/tok.weight"][np.setdiff1d(second, first)] = float("nan")
-    progress = TrainingProgress(step=1, plan=plan.hash, elapsed_s=0.0)
+    progress = TrainerState(step=1, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
     stored_tensors.write(run.checkpoints, tensors, progress)
     with pytest.raises(Refusal) as refusal:
         launch(run)
@@ -352,7 +359,7 @@ def test_a_first_validation_that_is_not_finite_ends_the_run(tmp_path):
     train.tofile(tmp_path / "corpus" / "train.bin")
     tensors = _tensors(plan.model)
     tensors["model/tok.weight"][299] = float("nan")
-    progress = TrainingProgress(step=1, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
+    progress = TrainerState(step=1, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
     stored_tensors.write(run.checkpoints, tensors, progress)
     with pytest.raises(Refusal, match="validation loss is not finite") as refusal:
         launch(run)

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.manifest import MANIFEST, Corrupt, TrainingProgress, checksum_of
+from farspan.runtime.checkpoint.layout import MANIFEST, Corrupt, TrainerState, checksum_of
 from tests.runtime import stored_tensors
 from tests.waiting import LIMIT_S
 
@@ -37,7 +37,10 @@ def save_for_ever(folder: Path, step: int, begun: int) -> None:
     for number in itertools.count(step):
         os.write(begun, b".")
         stored_tensors.write(
-            folder, tensors, TrainingProgress(step=number, plan="p", elapsed_s=1.0), keep=2
+            folder,
+            tensors,
+            TrainerState(step=number, plan="p", training="t", elapsed_s=1.0),
+            keep=2,
         )
 
 
@@ -79,7 +82,7 @@ def save_until_operation(folder: Path, number: int) -> None:
 
     values = {f"{kind}/w": torch.randn(30, 40) for kind in ("model", "exp_avg", "exp_avg_sq")}
     sys.addaudithook(watch)
-    progress = TrainingProgress(step=3, plan="p", elapsed_s=1.0)
+    progress = TrainerState(step=3, plan="p", training="t", elapsed_s=1.0)
     stored_tensors.write(folder, values, progress, keep=2)
 
 
@@ -91,7 +94,7 @@ def kill_each_operation(folder: Path) -> list[int]:
     before = folder / "before"
     for step in (1, 2):
         values = {"model/w": torch.randn(30, 40)}
-        progress = TrainingProgress(step=step, plan="p", elapsed_s=1.0)
+        progress = TrainerState(step=step, plan="p", training="t", elapsed_s=1.0)
         stored_tensors.write(before, values, progress, keep=2)
     found = []
     for number in itertools.count(1):
@@ -136,7 +139,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model/b": torch.randn(3),
         "exp_avg/a": torch.randn(7, 5),
     }
-    progress = TrainingProgress(step=3, plan="p", training="t", elapsed_s=1.0)
+    progress = TrainerState(step=3, plan="p", training="t", elapsed_s=1.0)
     return stored_tensors.write(tmp_path_factory.mktemp("whole"), tensors, progress)
 
 
@@ -180,7 +183,7 @@ def test_changed_checkpoint_manifest_gives_the_same_weights_or_is_refused(
 
 def test_a_part_of_a_large_tensor_is_read_by_the_block(tmp_path: Path) -> None:
     values = torch.randn(4096, 512)  # 8 MiB, 32 blocks
-    progress = TrainingProgress(step=1, plan="p", elapsed_s=1.0)
+    progress = TrainerState(step=1, plan="p", training="t", elapsed_s=1.0)
     path = stored_tensors.write(tmp_path, {"model/w": values}, progress)
     with stored_tensors.Stored(path, checkpoint.read(path).tensors) as stored:
         part = torch.empty(1000, 512)

@@ -5,6 +5,9 @@ A checkpoint is a folder `step-00000120` with a file of slices for each worker t
 `part-00000.safetensors`, and `manifest.json`, which says what is where. It is whole or it is not
 there. While it is made each worker leaves beside its file what the manifest will say of it,
 `part-00000.json`; rank 0 puts these together.
+
+`python -m farspan.runtime.checkpoint.checkpoint FOLDER` verifies one, for processes that load no
+PyTorch: it prints why it is not whole, and exits with the code of a corrupt one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,17 +29,16 @@ from farspan.domain.epoch import readable_ledger, require
 from farspan.domain.model import parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import EXIT_CODES, Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
-from farspan.runtime.checkpoint import old_format
-from farspan.runtime.checkpoint.manifest import (
+from farspan.runtime.checkpoint.layout import (
     MANIFEST,
     Corrupt,
     GlobalTensor,
     Manifest,
     StoredSlice,
-    TrainingProgress,
+    TrainerState,
     checksum_of,
 )
 from farspan.runtime.checkpoint.stored import (
@@ -138,7 +141,7 @@ def missing_parts(path: Path, ranks: Iterable[int]) -> list[int]:
     ]
 
 
-def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
+def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
     """Put the parts of these workers together and the checkpoint in its place; its bytes. Raises
     OSError, and Corrupt for a part that is not there; Refusal (superseded) where another start of
     the run has begun."""
@@ -164,19 +167,6 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
     )
     sync(folder)
     return _put(folder, path)
-
-
-def write(path: Path, slices: Sequence[OwnedSlice], progress: TrainingProgress, keep: int) -> int:
-    """Write a whole checkpoint from one process, then delete all but the newest `keep`; its bytes.
-    Raises Unsaved."""
-    try:
-        begin(path, sum(part.values.nbytes for part in slices) + HEADERS, progress.epoch)
-        write_part(path, 0, slices)
-        size = commit(path, [0], progress)
-    except (OSError, Refusal) as error:
-        raise Unsaved(str(error)) from error
-    prune(path, keep)
-    return size
 
 
 def mend(folder: Path) -> None:
@@ -260,13 +250,9 @@ def newest_first(folder: Path) -> Iterator[Path]:
 #   ------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, *, weights: bool = False) -> Manifest:
-    """What a checkpoint says of itself, as far as that does not contradict itself; an earlier
-    version's files are verified, of which `weights` takes the model's alone. Raises Corrupt."""
-    if old_format.is_old(path):
-        manifest = old_format.read_old(path, f"{MODEL}.safetensors" if weights else None)
-    else:
-        manifest = read_manifest(path)
+def read(path: Path) -> Manifest:
+    """Return a checkpoint's manifest, which does not contradict itself. Raises Corrupt."""
+    manifest = read_manifest(path)
     if path.name.startswith("step-") and step_of(path) != manifest.progress.step:
         raise Corrupt(f"its manifest is of step {manifest.progress.step}, its name is not")
     if path.name.startswith("step-") and not readable_ledger(_ledger(path)).counts(
@@ -286,8 +272,6 @@ def _ledger(path: Path) -> Path:
 def _has_its_files(path: Path) -> bool:
     """A cheap look at whether a checkpoint is whole."""
     with suppress(Corrupt, OSError):
-        if old_format.is_old(path):
-            return all((path / file).is_file() for file in old_format.files(path))
         files = {
             part.file for tensor in read_manifest(path).tensors.values() for part in tensor.slices
         }
@@ -295,7 +279,7 @@ def _has_its_files(path: Path) -> bool:
     return False
 
 
-def verify(path: Path) -> TrainingProgress:
+def verify(path: Path) -> TrainerState:
     """Check every byte of a checkpoint's tensors; returns its progress or raises Corrupt."""
     manifest = read(path)
     manifest.check({name: tensor.shape for name, tensor in manifest.tensors.items()})
@@ -373,15 +357,26 @@ def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[st
 
 def read_weights(
     path: Path, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, torch.Tensor], TrainingProgress, str]:
+) -> tuple[dict[str, torch.Tensor], TrainerState, str]:
     """The fp32 weights of a checkpoint or of `best`, by parameter name, the progress that they are
     from, and a checksum of them. `shapes` are those of a plan's model (`shapes_of`). Raises
     Corrupt."""
-    manifest = read(path, weights=True)
+    manifest = read(path)
     manifest.check(shapes)
     wanted = {name: tensor for name, tensor in manifest.tensors.items() if name in shapes}
     with Stored(path, wanted) as stored:
         weights = {name.removeprefix(f"{MODEL}/"): stored.whole(name) for name in shapes}
-    if old_format.is_old(path):
-        return weights, manifest.progress, old_format.files(path)[f"{MODEL}.safetensors"]
     return weights, manifest.progress, content_hash(wanted)
+
+
+def main() -> int:
+    try:
+        verify(Path(sys.argv[1]))
+    except Corrupt as error:
+        print(error)
+        return EXIT_CODES["checkpoint-corrupt"]
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

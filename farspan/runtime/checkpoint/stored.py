@@ -25,7 +25,7 @@ from torch import Tensor
 
 from farspan.domain.codec import parse_json
 from farspan.domain.problems import Refusal
-from farspan.runtime.checkpoint.manifest import (
+from farspan.runtime.checkpoint.layout import (
     BLOCK,
     MANIFEST,
     Corrupt,
@@ -34,8 +34,9 @@ from farspan.runtime.checkpoint.manifest import (
     StoredSlice,
     checksum_of,
     key_of,
+    overlap,
+    within,
 )
-from farspan.runtime.checkpoint.slices import overlap, within
 
 #: Bytes of a safetensors header, and of a manifest, at most.
 MOST_HEADER, MOST_MANIFEST = 2**26, 2**28
@@ -153,7 +154,7 @@ def read_manifest(path: Path) -> Manifest:
         if checksum_of(raw["progress"], raw["tensors"]) != manifest.checksum:
             raise Corrupt(f"{MANIFEST} does not match its checksum")
         for part in (part for tensor in manifest.tensors.values() for part in tensor.slices):
-            if len(part.sha256) != -(-4 * math.prod(part.shape) // BLOCK) or part.key is not None:
+            if len(part.sha256) != -(-4 * math.prod(part.shape) // BLOCK):
                 raise Corrupt(
                     f"{MANIFEST} has {len(part.sha256)} checksums for a slice of shape "
                     f"{list(part.shape)}"
@@ -209,8 +210,8 @@ class Stored:
         """Rows [start, stop) of a slice, from whole blocks whose checksums are right."""
         line = 4 * math.prod(part.shape[1:])
         size, first, last = 4 * math.prod(part.shape), start * line, stop * line
-        block_from = first - first % BLOCK if part.sha256 else first
-        block_to = min(size, -(-last // BLOCK) * BLOCK) if part.sha256 else last
+        block_from = first - first % BLOCK
+        block_to = min(size, -(-last // BLOCK) * BLOCK)
         content = bytearray(block_to - block_from)
         descriptor, offset = self._place(name, part)
         with open(descriptor, "rb", buffering=0, closefd=False) as file:
@@ -221,8 +222,7 @@ class Stored:
                     raise Corrupt(f"{part.file} ends early")
                 view = view[taken:]
         self.read_bytes += len(content)
-        if part.sha256:
-            _verify(part, content, block_from)
+        _verify(part, content, block_from)
         values = torch.from_numpy(
             np.frombuffer(content, np.float32, (last - first) // 4, first - block_from)
         )
@@ -231,7 +231,7 @@ class Stored:
     def _place(self, name: str, part: StoredSlice) -> tuple[int, int]:
         """The descriptor of a slice's file, and where the slice begins there."""
         descriptor, header, begin = self._file(part.file)
-        key = part.key or key_of(name, part.at)
+        key = key_of(name, part.at)
         entry = header.get(key)
         if (
             not isinstance(entry, dict)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Literal
 
 import numpy as np
@@ -14,21 +15,18 @@ from msgspec.structs import replace
 from farspan.domain.codec import is_content_hash, load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import STOPPED, Rescheduled, Step, Traced, Warned
+from farspan.domain.results import STOPPED, Rescheduled, Saved, Step, Traced, Warned
 from farspan.domain.words import joined
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
-from farspan.runtime.checkpoint.checkpointer import Checkpointer
-from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.checkpoint.layout import TrainerState
+from farspan.runtime.checkpoint.save import Checkpointer, Written
 from farspan.runtime.device import peak_memory
 from farspan.runtime.parallel.executor import Outcome
-from farspan.runtime.time_budget import RunWork
+from farspan.runtime.time_budget import RunWork, TimeBudget
 from farspan.runtime.training.batches import Batches
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
 from farspan.runtime.training.parts import Worker
-from farspan.runtime.training.saves import Saves
-from farspan.runtime.training.shared_clock import SharedClock
-from farspan.runtime.training.validating import Validations
 from farspan.runtime.training.validation import Validation
 from farspan.semantics.identity import training_key, unlike_training
 from farspan.semantics.lr_schedule import learning_rate
@@ -59,36 +57,33 @@ class Trainer:
     ) -> None:
         """A time budget counts from `began`, a time of the same clock; None is now. Without
         `background` a checkpoint is written before training goes on."""
-        self.worker, self.monotonic = worker, monotonic
+        self.worker, self.monotonic, train = worker, monotonic, worker.plan.train
         self.batches = Batches(worker)
         self.checkpointer = Checkpointer(
-            worker.executor, worker.run.checkpoints, worker.plan.train.keep, monotonic
-        )
-        self.strays = LossOutliers(worker.executor.topology.replica, worker.plan.train.seq_len)
-        self.training = training_key(worker.plan)
-        self.progress = TrainingProgress(
-            step=0, plan=worker.plan.hash, training=self.training, elapsed_s=0.0
-        )
-        self.validation = Validation(
-            worker.plan, worker.group, worker.executor, worker.val, self.batches.on_device
-        )
-        self.pacing = SharedClock(worker.plan, self._work(), lambda: self.elapsed_s)
-        self.validations = Validations(worker, self.validation, self.pacing, monotonic)
-        self.saves = Saves(
-            self.checkpointer,
+            worker.executor,
+            worker.run.checkpoints,
             worker.group,
-            self.pacing,
-            lambda event: worker.emit(event),
-            lambda message: self._warn(message, until="saved"),
-            worker.clock,
+            written=self._on_saved,
+            warn=lambda message: self._warn(message, until="saved"),
+            monotonic=monotonic,
             background=background,
         )
-        #: Updates made so far, by this start and those before it, and updates in all.
-        self.step, self.steps = 0, worker.plan.train.steps
-        self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
-        #: Steps in a row without an overflow, and those whose update an overflow has cost.
-        self.quiet = self.skipped = 0
-        self.left_out = worker.epoch.skip
+        self.strays = LossOutliers(worker.executor.topology.replica, train.seq_len)
+        self.state = TrainerState(
+            step=0,
+            steps=train.steps,
+            plan=worker.plan.hash,
+            training=training_key(worker.plan),
+            elapsed_s=0.0,
+            loss_scale=FIRST_LOSS_SCALE if train.precision == "fp16" else 1.0,
+            epoch=worker.epoch.number,
+            left_out=worker.epoch.skip,
+        )
+        #: Seconds of the run in earlier starts.
+        self._used_s = 0.0
+        self.validation = Validation(worker, self.state, self.batches.on_device, monotonic)
+        self.budget = TimeBudget(train, self._work(), lambda: self.elapsed_s)
+        self.budget.resume(0, self.state.budget)
         self._saved_at = monotonic()
         self._started = self._saved_at if began is None else began
         self._first_step = 0
@@ -104,7 +99,8 @@ class Trainer:
 
     @property
     def elapsed_s(self) -> float:
-        return self.progress.elapsed_s + self.monotonic() - self._started
+        """Seconds of the run, over all its starts."""
+        return self._used_s + self.monotonic() - self._started
 
     def _work(self) -> RunWork:
         train, read = self.worker.plan.train, self.validation
@@ -123,58 +119,60 @@ class Trainer:
     def run(self) -> str:
         """Train to the end, the deadline, an early stop, a request to stop or a preemption; returns
         which. The last state is saved."""
-        train, reason, self._first_step = self.worker.plan.train, self._ended(), self.step
+        train, reason, self._first_step = self.worker.plan.train, self._ended(), self.state.step
         while not reason:
             began, spans = time.perf_counter(), self.worker.executor.spans
             spans.on = (
-                self.step - self._first_step in TRACED_FIRST
-                or self.step % TRACED_EVERY == TRACED_EVERY - 1
+                self.state.step - self._first_step in TRACED_FIRST
+                or self.state.step % TRACED_EVERY == TRACED_EVERY - 1
             )
-            if self.step in self.left_out:
+            if self.state.step in self.state.left_out:
                 self._leave_out()
             else:
                 self.worker.executor.grad_reducer.settles = self._settling
                 with self.worker.group.step():
-                    loss, norm, tokens, lr = self._step(self.step)
-                self.step += 1
+                    loss, norm, tokens, lr = self._step(self.state.step)
+                self.state.step += 1
                 self.worker.emit(
                     Step(
                         at=self.worker.clock(),
-                        step=self.step,
+                        step=self.state.step,
                         loss=loss,
                         lr=lr,
                         grad_norm=norm,
                         tokens=tokens,
                         step_s=time.perf_counter() - began,
                         memory_bytes=peak_memory(self.worker.group.device),
-                        steps=None if train.deadline_s is None else self.steps,
+                        steps=None if train.deadline_s is None else self.state.steps,
                     )
                 )
             if spans.on:
                 self.worker.emit(
                     Traced(
                         at=self.worker.clock(),
-                        step=self.step,
+                        step=self.state.step,
                         rank=self.worker.group.rank,
                         spans=spans.take(),
                     )
                 )
-            self.saves.tell()
-            together, first = self._together(), self.step == self._first_step + 1
-            unknown = self.pacing.stepped(self.step) if together or first else False
+            self.checkpointer.poll()
+            together, first = self._together(), self.state.step == self._first_step + 1
+            unknown = self.budget.stepped(self.state.step) if together or first else False
             if not together:
                 continue
             if unknown and not first:  # How long a validation takes: all read a few windows.
-                self.validations.read(0, min(self.validation.first, self.validation.round))
-                self.pacing.goes_on()
+                self.validation.read_timed(
+                    0, min(self.validation.first, self.validation.round), self.budget
+                )
+                self.budget.goes_on()
             # The last validation, which comes with the end, reads more.
-            if self._due(train.validate_every) and self.step < self.steps:
+            if self._due(train.validate_every) and self.state.step < self.state.steps:
                 self._validate()
-                self.pacing.goes_on()
+                self.budget.goes_on()
             reason, save = self._settled(*self._decide())
             if not reason and save:
                 self.save(due=True)
-                self.pacing.goes_on()
+                self.budget.goes_on()
         return self._finish(reason)
 
     def _settled(self, reason: str, save: bool) -> tuple[str, bool]:
@@ -191,11 +189,11 @@ class Trainer:
     def _leave_out(self) -> None:
         """Go past a batch whose gradient was not finite before the run went back to its
         checkpoint."""
-        self.step += 1
-        self.skipped += 1
+        self.state.step += 1
+        self.state.skipped += 1
         self._warn(
-            f"step {self.step}: its batch is left out, as its loss or gradient was not finite "
-            "before"
+            f"step {self.state.step}: its batch is left out, as its loss or gradient was not "
+            "finite before"
         )
 
     def _finish(self, reason: str) -> str:
@@ -204,9 +202,9 @@ class Trainer:
         by then."""
         outer = self.worker.executor.outer
         if outer is not None and outer.under_way and reason not in STOPPED:
-            self.worker.executor.finish(self.step)
-            self.saves.step = (
-                self.validations.step
+            self.worker.executor.finish(self.state.step)
+            self.checkpointer.step = (
+                self.validation.step
             ) = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
         if reason in STOPPED:
@@ -238,21 +236,21 @@ class Trainer:
         outer, sync = self.worker.executor.outer, self.worker.plan.sync
         if outer is None or sync is None:
             return True
-        last = self.step >= self.steps
-        if self.step % sync.every and not last:
+        last = self.state.step >= self.state.steps
+        if self.state.step % sync.every and not last:
             return False
-        self.worker.executor.meet(self.step, last)
+        self.worker.executor.meet(self.state.step, last)
         return True
 
     def _due(self, every: int) -> bool:
         """Whether a multiple of `every` steps was reached since all were last together."""
         apart = self.worker.plan.sync.every if self.worker.plan.sync is not None else 1
-        return self.step % every < min(apart, every)
+        return self.state.step % every < min(apart, every)
 
     def _ended(self) -> str:
-        if self.step >= self.worker.plan.train.step_limit:
+        if self.state.step >= self.worker.plan.train.step_limit:
             return "done"
-        return "deadline" if self.step >= self.steps else ""
+        return "deadline" if self.state.step >= self.state.steps else ""
 
     def _decide(self) -> tuple[str, bool]:
         """Why to stop, if at all, and whether to save: agreed by all workers. A request or a signal
@@ -262,7 +260,7 @@ class Trainer:
         share = 0.0
         if group.rank == 0:
             save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
-            steps, share, save = self.pacing.say(self.step, self.steps, save)
+            steps, share, save = self.budget.say(self.state.step, self.state.steps, save)
             if save:
                 self._saved_at = self.monotonic()  # Said once: it is heard and done a step later.
         stop, preempted = float(self.worker.stop()), float(self.worker.preempted())
@@ -272,21 +270,24 @@ class Trainer:
             stop, preempted, new, due, used = group.sum(*mine)
         else:
             exchange.say(mine)
-            if exchange.others and exchange.unheard < 2 and self.step < self.steps:
+            if exchange.others and exchange.unheard < 2 and self.state.step < self.state.steps:
                 return "", False
             stop, preempted, new, due, used = (
                 sum(values) for values in zip(*exchange.hear().values(), strict=True)
             )
         # Decided a step ago, it may say to end where this step has already gone.
-        self.steps = max(int(new), self.step)
-        reports = self.pacing.hear(self.step, used, bool(due))
-        if reports and self.steps != train.steps:
+        self.state.steps = max(int(new), self.state.step)
+        reports = self.budget.hear(self.state.step, used, bool(due))
+        if reports and self.state.steps != train.steps:
             self.worker.emit(
                 Rescheduled(
-                    at=self.worker.clock(), step=self.step, steps=self.steps, planned=train.steps
+                    at=self.worker.clock(),
+                    step=self.state.step,
+                    steps=self.state.steps,
+                    planned=train.steps,
                 )
             )
-        stale = 0 < train.patience <= self.validations.stale
+        stale = 0 < train.patience <= self.state.stale
         if stop:
             reason = "interrupted"
         else:
@@ -298,8 +299,8 @@ class Trainer:
         replica, the valid tokens of all, and the learning rate."""
         train, executor = self.worker.plan.train, self.worker.executor
         valid_tokens, outcome = self.gradients(step)
-        norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
-        followed = self.pacing.followed(step, self.steps)
+        norm, loss = outcome.norm / self.state.loss_scale, outcome.loss / valid_tokens
+        followed = self.budget.followed(step, self.state.steps)
         lr = learning_rate(
             train.schedule,
             train.optimizer.lr,
@@ -307,13 +308,15 @@ class Trainer:
             train.steps,
             followed,
             limit=train.step_limit,
-            total=self.steps,
+            total=self.state.steps,
         )
         if self._finite(step, loss, norm, outcome):
             self._refuse_stray(step, outcome)
             clip = train.optimizer.clip
             excess = max(1.0, norm / clip) if clip else 1.0
-            executor.update(train.optimizer, lr, step + 1 - self.skipped, self.loss_scale * excess)
+            executor.update(
+                train.optimizer, lr, step + 1 - self.state.skipped, self.state.loss_scale * excess
+            )
         if len(self.worker.plan.replicas) > 1:
             every = np.arange(step * train.batch, (step + 1) * train.batch)
             valid_tokens = self.batches.valid(every)
@@ -330,7 +333,7 @@ class Trainer:
         valid_tokens = self.batches.valid(topology.replica_samples(step))
         if executor.tied is not None:
             tokens = self.batches.read(topology.replica_samples(step))[0]
-        mine, scale = topology.samples(step), self.loss_scale / valid_tokens
+        mine, scale = topology.samples(step), self.state.loss_scale / valid_tokens
         return valid_tokens, executor.gradients(tokens, lambda i: self.batches.of(mine[i]), scale)
 
     # -- what can go wrong
@@ -340,15 +343,15 @@ class Trainer:
         """True to update. An fp16 overflow skips the update and halves the scale; anything else
         refuses to go on."""
         if math.isfinite(loss) and math.isfinite(norm):
-            self.quiet += 1
-            if self.worker.plan.train.precision == "fp16" and self.quiet % QUIET_STEPS == 0:
-                self.loss_scale *= 2
+            self.state.quiet += 1
+            if self.worker.plan.train.precision == "fp16" and self.state.quiet % QUIET_STEPS == 0:
+                self.state.loss_scale *= 2
             return True
         self.worker.executor.skip()
-        if math.isfinite(loss) and self.loss_scale > 1.0:
-            self.loss_scale /= 2
-            self.quiet = 0
-            self.skipped += 1
+        if math.isfinite(loss) and self.state.loss_scale > 1.0:
+            self.state.loss_scale /= 2
+            self.state.quiet = 0
+            self.state.skipped += 1
             return False
         samples = self.worker.executor.topology.replica_samples(step)
         raise Refusal(
@@ -403,56 +406,57 @@ class Trainer:
     def _validate(self, last: bool = False) -> None:
         """Measure the loss, and keep the weights if it is the best so far."""
         with self.worker.executor.met():
-            measured = self.validations.measure(self.step, last=last)
+            measured = self.validation.measure(self.state.step, self.budget, last=last)
         if measured is None:
             return
         if not math.isfinite(measured.sums.mean):
             saved = self.save(wait=True)
             raise Refusal(
                 "non-finite",
-                what=f"the validation loss is not finite after step {self.step}",
+                what=f"the validation loss is not finite after step {self.state.step}",
                 where="the validation split",
                 remedy=LOWER,
                 fact=f"loss {measured.sums.mean}, though losses in training were finite; "
                 f"{'these weights are kept' if saved else self.checkpointer.kept}",
             )
-        before = self.validations.best_loss
-        best = self.validations.judge(self.step, measured)
-        self.worker.emit(self.validations.told(self.step, measured, best))
+        before = self.state.best_loss
+        best = self.validation.judge(self.state.step, measured)
+        self.worker.emit(self.validation.report(self.state.step, measured, best))
         if best:
             try:
-                self.saves.best(self._current(), self.steps, self.worker.run.best)
+                self.checkpointer.save_best(self._snapshot(), self.worker.run.best)
             except Unsaved as error:
                 # Those that are there are still the best: the next loss below theirs is written.
-                self.validations.best_loss = before
+                self.state.best_loss = before
                 kept = "there are none" if before is None else "those before stay"
                 self._warn(
-                    f"step {self.step}: the best weights could not be written: {error}; {kept}",
+                    f"step {self.state.step}: the best weights could not be written: {error}; "
+                    f"{kept}",
                     until="best",
                 )
 
-    def _current(self) -> TrainingProgress:
-        return replace(
-            self.progress,
-            step=self.step,
-            steps=self.steps,
-            elapsed_s=self.elapsed_s,
-            loss_scale=self.loss_scale,
-            quiet=self.quiet,
-            skipped=self.skipped,
-            share=self.pacing.share,
-            paces=self.pacing.paces,
-            told=self.pacing.told,
-            epoch=self.worker.epoch.number,
-            left_out=self.left_out,
-            best_loss=self.validations.best_loss,
-            stale=self.validations.stale,
-        )
+    def _snapshot(self) -> TrainerState:
+        """Return a copy of the state, which is written while training goes on."""
+        self.state.elapsed_s = self.elapsed_s
+        return deepcopy(self.state)
 
     def save(self, *, due: bool = False, last: bool = False, wait: bool = False) -> bool:
-        """Save the state as it is (`Saves.save`)."""
+        """Save the state as it is (`Checkpointer.save`)."""
         self._saved_at = self.monotonic()
-        return self.saves.save(self._current(), self.steps, due=due, last=last, wait=wait)
+        return self.checkpointer.save(self._snapshot(), due=due, last=last, wait=wait)
+
+    def _on_saved(self, written: Written) -> None:
+        """On rank 0: a checkpoint is in its place."""
+        self.budget.saved(written.seconds)
+        self.worker.emit(
+            Saved(
+                at=self.worker.clock(),
+                step=written.step,
+                path=str(written.path),
+                size_bytes=written.size,
+                seconds=written.seconds,
+            )
+        )
 
     def _warn(self, message: str, until: Literal["saved", "best"] | None = None) -> None:
         """Rank 0 says what all know."""
@@ -461,34 +465,23 @@ class Trainer:
 
     def restore(self) -> None:
         """Go on from the newest whole checkpoint, if any: every worker reads its part."""
-        there = self.checkpointer.restore(self._adopt, self._warn, self.worker.group)
+        there = self.checkpointer.restore(self._adopt, self._warn)
         # What was lost, and the time until somebody went on, counts too.
-        used_s = max(self.progress.elapsed_s, self.worker.epoch.used_s)
-        self.progress = replace(self.progress, elapsed_s=used_s)
+        self._used_s = max(self.state.elapsed_s, self.worker.epoch.used_s)
         if there and (outer := self.worker.executor.outer) is not None:
             # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
             outer.resume(any(self.worker.group.sum(outer.apart)))
 
-    def _training_of(self, progress: TrainingProgress) -> str | None:
-        """The training that a checkpoint is of. An earlier version's names its plan only, which may
-        be a former one."""
-        if progress.training is not None:
-            return progress.training
-        if progress.plan == self.worker.plan.hash:
-            return self.training
-        former = self._former(progress)
-        return None if former is None else training_key(former)
-
-    def _former(self, progress: TrainingProgress) -> Plan | None:
+    def _former(self, progress: TrainerState) -> Plan | None:
         """The run's former plan that made a checkpoint, where it is kept."""
         if not is_content_hash(progress.plan):
             return None
         path = self.worker.run.plans / f"{progress.plan}.json"
         return load(path, Plan) if path.exists() else None
 
-    def _adopt(self, progress: TrainingProgress) -> None:
+    def _adopt(self, progress: TrainerState) -> None:
         plan, run = self.worker.plan, self.worker.run
-        if self._training_of(progress) != self.training:
+        if progress.training != self.state.training:
             former = self._former(progress)
             unlike = (
                 "model, text or training"
@@ -508,14 +501,14 @@ class Trainer:
                     "--run NEW_FOLDER"
                 ),
             )
-        self.progress = replace(progress, plan=plan.hash, training=self.training)
-        self.loss_scale, self.quiet, self.skipped = (
-            progress.loss_scale,
-            progress.quiet,
-            progress.skipped,
+        skip = tuple(sorted({*progress.left_out, *self.worker.epoch.skip}))
+        found = replace(
+            deepcopy(progress),
+            steps=progress.steps or plan.train.steps,
+            plan=plan.hash,
+            epoch=self.worker.epoch.number,
+            left_out=skip,
         )
-        self.validations.best_loss, self.validations.stale = progress.best_loss, progress.stale
-        self.left_out = tuple(sorted({*progress.left_out, *self.worker.epoch.skip}))
-        self.step = self.saves.step = progress.step
-        self.steps = progress.steps or plan.train.steps
-        self.pacing.go_on_from(self.step, progress.share, progress.paces, told=progress.told)
+        for name in TrainerState.__struct_fields__:  # Validations have this same object.
+            setattr(self.state, name, getattr(found, name))
+        self.budget.resume(self.state.step, self.state.budget)

@@ -1,0 +1,443 @@
+"""Writing checkpoints of a run whose state lies on many workers: each writes the slices that it
+owns.
+
+What several workers own one of them writes, so that all write about as much. A worker that does not
+see rank 0's folder sends its part there (`SharedFolder`). A save takes a copy of the state; it is
+written while training goes on, and rank 0 commits it when every part is there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from farspan.domain.codec import write_atomically
+from farspan.domain.own_files import open_own
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
+from farspan.domain.units import format_seconds
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint.checkpoint import MODEL, OWN, SHARED, Unsaved
+from farspan.runtime.checkpoint.layout import TrainerState, boxes
+from farspan.runtime.checkpoint.restore import kept_by_kind, restore
+from farspan.runtime.checkpoint.stored import OwnedSlice, put_slices, reason
+from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm.sealed import Forged, SealedStream, Server
+from farspan.runtime.parallel.executor import Executor
+from farspan.runtime.state.full_state import Piece
+
+#: Times on end that a checkpoint is due and cannot be written before the run ends.
+UNSAVED = 3
+#: How often rank 0 looks whether all parts of a checkpoint are there.
+POLL_S = 0.02
+
+
+#: What a worker asks rank 0 to take, before its rank; and rank 0's word that it lies on its disk.
+QUESTION, WRITTEN = "part", b"+"
+
+
+class SharedFolder:
+    """The folder as one worker has it; `meet` is called by all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        #: The ranks that see it.
+        self.near = frozenset([0])
+        #: On rank 0, the checkpoint that parts of the others belong to.
+        self.receiving = path
+        self._server: Server | None = None
+        self._rank_0 = "", 0
+        self._met = False
+
+    def meet(self, group: Group) -> None:
+        """Find out, once, which workers see rank 0's folder of checkpoints: they read and write
+        there themselves."""
+        if group.world == 1 or self._met:
+            return
+        self._met, mark = True, b""
+        if group.rank == 0:
+            mark = f".here-{secrets.token_hex(8)}".encode()
+            with suppress(OSError):  # Then nobody sees it, and the first save says why.
+                self.path.mkdir(exist_ok=True)
+                (self.path / mark.decode()).touch(exist_ok=False)
+        path = self.path / group.share(mark).decode()
+        sees = group.rank == 0 or path.exists()
+        self.near = frozenset(rank for rank, seen in enumerate(group.gather(float(sees))) if seen)
+        if group.rank == 0:
+            path.unlink(missing_ok=True)
+        if len(self.near) < group.world:
+            if group.rank == 0:
+                self._server = Server(group.secret, self._receive)
+            port = group.sum(float(self._server.port) if self._server else 0.0)[0]
+            self._rank_0 = group.rank_0, int(port)
+
+    def send_part(self, group: Group, slices: Sequence[OwnedSlice]) -> None:
+        """Send a worker's part to rank 0, and wait until it lies on the disk there. Raises
+        OSError."""
+        failed = f"rank 0 could not write the part of rank {group.rank}"
+        try:
+            stream = SealedStream.call(self._rank_0, group.secret, f"{QUESTION} {group.rank}")
+            with closing(stream):
+                name = checkpoint.part_name(group.rank)
+                listing = put_slices(slices, name, lambda content: stream.write(bytes(content)))
+                stream.end()
+                stream.write(msgspec.json.encode(listing))
+                stream.end()
+                if stream.read(1) != WRITTEN:
+                    raise OSError(failed)
+        except Forged as error:
+            raise OSError(f"{failed}: {error}") from None
+
+    def _receive(self, question: str, stream: SealedStream) -> None:
+        """Write a part that comes beside rank 0's own."""
+        word, _, number = question.partition(" ")
+        if word != QUESTION:
+            return
+        file = checkpoint.unfinished(self.receiving) / checkpoint.part_name(int(number))
+        with open_own(file, "wb") as target:
+            target.writelines(stream.pieces())
+            target.flush()
+            os.fsync(target.fileno())
+        write_atomically(file.with_suffix(".json"), b"".join(stream.pieces()))
+        stream.write(WRITTEN)
+        stream.end()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+class Written(NamedTuple):
+    """A checkpoint that is in its place."""
+
+    step: int
+    path: Path
+    size: int
+    seconds: float
+
+
+class _Pending(NamedTuple):
+    """A checkpoint that is being written: on rank 0 its bytes come of it, and when it was in its
+    place, once all parts are there."""
+
+    state: TrainerState
+    path: Path
+    began: float
+    future: Future[tuple[int, float]]
+    #: Set when no other worker writes any more: what is missing then does not come.
+    ended: threading.Event
+    due: bool
+
+
+class Checkpointer:
+    """All workers of a run call these together, but for `poll`. On rank 0 `written` receives each
+    checkpoint that is in its place. Without `background` a checkpoint is written before training
+    goes on."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        folder: Path,
+        group: Group,
+        *,
+        written: Callable[[Written], None] = lambda checkpoint: None,
+        warn: Callable[[str], None] = lambda message: None,
+        monotonic: Callable[[], float] = time.monotonic,
+        background: bool = True,
+    ) -> None:
+        self._executor, self._group = executor, group
+        self._whole, self._plan = executor.whole, executor.topology.plan
+        self._written, self._warn = written, warn
+        self._monotonic, self._background = monotonic, background
+        self._folder = SharedFolder(folder)
+        self._rank = executor.topology.rank
+        #: The step of the newest checkpoint, -1 without one.
+        self.newest = -1
+        #: The step whose state was written last or is being written, -1 where it is to be written
+        #: again.
+        self.step = -1
+        #: Bytes of tensors that this worker read to restore its state.
+        self.read_bytes = 0
+        #: Times on end that a checkpoint was due and could not be written.
+        self._unsaved = 0
+        self._pending: _Pending | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+
+    # -- saving
+    #   --------------------------------------------------------------------------------------------
+
+    def save(
+        self, state: TrainerState, *, due: bool = False, last: bool = False, wait: bool = False
+    ) -> bool:
+        """Begin to write a checkpoint, unless it was the last one; wait for it where training does
+        not go on. Returns whether it is there, or on its way. Raises Refusal (disk-full) where the
+        run cannot go on without."""
+        if state.step != self.step:
+            self._settle()
+            path = self._folder.path / checkpoint.step_name(state.step)
+            flats, replica = kept_by_kind(self._executor), self._executor.topology.replica_index
+            if self._executor.outer is not None:
+                own = {checkpoint.own(replica, kind): flats.pop(kind) for kind in OWN}
+                flats |= own
+            try:
+                self._begin(state, path, flats, checkpoint.bytes_needed(self._plan), due=due)
+            except Unsaved as error:
+                self._warn(self._excuse(str(error), state, due=due, last=last))
+                return False
+            self.step = state.step
+        if self._background and not (last or wait):
+            return True
+        return self._settle(last=last)
+
+    def save_best(self, state: TrainerState, path: Path) -> None:
+        """Write the model alone, and wait for it. Raises Unsaved."""
+        self._settle()
+        flats = {MODEL: self._best()}
+        pending = self._begin(state, path, flats, checkpoint.model_bytes(self._plan))
+        self._finish(pending)
+
+    def poll(self) -> None:
+        """On rank 0: report the checkpoint that was being written, if it is now in its place."""
+        pending = self._pending
+        if self._rank != 0 or pending is None or not pending.future.done():
+            return
+        if pending.future.exception() is None:
+            self._report(pending)
+
+    def _settle(self, *, last: bool = False) -> bool:
+        """Wait for the checkpoint that is being written, if any; whether it is in its place."""
+        if (pending := self._pending) is None:
+            return True
+        try:
+            self._finish(pending)
+        except Unsaved as error:
+            self.step = -1
+            self._warn(self._excuse(str(error), pending.state, due=pending.due, last=last))
+            return False
+        self._report(pending)
+        return True
+
+    def _report(self, pending: _Pending) -> None:
+        """Count a checkpoint that is in its place, once; rank 0 reports it."""
+        if self.newest == pending.state.step:
+            return
+        self.newest = pending.state.step
+        self._unsaved = 0
+        if self._rank == 0:
+            size, at = pending.future.result()
+            self._written(Written(self.newest, pending.path, size, at - pending.began))
+
+    # -- what is written
+    #   --------------------------------------------------------------------------------------------
+
+    def _writers(self) -> dict[int, list[tuple[int, Piece]]]:
+        """Which worker writes which pieces of its buckets: each piece of a replica one of its
+        owners that sees the folder, if any does, and of these the one with the least to write."""
+        owners: dict[tuple[object, ...], list[tuple[int, int, Piece]]] = {}
+        for rank, manifest in enumerate(self._whole.manifests):
+            for b, pieces in enumerate(manifest.pieces):
+                for piece in pieces if not manifest.copies[b] else ():
+                    key = manifest.replica, piece.name, piece.slice, piece.start, piece.stop
+                    owners.setdefault(key, []).append((rank, b, piece))
+        load = dict.fromkeys(range(len(self._whole.manifests)), 0)
+        writers: dict[int, list[tuple[int, Piece]]] = {}
+        for holders in owners.values():
+            near = [holder for holder in holders if holder[0] in self._folder.near] or holders
+            rank, b, piece = min(near, key=lambda holder: (load[holder[0]], holder[0]))
+            load[rank] += piece.stop - piece.start
+            writers.setdefault(rank, []).append((b, piece))
+        return writers
+
+    def _snapshot(
+        self, mine: Sequence[tuple[int, Piece]], flats: Mapping[str, Sequence[Tensor]]
+    ) -> list[OwnedSlice]:
+        """A copy of the pieces that this worker writes, of these kinds. What replicas share the
+        first one writes."""
+        first, shapes = self._executor.topology.replica_index == 0, self._whole.shapes
+        slices = list[OwnedSlice]()
+        for kind in flats:
+            if kind in SHARED and not first:
+                continue
+            for b, piece in mine:
+                if len(flats[kind][b]) == 0:  # A second moment that the optimizer does not keep.
+                    continue
+                owned = flats[kind][b].reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
+                for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
+                    values = torch.empty(box.shape).copy_(box.of(owned))
+                    slices.append(
+                        OwnedSlice(
+                            f"{kind}/{piece.name}", tuple(shapes[piece.name]), box.at, values
+                        )
+                    )
+        return slices
+
+    # -- writing
+    #   --------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        state: TrainerState,
+        path: Path,
+        flats: Mapping[str, Sequence[Tensor]],
+        size: int,
+        *,
+        due: bool = False,
+    ) -> _Pending:
+        """Take a copy of what this worker keeps by kind and begin to write it at `path`. Raises
+        Unsaved on every worker where it cannot be begun."""
+        self._folder.meet(self._group)
+        began, why = self._monotonic(), ""
+        if self._rank == 0:
+            try:
+                checkpoint.begin(path, size, state.epoch)
+            except (OSError, Refusal) as error:
+                why = _cleared(path, error)
+        # Before the others go on: a quick one sends its part while this worker still copies its
+        # own.
+        self._folder.receiving = path
+        _agree(self._group, why)
+        writers = self._writers()
+        slices, ended = self._snapshot(writers.get(self._rank, ()), flats), threading.Event()
+        best = checkpoint.step_of(path) < 0
+        ranks = [
+            rank for rank in sorted(writers) if not best or self._whole.manifests[rank].replica == 0
+        ]
+        future = self._writer.submit(self._write, path, slices, ranks, state, ended)
+        self._pending = _Pending(state, path, began, future, ended, due)
+        return self._pending
+
+    def _write(
+        self,
+        path: Path,
+        slices: list[OwnedSlice],
+        ranks: list[int],
+        state: TrainerState,
+        ended: threading.Event,
+    ) -> tuple[int, float]:
+        """Write this worker's part; rank 0 then waits for the others' and commits. The lock of
+        files is held while they are written, not while workers are waited for."""
+        if self._rank in ranks:
+            if self._rank in self._folder.near:
+                with self._group.writing:
+                    checkpoint.write_part(path, self._rank, slices)
+            else:
+                self._folder.send_part(self._group, slices)
+        slices.clear()
+        if self._rank != 0:
+            return 0, 0.0
+        while missing := checkpoint.missing_parts(path, ranks):
+            if ended.wait(POLL_S) and checkpoint.missing_parts(path, ranks):
+                raise Unsaved(f"rank {missing[0]} could not write its part")
+        with self._group.writing:
+            size = checkpoint.commit(path, ranks, state)
+            if checkpoint.step_of(path) >= 0:
+                checkpoint.prune(path, self._plan.train.keep)
+        return size, self._monotonic()
+
+    def _finish(self, pending: _Pending) -> None:
+        """Wait until what is being written is in its place. Raises Unsaved on every worker where it
+        is not."""
+        why = "" if self._rank == 0 else _failure(pending.future)
+        others = self._group.gather_text(why)
+        if self._rank == 0:
+            pending.ended.set()
+            why = next(filter(None, others), "") or _failure(pending.future)
+            if failure := pending.future.exception():
+                _cleared(pending.path, failure)
+        self._pending = None
+        _agree(self._group, why)
+
+    @property
+    def kept(self) -> str:
+        """What a run that ends now leaves."""
+        return (
+            f"the newest checkpoint is of step {self.newest}"
+            if self.newest >= 0
+            else "there is no checkpoint"
+        )
+
+    def _excuse(self, why: str, state: TrainerState, *, due: bool, last: bool) -> str:
+        """A warning that a checkpoint could not be written. Raises Refusal (disk-full) where it was
+        the last one, or was due UNSAVED times on end."""
+        self._unsaved += due
+        every = format_seconds(self._plan.train.checkpoint_every_s)
+        if not last and self._unsaved < UNSAVED:
+            return (
+                f"step {state.step}: no checkpoint could be written: {why}; {self.kept}, and the "
+                f"next is tried in {every}; after {UNSAVED} on end the run stops"
+            )
+        run = RunFolder(self._folder.path.parent)
+        raise Refusal(
+            "disk-full",
+            where=self._folder.path,
+            remedy=f"free some space there, then: {run.resume()}",
+            what="the last checkpoint could not be written"
+            if last
+            else f"no checkpoint could be written for {UNSAVED} intervals of {every}",
+            fact=f"{why}; {state.step} of {state.steps} steps are trained, {self.kept}",
+        )
+
+    # -- restoring
+    #   --------------------------------------------------------------------------------------------
+
+    def restore(self, accept: Callable[[TrainerState], None], warn: Callable[[str], None]) -> bool:
+        """Take this worker's part of the newest whole checkpoint, if any (`restore.restore`)."""
+        self._folder.meet(self._group)
+        found = restore(
+            self._executor, self._folder.path, self._folder.near, self._group, accept, warn
+        )
+        if found is None:
+            return False
+        state, self.read_bytes = found
+        self.newest = self.step = state.step
+        return True
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model of the run, on rank 0: the average of its weights, or what replicas last met
+        at."""
+        return self._whole.collect(self._best())
+
+    def _best(self) -> Sequence[Tensor]:
+        """By bucket, what is kept as the best weights and used."""
+        state, outer = self._executor.state, self._executor.outer
+        return state.average or (state.master if outer is None else outer.anchor)
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+def _failure(future: Future[tuple[int, float]]) -> str:
+    """Why a worker's part could not be written, once it has ended; empty where it was."""
+    error = future.exception()
+    if error is None:
+        return ""
+    if isinstance(error, Exception) and not isinstance(error, Unsaved):
+        return reason(error)
+    return str(error)
+
+
+def _cleared(path: Path, error: BaseException) -> str:
+    """Remove what was written of a checkpoint: it takes the space that is missing. Why it could not
+    be written. Raises Refusal (superseded) where this worker was replaced."""
+    if isinstance(error, Refusal) and error.problem.code == "superseded":
+        raise error  # What lies there is another start's.
+    with suppress(OSError):
+        checkpoint.mend(path.parent)
+    return reason(error) if isinstance(error, Exception) else str(error)
+
+
+def _agree(group: Group, why: str) -> None:
+    """Raises Unsaved on every worker where rank 0 gives a reason."""
+    if said := group.share_text(why):
+        raise Unsaved(said)
