@@ -63,6 +63,7 @@ OWN_WORDS: dict[str, set[str]] = {
     "farspan/planning/outcome.py": {"limit.typed"},
     "farspan/planning/quantities.py": {"example", "value"},
     "farspan/retrieval/judged.py": {"wanted"},
+    "farspan/retrieval/stores/_common.py": {"store"},
 }
 
 

@@ -330,7 +330,7 @@ def test_the_command_writes_the_file_of_a_plan_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(planned("fsdp"), tmp_path / "plan.json")
-    words = ["price", str(tmp_path / "plan.json"), "--cluster", "slm-cost/a100-80:8", "--json"]
+    words = ["price", str(tmp_path / "plan.json"), "--json"]
     export = ["--export", "torchtitan", "--export-to", str(tmp_path / "run.py")]
     assert main([*words, *export]) == 0
     answer = json.loads(capsys.readouterr().out)["export"]

@@ -30,6 +30,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli import given_plan
     from farspan.cli.show import Show
 
+    # An export of a whole plan needs neither prices nor the cluster.
+    if given.export and given.cluster is None and given.plan.suffix == ".json":
+        from farspan.app.plans import read_plan
+
+        console.answer({"export": write_export(read_plan(given.plan), given, console)})
+        return
     # Without run.yaml nothing names a cluster: it is this machine.
     asked = given.set or given.config.exists() or given.config.name != "run.yaml"
     config = load_config(given) if asked and given.cluster is None else None

@@ -145,7 +145,7 @@ def handle_errors(
             what="the server is busy",
             where=request.url.path,
             fact="as many requests wait already as may",
-            remedy=f"ask again in {error.retry_s} s",
+            remedy=f"ask again in {error.retry_s:d} s",
         )
         return problem_response(problem, 503, request.url.path, {"retry-after": str(error.retry_s)})
 
