@@ -44,8 +44,6 @@ def test_an_index_of_another_model_is_refused_and_made_again(
     manifest = json.loads((indexed / "index/index.json").read_bytes())
     manifest["origin"][what] = "0123456789abcdef"
     (indexed / "index/index.json").write_text(json.dumps(manifest))
-    about = next((indexed / "index").rglob("about.json"))
-    about.write_text(json.dumps(json.loads(about.read_bytes()) | {what: "0123456789abcdef"}))
     message = refused(
         here("search", "time", "--run", str(indexed), "--system", "model"), "no-index"
     )
@@ -57,13 +55,12 @@ def test_an_index_of_another_model_is_refused_and_made_again(
     assert here("search", "time", "--run", str(indexed), "--system", "model").returncode == 0
 
 
-def test_a_store_of_another_index_is_refused(indexed: Path, here: Farspan):
-    about = next((indexed / "index").rglob("about.json"))
-    about.write_text(json.dumps(json.loads(about.read_bytes()) | {"dim": 7}))
+def test_a_missing_store_is_refused(indexed: Path, here: Farspan):
+    shutil.rmtree(next((indexed / "index").rglob("own")))
     message = refused(
-        here("search", "time", "--run", str(indexed), "--system", "model"), "store-mismatch"
+        here("search", "time", "--run", str(indexed), "--system", "model"), "no-index"
     )
-    assert f"farspan embed {indexed}" in message
+    assert "fix:   farspan embed" in message
 
 
 def test_embed_without_the_tokenizer_of_its_run_names_another_copy(indexed: Path, here: Farspan):
