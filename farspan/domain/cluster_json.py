@@ -1,7 +1,4 @@
-"""cluster.json: a Cluster as JSON, with all figures of a device side by side.
-
-The file's form and the hash of it are those of all versions: what was measured stays known.
-"""
+"""cluster.json: a Cluster as JSON, with all figures of a device side by side."""
 
 from __future__ import annotations
 
@@ -13,36 +10,13 @@ import msgspec
 from farspan.domain.cluster import PART_OF, Cluster
 from farspan.domain.codec import parse_json, read_bytes, save
 
-#: Figures of sites and hosts that came after the first version: a cluster without them has the hash
-#: that it had.
-LATER = {"lan_bandwidth", "lan_rtt_s", "nic"}
-
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
-    """The file's content."""
+    """Return the file's content, which is also what a cluster is hashed by."""
     content: dict[str, Any] = msgspec.to_builtins(cluster, str_keys=True)
-    for table in (
-        *content["sites"],
-        *(host for site in content["sites"] for host in site["hosts"]),
-    ):
-        for name in LATER & table.keys():
-            if table[name] is None:
-                del table[name]
     for device in _devices(content):
         for part in dict.fromkeys(PART_OF.values()):
             device |= device.pop(part)
-    return content
-
-
-def as_known(cluster: Cluster) -> dict[str, Any]:
-    """The content by which a cluster is known again: without the figures of a kind that earlier
-    versions had not."""
-    content = as_json(cluster)
-    for device in _devices(content):
-        device.pop("measured")
-        device.pop("interconnect")
-        device["flops"].pop("tf32", None)
-        device["dtypes"] = tuple(dtype for dtype in device["dtypes"] if dtype != "tf32")
     return content
 
 

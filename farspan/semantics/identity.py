@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.cluster_json import as_known
+from farspan.domain.cluster_json import as_json
 from farspan.domain.codec import content_hash
 from farspan.domain.plan import Plan
 
@@ -72,9 +72,8 @@ def _training(plan: Plan) -> dict[str, Any]:
 
 
 def cluster_hash(cluster: Cluster) -> str:
-    """What measurements of a cluster are known by: without what a trial measured on one day,
-    without the processes of a lab, and without what only the catalogue says of a kind
-    (`as_known`)."""
+    """Return the key of a cluster's measurements: the hash of all its figures, the catalogue's too,
+    without what a trial measured on one day and the processes of a lab."""
 
     def lasting_host(host: Host) -> Host:
         devices = tuple(own.but(pace=1.0, framework=None, enter=None) for own in host.devices)
@@ -82,7 +81,7 @@ def cluster_hash(cluster: Cluster) -> str:
 
     links = tuple(msgspec.structs.replace(link, pace=1.0) for link in cluster.links)
     return content_hash(
-        as_known(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links))
+        as_json(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links))
     )
 
 

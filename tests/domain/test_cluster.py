@@ -25,7 +25,6 @@ from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.codec import content_hash
 from farspan.domain.problems import Refusal
 from farspan.launch import clusters
-from farspan.semantics.identity import cluster_hash
 
 T4 = Device(kind="t4", backend="cuda", memory=2**30)
 LEAST = (
@@ -653,10 +652,6 @@ def test_cluster_json_has_all_figures_of_a_device_side_by_side_and_reads_back(tm
     path.write_text('{"sites": [7, {"hosts": {"devices": []}}]}')
     with pytest.raises(Refusal, match="out-of-range"):
         load_cluster_json(path)
-
-
-def test_a_clusters_hash_is_that_of_earlier_versions(tmp_path):
-    assert cluster_hash(read(tmp_path, LEAST)) == "4bd1997859300879"
 
 
 def test_tf32_is_fp32_on_devices_that_lack_it_if_others_have_it():

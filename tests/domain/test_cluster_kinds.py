@@ -1,13 +1,11 @@
 """Kinds of devices that a cluster file declares, local networks of sites, and network cards of
 hosts."""
 
-import json
-
 import msgspec
 import pytest
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.cluster_json import as_json, load_cluster_json, save_cluster_json
+from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.semantics.identity import cluster_hash
 from tests.domain.test_cluster import KIND, LEAST, SHEET, read
@@ -103,10 +101,15 @@ def test_a_card_below_what_an_unknown_line_is_taken_to_carry_counts(tmp_path):
     assert cluster.link("w", "o").bandwidth == pytest.approx(0.5e9 / 8)
 
 
-def test_a_cluster_without_local_networks_and_cards_keeps_its_hash(tmp_path):
+def test_cluster_hash_covers_networks_cards_and_the_catalogues_figures(tmp_path):
     cluster = read(tmp_path, LEAST)
-    assert not any(
-        name in json.dumps(as_json(cluster)) for name in ("nic", "lan_bandwidth", "lan_rtt_s")
-    )
-    hosts = cluster.with_hosts(lambda host: msgspec.structs.replace(host, nic=1e9))
-    assert len({cluster_hash(cluster), cluster_hash(hosts), cluster_hash(read(tmp_path, LAN))}) == 3
+    variants = [
+        cluster,
+        read(tmp_path, LAN),
+        cluster.with_hosts(lambda host: msgspec.structs.replace(host, nic=1e9)),
+        cluster.with_devices(lambda host, i: host.devices[i].but(measured={"fp32": 1e9})),
+        cluster.with_devices(lambda host, i: host.devices[i].but(dtypes=("tf32",))),
+    ]
+    assert len(set(map(cluster_hash, variants))) == len(variants)
+    paced = cluster.with_devices(lambda host, i: host.devices[i].but(pace=1.5))
+    assert cluster_hash(paced) == cluster_hash(cluster)
