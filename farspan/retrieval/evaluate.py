@@ -28,7 +28,8 @@ from farspan.retrieval.stores import Scores, Vectors
 
 WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 #: Values of BM25 that are tried, k1 first.
-K1S, BS = (0.6, 0.9, 1.2, 1.5, 2.0), (0.3, 0.5, 0.75, 0.9)
+K1S = (0.6, 0.9, 1.2, 1.5, 2.0)
+BS = (0.3, 0.5, 0.75, 0.9)
 #: Means over fewer queries than this are not shown: one query more or less would turn them over.
 MIN_REPORTED = 5
 #: A kind with as many tuning queries as this says half as much as one with very many.
@@ -134,7 +135,8 @@ def evaluate(
 
     `bodies` are the documents as they can be found, `owners[i]` is the document of body chunk i.
     """
-    chosen, N = choose(bodies, owners, queries.tuning, sides["model"], seed), len(bodies)
+    chosen = choose(bodies, owners, queries.tuning, sides["model"], seed)
+    N = len(bodies)
     by_system: dict[str, list[Ints]] = {}
     for row, query in enumerate(queries.reported):
         scored = {"bm25": chosen.lexical.scores(query.text)}
@@ -192,7 +194,8 @@ def choose(
     of query finds less."""
     if not tuning:
         return Choice(Lexical.build(bodies), K1, B, 1.0, "bm25", None)
-    numbered, balance_Q = Numbered(bodies), _balance([query.kind for query in tuning])
+    numbered = Numbered(bodies)
+    balance_Q = _balance([query.kind for query in tuning])
 
     def found(scores: Iterable[Scores]) -> Floats:
         return np.array(

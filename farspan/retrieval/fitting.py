@@ -70,7 +70,9 @@ def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, 
     """Return what embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks
     for one and a document has a body to be found by. Near copies are found, and nothing is fitted
     to them."""
-    documents, copies, recipe = task.documents, task.known_copies(), task.recipe
+    documents = task.documents
+    copies = task.known_copies()
+    recipe = task.recipe
     kept = [row for row, chunk in enumerate(chunks) if chunk.document < copies.kept]
     # Heads hold titles, and some bodies questions: what is fitted must not know them, or the
     # evaluation would.
@@ -114,7 +116,8 @@ def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, 
         f"passage{limit}"
     )
     start = Embedder.unfitted(task.model, task.tokenizer, passages, task.work, task.processes)
-    texts, belonging = start.read(passages), start.read(pairs.asked)
+    texts = start.read(passages)
+    belonging = start.read(pairs.asked)
     copied_texts = start.read(copied)
     embedder = start.fitted(texts, belonging, pairs, recipe.fit, task.fit_s)
     evaluation = None

@@ -18,7 +18,8 @@ def ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) -> Ints:
 
     A document that ties with a relevant one counts as ranked before it, so that ties never help.
     """
-    own, others = np.sort(scores_N[list(relevant)])[::-1], np.delete(scores_N, list(relevant))
+    own = np.sort(scores_N[list(relevant)])[::-1]
+    others = np.delete(scores_N, list(relevant))
     return np.array(
         [np.count_nonzero(others >= score) + place for place, score in enumerate(own, 1)], np.int64
     )

@@ -32,7 +32,8 @@ class Features:
         if self._file is None:
             return None
         start = self._file.tell()
-        digest, block = self._file.read(_DIGEST_BYTES), self._file.read(4 * values)
+        digest = self._file.read(_DIGEST_BYTES)
+        block = self._file.read(4 * values)
         if len(block) == 4 * values and hashlib.sha256(block).digest() == digest:
             return np.frombuffer(block, np.float32)
         self._file.seek(start)
@@ -59,7 +60,8 @@ class IndexWork:
         clock: Callable[[], float] = lambda: 0.0,
         changed: Callable[[IndexWork], None] = lambda work: None,
     ) -> None:
-        self.clock, self._changed = clock, changed
+        self.clock = clock
+        self._changed = changed
         self.folder: Path | None = None
         self.kind: Kind = "embedding"
         self._total: Counter[str] = Counter()
