@@ -69,7 +69,8 @@ from farspan.retrieval.pooling import bf16_is_fast
 from farspan.retrieval.stores import FIELD, Ids, Payload, Store, Vectors
 
 #: Columns that searches can be narrowed by, at most, and what payloads hold beside them.
-_FIELDS, _NOT_COLUMNS = 64, {"title", "origin", "text"}
+_FIELDS = 64
+_NOT_COLUMNS = {"title", "origin", "text"}
 _ADD_AT_ONCE = 1024
 #: Where it is noted which tables a build found or made at servers: in the end all but the new
 #: index's are dropped.
@@ -116,7 +117,8 @@ def build(task: Task) -> IndexManifest:
     (run-busy).
     """
     task = _resolved(task)
-    path, building = task.path, task.path.with_name(f"{task.path.name}.building")
+    path = task.path
+    building = task.path.with_name(f"{task.path.name}.building")
     places = task.known_copies().places
     documents = [
         indexed_document(document, places.get(number, ()))
@@ -132,7 +134,8 @@ def build(task: Task) -> IndexManifest:
         task.say(f"index {path} is up to date")
         return manifest
     with _alone(building, path):
-        manifest, before = _current(task, corpus), _manifest(path)
+        manifest = _current(task, corpus)
+        before = _manifest(path)
         kept = building / _features_name(task)
         _sweep(building, {"lock", kept.name, _TABLES}, building)
         _sweep(path, {MANIFEST, before.files if before else ""}, building)
@@ -227,7 +230,8 @@ def _write(
             )
         task.work.expect("storing", len(chunked.chunks))
         if old is None or task.refit or (task.recipe.evaluate and not old.manifest.recipe.evaluate):
-            old, recipe = None, task.recipe
+            old = None
+            recipe = task.recipe
             embedded = _fitted(task, chunked, corpus)
         else:
             embedded = _followed(task, chunked, old)
@@ -388,7 +392,8 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
 
 def _followed(task: Task, chunked: Chunked, old: Index) -> Embedded:
     """What is new or changed embedded under the old fit; vectors of the rest are the old ones."""
-    ids_N, texts_N = old.passages.rows_N["id"], old.passages.rows_N["text"]
+    ids_N = old.passages.rows_N["id"]
+    texts_N = old.passages.rows_N["text"]
     row_of_text = dict(zip(texts_N.tolist(), range(len(texts_N)), strict=True))
     rows_N = np.array([row_of_text.get(text, -1) for text in chunked.texts.tolist()])
     new = np.flatnonzero(rows_N < 0)
@@ -404,7 +409,8 @@ def _followed(task: Task, chunked: Chunked, old: Index) -> Embedded:
     new_vectors_NE = embedder.passages(texts)
 
     def vectors(rows: Ids) -> Vectors:
-        is_new, vectors_NE = rows_N[rows] < 0, np.empty((len(rows), old.manifest.dim), np.float32)
+        is_new = rows_N[rows] < 0
+        vectors_NE = np.empty((len(rows), old.manifest.dim), np.float32)
         vectors_NE[is_new] = new_vectors_NE[np.searchsorted(new, rows[is_new])]
         vectors_NE[~is_new] = old.store.vectors(ids_N[rows_N[rows[~is_new]]].tolist())
         return vectors_NE
@@ -469,7 +475,8 @@ def _fill(task: Task, manifest: IndexManifest, embedded: Embedded, old: Index | 
 
 
 def _new_store(path: Path, manifest: IndexManifest, old: Index | None) -> Store:
-    own, place = manifest.sets[OWN], manifest.place(path)
+    own = manifest.sets[OWN]
+    place = manifest.place(path)
     if old is not None and not own.table and old.manifest.sets[OWN] == own:
         shutil.copytree(old.manifest.place(path).folder, place.folder)
         return own.module.open(place)

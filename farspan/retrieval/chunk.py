@@ -87,11 +87,15 @@ def chunk_document(
     Head and body are cut apart, so that no chunk holds some of both. A part that is blank gives no
     chunk.
     """
-    cut, headings, seen = head_length(document), outline(document), Counter[str]()
-    starts, paths = [heading.start for heading in headings], HeadingPaths(headings)
+    cut = head_length(document)
+    headings = outline(document)
+    seen = Counter[str]()
+    starts = [heading.start for heading in headings]
+    paths = HeadingPaths(headings)
     for head, offset, part in ((True, 0, document.text[:cut]), (False, cut, document.text[cut:])):
         for start, stop in _windows(part, tokenizer, size, [at - offset for at in starts]):
-            at, text = offset + start, part[start:stop]
+            at = offset + start
+            text = part[start:stop]
             # Blank space that a chunk begins with is no place.
             first = at + len(text) - len(text.lstrip())
             line, page = (
@@ -134,10 +138,8 @@ def _windows(
     before_heading = {bisect_right(chars, at) - 1 for at in headings if 0 < at < len(text)}
     first = last = 0
     while last < len(pieces):
-        half, most = (
-            bisect_left(tokens, tokens[first] + size // 2),
-            bisect_right(tokens, tokens[first] + size) - 1,
-        )
+        half = bisect_left(tokens, tokens[first] + size // 2)
+        most = bisect_right(tokens, tokens[first] + size) - 1
         titled = [
             piece for piece in range(max(half, first + 1), most + 1) if piece in before_heading
         ]

@@ -67,8 +67,11 @@ class Embedder:
         work: IndexWork | None = None,
         processes: Processes | None = None,
     ) -> None:
-        self._model, self._tokenizer, self._fitted = model, tokenizer, fitted
-        self._work, self._processes = work or IndexWork(), processes
+        self._model = model
+        self._tokenizer = tokenizer
+        self._fitted = fitted
+        self._work = work or IndexWork()
+        self._processes = processes
 
     @classmethod
     def unfitted(
@@ -143,11 +146,10 @@ class Embedder:
         work: IndexWork | None = None,
         processes: Processes | None = None,
     ) -> Embedder:
-        spec, fitted = model.spec, _read_fitted(path)
-        size, features = (
-            fitted.get("table", torch.empty(0, 0)).shape[-1],
-            (spec.layers + 2) * spec.d_model,
-        )
+        spec = model.spec
+        fitted = _read_fitted(path)
+        size = fitted.get("table", torch.empty(0, 0)).shape[-1]
+        features = (spec.layers + 2) * spec.d_model
         wanted = {
             "weights": (spec.vocab_size,),
             "token_weights": (spec.vocab_size,),
@@ -196,7 +198,8 @@ class Embedder:
     def _pooled(self, batches: list[list[Tensor]]) -> Iterator[Tensor]:
         """Weighted means (B, F) of each batch, in order: by the processes where there are many,
         else here."""
-        weights_V, end = self._fitted["weights"], self._tokenizer.end_of_text
+        weights_V = self._fitted["weights"]
+        end = self._tokenizer.end_of_text
         if self._processes is None or len(batches) < _SHARED_OUT:
             for ids in batches:
                 yield pool_batch(self._model, weights_V, end, ids)

@@ -1,9 +1,8 @@
-"""How well queries find their documents: BM25, the model before and after it was fitted, BM25 and
-model fused.
+"""Retrieval quality: BM25, the model before and after the fit, and hybrid search.
 
-Queries are of several kinds (`queries.py`), and are reported by kind. What can be found are the
-bodies of all documents. BM25's k1 and b, the weight of the fusion, and what searches answer with
-are chosen on queries that are not reported.
+Queries are of several kinds (`queries.py`), and are reported by kind. The candidates are the
+bodies of all documents. BM25's k1 and b, the fusion weight and the default system are chosen on
+tuning queries, which are not reported.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from farspan.retrieval.stores import Scores, Vectors
 
 WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 #: Values of BM25 that are tried, k1 first.
-K1S, BS = (0.6, 0.9, 1.2, 1.5, 2.0), (0.3, 0.5, 0.75, 0.9)
-#: Means over fewer queries than this are not shown: one query more or less would turn them over.
+K1S = (0.6, 0.9, 1.2, 1.5, 2.0)
+BS = (0.3, 0.5, 0.75, 0.9)
+#: Means over fewer queries than this are not shown: a single query would change them too much.
 MIN_REPORTED = 5
-#: A kind with as many tuning queries as this says half as much as one with very many.
+#: Tuning queries of a kind at which its weight is half of what it tends to.
 SHRINK = 20
 METRICS = {
     "ndcg_at_10": partial(ndcg, k=10),
@@ -63,8 +63,7 @@ class ScoreDifference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class KindQuality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of queries of one kind: how many were reported and tuned on, qualities by system, and
-    differences."""
+    """Qualities by system and differences for one kind, with its reported and tuning queries."""
 
     reported: int
     tuning: int
@@ -73,13 +72,12 @@ class KindQuality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Qualities by kind of query, what was chosen on tuning queries, and over what all was
-    measured."""
+    """Qualities by kind of query, the choices made on tuning queries, and the documents used."""
 
     kinds: dict[Kind, KindQuality]
-    #: What a search answers with. "fused" where that finds more of the tuning queries' documents
-    #: than words alone: `gain` is the mean of its nDCG@10 less that of words, each kind weighing
-    #: the same, and its 95 % interval.
+    #: The system that searches use. "fused" where hybrid search is better than BM25 on the tuning
+    #: queries: `gain` is the difference in mean nDCG@10 with its 95 % interval, where every kind
+    #: has the same weight.
     default: Literal["bm25", "fused"]
     gain: ScoreDifference | None
     fusion_weight: float
@@ -98,8 +96,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ModelVectors(msgspec.Struct, frozen=True):
-    """One model's vectors: of the body chunks (C, E), of the reported queries and of the tuning
-    queries (Q, E)."""
+    """One model's vectors of body chunks (C, E), reported queries and tuning queries (Q, E)."""
 
     chunks: Vectors
     reported: Vectors
@@ -107,7 +104,7 @@ class ModelVectors(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What was chosen on tuning queries."""
+    """The settings chosen on tuning queries."""
 
     lexical: Lexical
     k1: float
@@ -129,40 +126,38 @@ def evaluate(
         ("fused", "bm25"),
     ),
 ) -> Evaluation:
-    """Measure BM25, every side, and BM25 fused with the side "model"; and one system of each pair
-    against the other.
+    """Measure BM25, every side and BM25 fused with the side "model", and compare pairs of systems.
 
-    `bodies` are the documents as they can be found, `owners[i]` is the document of body chunk i.
+    `bodies` are the candidates' texts, `owners[i]` is the document of body chunk i.
     """
-    chosen, N = choose(bodies, owners, queries.tuning, sides["model"], seed), len(bodies)
+    chosen = choose(bodies, owners, queries.tuning, sides["model"], seed)
+    N = len(bodies)
+    # Ranks of the relevant documents by system and query.
     by_system: dict[str, list[Ints]] = {}
+    nearest = {name: exact(owners, side.chunks) for name, side in sides.items()}
     for row, query in enumerate(queries.reported):
         scored = {"bm25": chosen.lexical.scores(query.text)}
-        scored |= {
-            name: vector_scores(exact(owners, side.chunks), side.reported[row], N)
-            for name, side in sides.items()
-        }
+        for name, side in sides.items():
+            scored[name] = vector_scores(nearest[name], side.reported[row], N)
         scored["fused"] = fuse(scored["bm25"], scored["model"], chosen.weight)
         for system, scores_N in scored.items():
             by_system.setdefault(system, []).append(ranks(scores_N, query.relevant))
+
     kinds: dict[Kind, KindQuality] = {}
     for kind in dict.fromkeys(query.kind for query in queries.reported):
         rows = [row for row, query in enumerate(queries.reported) if query.kind == kind]
-        measured = {
-            system: measure([ranked[row] for row in rows]) for system, ranked in by_system.items()
-        }
+        measured = {}
+        qualities = {}
+        for system, ranked in by_system.items():
+            measured[system] = measure([ranked[row] for row in rows])
+            means = {metric: float(values.mean()) for metric, values in measured[system].items()}
+            qualities[system] = Quality(**means)
+        comparable = [(a, b) for a, b in compared if {a, b} <= {*measured}]
         kinds[kind] = KindQuality(
             reported=len(rows),
             tuning=sum(query.kind == kind for query in queries.tuning),
-            systems={
-                system: Quality(
-                    **{metric: float(values_Q.mean()) for metric, values_Q in values.items()}
-                )
-                for system, values in measured.items()
-            },
-            differences=tuple(
-                _compare(measured, a, b, seed) for a, b in compared if {a, b} <= {*measured}
-            ),
+            systems=qualities,
+            differences=tuple(_compare(measured, a, b, seed) for a, b in comparable),
         )
     titles = sum(query.kind == "title" for query in queries.reported)
     return Evaluation(
@@ -187,58 +182,63 @@ def choose(
     side: ModelVectors,
     seed: int,
 ) -> Choice:
-    """BM25's k1 and b, the weight of its fusion with a model's vectors, and whether searches answer
-    with that: nothing but words, unless the interval of what it finds more is above 0, and no kind
-    of query finds less."""
+    """Choose BM25's k1 and b, the fusion weight and the default system.
+
+    The default is BM25, unless the interval of hybrid search's gain is above 0 and no kind of query
+    loses.
+    """
     if not tuning:
         return Choice(Lexical.build(bodies), K1, B, 1.0, "bm25", None)
-    numbered, balance_Q = Numbered(bodies), _balance([query.kind for query in tuning])
+    numbered = Numbered(bodies)
+    kinds = [query.kind for query in tuning]
+    balance_Q = _balance(kinds)
 
-    def found(scores: Iterable[Scores]) -> Floats:
-        return np.array(
-            [ndcg(ranks(s, query.relevant), 10) for s, query in zip(scores, tuning, strict=True)]
-        )
+    def measure_ndcg(scores: Iterable[Scores]) -> Floats:
+        pairs = zip(scores, tuning, strict=True)
+        return np.array([ndcg(ranks(scores_N, query.relevant), 10) for scores_N, query in pairs])
 
-    def words(k1: float, b: float) -> list[Scores]:
+    def bm25_scores(k1: float, b: float) -> list[Scores]:
         lexical = Lexical.build(numbered, k1, b)
         return [lexical.scores(query.text) for query in tuning]
 
-    k1 = max(K1S, key=lambda k1: float(balance_Q @ found(words(k1, B))))
-    b = max(BS, key=lambda b: float(balance_Q @ found(words(k1, b))))
-    words_QN = words(k1, b)
+    def bm25_quality(k1: float, b: float) -> float:
+        return float(balance_Q @ measure_ndcg(bm25_scores(k1, b)))
+
+    k1 = max(K1S, key=lambda k1: bm25_quality(k1, B))
+    b = max(BS, key=lambda b: bm25_quality(k1, b))
+    bm25_QN = bm25_scores(k1, b)
     nearest = exact(owners, side.chunks)
-    near_QN = [vector_scores(nearest, query_E, len(bodies)) for query_E in side.tuning]
-    alone_Q = found(words_QN)
-    more_WQ = np.array(
-        [found(map(fuse, words_QN, near_QN, repeat(weight))) - alone_Q for weight in WEIGHTS]
-    )
-    # Of few queries of a kind less is believed; of weights that tie the smallest is taken.
-    kinds = [query.kind for query in tuning]
-    believed_Q = balance_Q * np.array(
-        [kinds.count(kind) / (kinds.count(kind) + SHRINK) for kind in kinds]
-    )
-    best = int((more_WQ @ believed_Q).argmax())
-    balanced_Q = more_WQ[best] * balance_Q * len(tuning)
+    vector_QN = [vector_scores(nearest, query_E, len(bodies)) for query_E in side.tuning]
+
+    # Gain of hybrid search in nDCG@10 by fusion weight and query.
+    bm25_Q = measure_ndcg(bm25_QN)
+    gain_WQ = np.empty((len(WEIGHTS), len(tuning)))
+    for row, weight in enumerate(WEIGHTS):
+        fused_QN = map(fuse, bm25_QN, vector_QN, repeat(weight))
+        gain_WQ[row] = measure_ndcg(fused_QN) - bm25_Q
+
+    # Kinds with few queries count less; of weights that tie the smallest is taken.
+    counts_Q = np.array([kinds.count(kind) for kind in kinds])
+    shrunk_Q = balance_Q * (counts_Q / (counts_Q + SHRINK))
+    best = int((gain_WQ @ shrunk_Q).argmax())
+    balanced_Q = gain_WQ[best] * balance_Q * len(tuning)
     interval = bootstrap(balanced_Q, seed=seed)
-    loses = any(more_WQ[best][np.array(kinds) == kind].mean() < 0 for kind in set(kinds))
+    any_kind_loses = any(gain_WQ[best][np.array(kinds) == kind].mean() < 0 for kind in set(kinds))
+    gain = ScoreDifference(
+        a="fused", b="bm25", metric="ndcg_at_10", mean=float(balanced_Q.mean()), interval=interval
+    )
     return Choice(
         lexical=Lexical.build(numbered, k1, b),
         k1=k1,
         b=b,
         weight=WEIGHTS[best],
-        default="fused" if interval[0] > 0 and not loses else "bm25",
-        gain=ScoreDifference(
-            a="fused",
-            b="bm25",
-            metric="ndcg_at_10",
-            mean=float(balanced_Q.mean()),
-            interval=interval,
-        ),
+        default="fused" if interval[0] > 0 and not any_kind_loses else "bm25",
+        gain=gain,
     )
 
 
 def exact(owners: npt.ArrayLike, chunks_CE: Vectors) -> Nearest:
-    """What finds chunks as a store does that compares every one; `owners` are their documents."""
+    """Return an exact nearest-neighbour search of chunks; `owners` are their documents."""
     owners_C = np.asarray(owners, np.int64)
 
     def nearest(vector_E: Vectors, k: int) -> tuple[Ints, Scores]:
@@ -250,12 +250,13 @@ def exact(owners: npt.ArrayLike, chunks_CE: Vectors) -> Nearest:
 
 
 def _balance(kinds: Sequence[Kind]) -> Floats:
-    """What each query weighs, so that every kind weighs the same; 1 in all."""
-    return np.array([1 / (len(set(kinds)) * kinds.count(kind)) for kind in kinds])
+    """Return weights of queries that add up to 1, with equal sums for all kinds."""
+    num_kinds = len(set(kinds))
+    return np.array([1 / (num_kinds * kinds.count(kind)) for kind in kinds])
 
 
 def measure(rankings: Sequence[Ints]) -> dict[str, Floats]:
-    """Each metric of each query, from the ranks of its relevant documents."""
+    """Return each metric of each query, from the ranks of its relevant documents."""
     return {
         name: np.array([metric(ranked) for ranked in rankings]) for name, metric in METRICS.items()
     }
@@ -272,63 +273,62 @@ def _compare(
 
 
 def table(evaluation: Evaluation) -> str:
-    """The evaluation as text: systems by kind of query, differences with intervals, and what was
-    asked of what."""
+    """Return the evaluation as text.
+
+    It has systems by kind of query, differences with intervals, and the queries and candidates.
+    """
     lines: list[str] = []
-    for kind, found in evaluation.kinds.items():
-        if found.reported < MIN_REPORTED:
-            lines += [f"{_many(found.reported, kind)}: too few to measure on", ""]
+    for kind, measured in evaluation.kinds.items():
+        title = _count_queries(measured.reported, kind)
+        if measured.reported < MIN_REPORTED:
+            lines += [f"{title}: too few to measure on", ""]
             continue
-        rows = [
-            (
-                system,
-                *(
-                    f"{value:.3f}"
-                    for value in (quality.ndcg_at_10, quality.mrr_at_10, quality.recall_at_100)
-                ),
-            )
-            for system, quality in found.systems.items()
-        ]
-        lines += table_lines(
-            (_many(found.reported, kind), "nDCG@10", "MRR@10", "recall@100"), rows, right=(1, 2, 3)
-        )
-        lines += [f"{one.a} - {one.b}: nDCG@10 {_shown(one)}" for one in found.differences]
+        rows = []
+        for system, quality in measured.systems.items():
+            values = (quality.ndcg_at_10, quality.mrr_at_10, quality.recall_at_100)
+            rows.append((system, *(f"{value:.3f}" for value in values)))
+        lines += table_lines((title, "nDCG@10", "MRR@10", "recall@100"), rows, right=(1, 2, 3))
+        for difference in measured.differences:
+            interval = _format_difference(difference)
+            lines.append(f"{difference.a} - {difference.b}: nDCG@10 {interval}")
         lines.append("")
+
     sources = [counted(evaluation.val_documents, "validation document")]
     if evaluation.train_documents:
         sources.append(counted(evaluation.train_documents, "training document"))
     copies = []
     if evaluation.near_copies:
-        copies = [
-            f"{counted(evaluation.near_copies, 'near copy')} of these: one of the right document "
-            "is right too"
-        ]
-    tuning = joined(
-        [_many(found.tuning, kind) for kind, found in evaluation.kinds.items() if found.tuning]
-    )
+        num_copies = counted(evaluation.near_copies, "near copy")
+        copies = [f"{num_copies} of these: one of the right document is right too"]
+    tuned = {kind: measured.tuning for kind, measured in evaluation.kinds.items()}
+    tuning = joined([_count_queries(number, kind) for kind, number in tuned.items() if number])
+    k1 = f"{evaluation.k1:g}"
+    b = f"{evaluation.b:g}"
+    weight = f"{evaluation.fusion_weight:g}"
+    documents = counted(evaluation.documents, "document")
     lines += [
         f"title queries: the titles of {joined(sources)}, split at separators",
-        f"candidates: {counted(evaluation.documents, 'document')} without the text of the query, "
+        f"candidates: {documents} without the text of the query, "
         f"{evaluation.with_body:,} of them not empty",
         *copies,
-        f"tuned on {tuning or 'no queries'}, none of them above: BM25 with k1 {evaluation.k1:g} "
-        f"and b {evaluation.b:g}, vectors with weight {evaluation.fusion_weight:g}",
+        f"tuned on {tuning or 'no queries'}, none of them above: BM25 with k1 {k1} "
+        f"and b {b}, vectors with weight {weight}",
         f"default: {SYSTEM_NAMES[evaluation.default]}; {why(evaluation)}",
     ]
     return "\n".join(lines)
 
 
-def _many(number: int, kind: Kind) -> str:
+def _count_queries(number: int, kind: Kind) -> str:
     return counted(number, "own query" if kind == "own" else f"{kind} query")
 
 
 def why(evaluation: Evaluation) -> str:
-    """The evidence for the default system."""
+    """Return the evidence for the default system."""
     if evaluation.gain is None:
         return "there are no tuning queries to choose by"
-    return f"fused - bm25 on tuning queries: nDCG@10 {_shown(evaluation.gain)}"
+    return f"fused - bm25 on tuning queries: nDCG@10 {_format_difference(evaluation.gain)}"
 
 
-def _shown(difference: ScoreDifference) -> str:
+def _format_difference(difference: ScoreDifference) -> str:
     low, high = difference.interval
     return f"{difference.mean:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"

@@ -43,7 +43,8 @@ class FarspanEmbedding(InputModule):
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, fitted: dict[str, Tensor]) -> None:
         super().__init__()
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model = model.eval()
+        self.tokenizer = tokenizer
         self.max_seq_length: int = model.config.max_position_embeddings
         for name, tensor in fitted.items():
             self.register_buffer(name, tensor)

@@ -1,11 +1,11 @@
-"""What is fitted to a corpus: what embeds, to its passages and to what belongs to them; and how
-well that searches."""
+"""Fit an embedder to a corpus' passages and the texts that belong to them, and evaluate it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -39,8 +39,11 @@ from farspan.runtime.model.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An index to be made at `path`, and of what. The first `train` documents are the training
-    split; `say` gets lines for people, and `work` is told how far it is."""
+    """An index to be built at `path`, and its inputs.
+
+    The first `train` documents are the training split; `say` gets lines for people, and `work`
+    counts progress.
+    """
 
     path: Path
     model: Decoder
@@ -67,13 +70,16 @@ class Task:
 
 
 def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, Evaluation | None]:
-    """Return what embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks
-    for one and a document has a body to be found by. Near copies are found, and nothing is fitted
-    to them."""
-    documents, copies, recipe = task.documents, task.known_copies(), task.recipe
+    """Return the fitted embedder, the vectors (N, E) of the chunks, and the evaluation.
+
+    The evaluation is None if the recipe asks for none, or no document can be asked for. Near copies
+    are candidates, and nothing is fitted to them.
+    """
+    documents = task.documents
+    copies = task.known_copies()
+    recipe = task.recipe
     kept = [row for row, chunk in enumerate(chunks) if chunk.document < copies.kept]
-    # Heads hold titles, and some bodies questions: what is fitted must not know them, or the
-    # evaluation would.
+    # Heads hold titles, and some bodies questions: to fit them would leak the queries.
     fitted_rows = [row for row in kept if not chunks[row].head] or kept
     are_heads_found = all(chunks[row].head for row in kept)
     copied_rows = [
@@ -90,7 +96,7 @@ def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, 
     passages = [passage_of(chunk, questions[chunk.document]) for chunk in bodies]
     copied = [passage_of(chunks[row], questions[chunks[row].document]) for row in copied_rows]
     pairs = pairs_of(documents[: task.train], bodies, passages, queries.relevant)
-    # What the index holds beside: passages with their questions, and heads.
+    # The rest of the index: passages with their questions, and heads.
     found_rows = [*fitted_rows, *copied_rows]
     found_texts = [*passages, *copied]
     rest = [
@@ -99,14 +105,12 @@ def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, 
         if text != chunks[row].indexed
     ]
     rest += sorted(set(range(len(chunks))) - set(found_rows))
-    asked = (
-        [query_form(query.text) for query in (*queries.reported, *queries.tuning)]
-        if recipe.evaluate
-        else []
-    )
-    task.work.expect(
-        "embedding", _chars(found_texts, pairs.asked, asked, [chunks[row].indexed for row in rest])
-    )
+    asked: list[str] = []
+    if recipe.evaluate:
+        asked = [query_form(query.text) for query in (*queries.reported, *queries.tuning)]
+    rest_texts = [chunks[row].indexed for row in rest]
+    to_embed = chain(found_texts, pairs.asked, asked, rest_texts)
+    task.work.expect("embedding", sum(map(len, to_embed)))
     task.work.expect("fitting", steps_to_fit(len(pairs.texts), recipe.fit))
     limit = f", for {format_seconds(task.fit_s)} at most" if task.fit_s < math.inf else ""
     task.say(
@@ -114,57 +118,46 @@ def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, 
         f"passage{limit}"
     )
     start = Embedder.unfitted(task.model, task.tokenizer, passages, task.work, task.processes)
-    texts, belonging = start.read(passages), start.read(pairs.asked)
+    texts = start.read(passages)
+    belonging = start.read(pairs.asked)
     copied_texts = start.read(copied)
     embedder = start.fitted(texts, belonging, pairs, recipe.fit, task.fit_s)
     evaluation = None
     if recipe.evaluate and queries.reported:
-        sides = {
-            "untuned": start.fitted(
-                texts,
-                belonging,
-                pairs,
-                msgspec.structs.replace(recipe.fit, steps=0),
-            ),
-            "model": embedder,
-        }
+        no_steps = msgspec.structs.replace(recipe.fit, steps=0)
+        untuned = start.fitted(texts, belonging, pairs, no_steps)
         owners = np.array([chunks[row].document for row in found_rows])
-        found = _joined(texts, copied_texts)
-        evaluation = evaluate(
-            found_by, owners, queries, sides_of(sides, found, queries), recipe.seed
-        )
+        pooled = torch.cat([texts.pooled, copied_texts.pooled])
+        candidates = Read(texts.bags + copied_texts.bags, pooled)
+        sides = sides_of({"untuned": untuned, "model": embedder}, candidates, queries)
+        evaluation = evaluate(found_by, owners, queries, sides, recipe.seed)
         evaluation = msgspec.structs.replace(evaluation, near_copies=copies.near)
     vectors_NE = np.empty((len(chunks), recipe.fit.size), np.float32)
     vectors_NE[fitted_rows] = embedder.vectors(texts, "passage")
     vectors_NE[copied_rows] = embedder.vectors(copied_texts, "passage")
-    # Apart, so that the vectors of the others are those of an index without copies.
+    # In two batches, so that the vectors of the others are those of an index without copies.
     first_copy = len(kept)
-    for part in ([row for row in rest if row < first_copy], [r for r in rest if r >= first_copy]):
+    rest_kept = [row for row in rest if row < first_copy]
+    rest_copied = [row for row in rest if row >= first_copy]
+    for part in (rest_kept, rest_copied):
         vectors_NE[part] = embedder.passages([chunks[row].indexed for row in part])
     return embedder, vectors_NE, evaluation
-
-
-def _joined(first: Read, second: Read) -> Read:
-    return Read(first.bags + second.bags, torch.cat([first.pooled, second.pooled]))
 
 
 def sides_of(
     embedders: Mapping[str, Embedder], passages: Read, queries: Queries
 ) -> dict[str, ModelVectors]:
-    """Each one's vectors of what it has read, and of the queries as searches ask them: embedders of
-    one model."""
-    some = next(iter(embedders.values()))
-    asked = [
-        some.read([query_form(query.text) for query in part])
-        for part in (queries.reported, queries.tuning)
-    ]
-    return {
-        name: ModelVectors(
-            one.vectors(passages, "passage"), *(one.vectors(part, "query") for part in asked)
-        )
-        for name, one in embedders.items()
-    }
+    """Return each embedder's vectors of passages and of queries in their query form.
 
-
-def _chars(*texts: Sequence[str]) -> int:
-    return sum(len(text) for part in texts for text in part)
+    All embedders are of one model, so the texts are read once.
+    """
+    reader = next(iter(embedders.values()))
+    reported = reader.read([query_form(query.text) for query in queries.reported])
+    tuning = reader.read([query_form(query.text) for query in queries.tuning])
+    sides = {}
+    for name, embedder in embedders.items():
+        chunks = embedder.vectors(passages, "passage")
+        reported_vectors = embedder.vectors(reported, "query")
+        tuning_vectors = embedder.vectors(tuning, "query")
+        sides[name] = ModelVectors(chunks, reported_vectors, tuning_vectors)
+    return sides

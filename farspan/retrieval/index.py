@@ -32,8 +32,12 @@ from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
 from farspan.retrieval.stores import Store, StoreLocation, StoreModule, Vectors
 
-MANIFEST, PASSAGES, LEXICAL = "index.json", "passages", "bm25"
-FITTED, STORE, SEAL = "fitted.safetensors", "store", "seal"
+MANIFEST = "index.json"
+PASSAGES = "passages"
+LEXICAL = "bm25"
+FITTED = "fitted.safetensors"
+STORE = "store"
+SEAL = "seal"
 #: The set of vectors that the run's own model makes, under the index's fit.
 OWN = "own"
 #: A new fit is due when so many of the chunks, or of those that the fit was made to, are not of
@@ -201,7 +205,10 @@ class Index:
         embedder: Callable[[Path, Origin], QueryEmbedder],
         remedy: str,
     ) -> None:
-        self.path, self.manifest, self._embedder, self._remedy = path, manifest, embedder, remedy
+        self.path = path
+        self.manifest = manifest
+        self._embedder = embedder
+        self._remedy = remedy
         self._files = path / manifest.files
         self.passages = passages_of(path, manifest)
         self._closing = ExitStack()

@@ -89,7 +89,8 @@ def content_words(query: str, text: str) -> frozenset[str]:
 
 
 #: What BM25 is where nothing was chosen: bm25s' own.
-K1, B = 1.5, 0.75
+K1 = 1.5
+B = 0.75
 
 
 class Numbered:
@@ -125,11 +126,9 @@ class Lexical:
         """What `save` wrote, memory-mapped. Raises whatever damaged files lead to, and
         ValueError."""
         index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-        starts, texts, count = (
-            index.scores["indptr"],
-            index.scores["indices"],
-            int(index.scores["num_docs"]),
-        )
+        starts = index.scores["indptr"]
+        texts = index.scores["indices"]
+        count = int(index.scores["num_docs"])
         ordered = (
             len(starts) > 0
             and starts[0] == 0

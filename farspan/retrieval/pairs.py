@@ -50,7 +50,8 @@ def pairs_of(
     found: list[tuple[str, int]] = []
     for number, document in enumerate(documents):
         if number not in held:
-            title, opening = query_form(document.title), opening_of(document)
+            title = query_form(document.title)
+            opening = opening_of(document)
             for row in rows.get(number, ()):
                 headings = bodies[row].headings[-1:]
                 near = (title, opening) if row in rows[number][:PASSAGES] else ()
@@ -82,8 +83,10 @@ def _negatives(
     `held`."""
     if not asked:
         return []
-    lexical, usable_N = Lexical.build(passages), ~np.isin(groups, list(held))
-    count, found = min(NEGATIVES + PASSAGES, len(passages)), []
+    lexical = Lexical.build(passages)
+    usable_N = ~np.isin(groups, list(held))
+    count = min(NEGATIVES + PASSAGES, len(passages))
+    found = []
     for text, documents in zip(asked, own, strict=True):
         scores_N = np.where(usable_N, lexical.scores(text), 0)
         first = np.argpartition(-scores_N, count - 1)[:count]

@@ -29,7 +29,9 @@ from farspan.domain.problems import Refusal, command
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.stores import Ids
 
-_DOCUMENTS, _CHUNKS, _ROWS = "documents.jsonl", "chunks.jsonl", "rows.npy"
+_DOCUMENTS = "documents.jsonl"
+_CHUNKS = "chunks.jsonl"
+_ROWS = "rows.npy"
 ROW = np.dtype(
     [("id", "<i8"), ("text", "<i8"), ("document", "<i4"), ("byte", "<i8"), ("fitted", "?")]
 )
@@ -109,7 +111,8 @@ def write(
     rows_N["id"] = [chunk.id for chunk in chunks]
     rows_N["document"] = [chunk.document for chunk in chunks]
     rows_N["byte"][1:] = np.cumsum([len(line) + 1 for line in lines])[:-1]
-    rows_N["text"], rows_N["fitted"] = texts_N, fitted_N
+    rows_N["text"] = texts_N
+    rows_N["fitted"] = fitted_N
     with open_own(folder / _ROWS, "wb") as file:
         np.save(file, rows_N)
 
@@ -119,7 +122,9 @@ class Passages:
     sizes contradict each other, or what the manifest says of `documents` and `chunks`."""
 
     def __init__(self, index: Path, folder: Path, documents: int, chunks: int) -> None:
-        self._index, self._folder, self._count = index, folder, documents
+        self._index = index
+        self._folder = folder
+        self._count = documents
         try:
             self.rows_N: Rows = np.load(folder / _ROWS)
             self._size = (folder / _CHUNKS).stat().st_size
@@ -127,7 +132,8 @@ class Passages:
             raise Damaged(index, f"{_ROWS}: {error}") from None
         if self.rows_N.dtype != ROW or self.rows_N.shape != (chunks,):
             raise Damaged(index, f"{_ROWS} does not hold {chunks} chunks")
-        numbers, bytes_N = self.rows_N["document"], self.rows_N["byte"]
+        numbers = self.rows_N["document"]
+        bytes_N = self.rows_N["byte"]
         within = bool(
             numbers[0] >= 0
             and numbers[-1] < documents

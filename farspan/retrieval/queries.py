@@ -1,41 +1,45 @@
-"""Queries that a corpus gives by itself, with the documents that answer them: its titles, its
-questions, its openings.
+"""Queries mined from a corpus, with the documents that answer them: titles, questions, openings.
 
-A title is asked with its separators split. A question is a heading that ends in a question mark. An
-opening is a document's first line, as it stands: it says in a sentence what the document is about,
-as people ask, and every corpus has some. What is asked is left out of what can be found.
+A title query is the title with its separators split. A question is a heading that ends in a
+question mark. An opening is a document's first line as it stands: it summarizes the document in a
+sentence, as people ask, and every corpus has some. A query's text is removed from the candidates.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from farspan.corpus.copies import Copies
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, Heading
 from farspan.retrieval.chunk import Chunk, bare, head_length
 from farspan.retrieval.lexical import words
 from farspan.retrieval.outline import outline
 from farspan.retrieval.rank import query_form
 
 Kind = Literal["title", "question", "opening", "own"]
-#: Documents whose titles and openings are reported, at least (as far as the corpus has them) and at
-#: most; and those that choices are made on. As many documents with questions at most serve for
-#: each.
-QUERIES, MOST, TUNING = 500, 2000, 300
-#: A document can be asked for if its body has so many words.
+#: Documents whose titles and openings are reported: at least, as far as the corpus has them, and at
+#: most; and those of the tuning queries. The same limits hold for documents with questions.
+QUERIES = 500
+MOST = 2000
+TUNING = 300
+#: Words that a document's body needs before the document is asked for.
 BODY_WORDS = 5
 #: A line of fewer words is a name rather than an opening, and a heading of fewer no question.
-OPENING_WORDS, QUESTION_WORDS = 4, 3
+OPENING_WORDS = 4
+QUESTION_WORDS = 3
 
 
 class Query(msgspec.Struct, frozen=True):
-    """What is asked, and the documents that answer it: for titles and openings all of that title or
-    the same body."""
+    """A query and the documents that answer it.
+
+    Titles and openings are answered by all documents of that title or of the same body.
+    """
 
     text: str
     relevant: tuple[int, ...]
@@ -43,8 +47,10 @@ class Query(msgspec.Struct, frozen=True):
 
 
 class Queries(msgspec.Struct, frozen=True):
-    """No document answers both a reported and a tuning query. Of the reported titles, `filling` are
-    of the training split."""
+    """Reported and tuning queries; no document answers one of both.
+
+    Of the reported titles, `filling` are of the training split.
+    """
 
     reported: list[Query]
     tuning: list[Query]
@@ -52,76 +58,85 @@ class Queries(msgspec.Struct, frozen=True):
 
     @property
     def relevant(self) -> frozenset[int]:
-        """Documents that answer any: nothing may be fitted to them."""
-        return frozenset(n for query in (*self.reported, *self.tuning) for n in query.relevant)
+        """Return the documents that answer any query: nothing may be fitted to them."""
+        return _relevant_documents((*self.reported, *self.tuning))
+
+
+def _relevant_documents(queries: Iterable[Query]) -> frozenset[int]:
+    return frozenset(chain.from_iterable(query.relevant for query in queries))
 
 
 def body_of(document: Document) -> str:
-    """The text without its first line, without the title where the text repeats it, and without
-    questions."""
+    """Return the text without its first line, a repeated title and questions."""
     start = head_length(document)
     return without_questions(document.text[start:], start, question_lines(document))
 
 
 def passage_of(chunk: Chunk, questions: Sequence[Line]) -> str:
-    """What is embedded of a chunk, without questions of its document."""
-    before = len(chunk.indexed) - len(chunk.text)
-    return without_questions(chunk.indexed, chunk.start - before, questions)
+    """Return the embedded text of a chunk, without questions of its document."""
+    prefix_length = len(chunk.indexed) - len(chunk.text)
+    return without_questions(chunk.indexed, chunk.start - prefix_length, questions)
 
 
 class Line(NamedTuple):
-    """Where a line of a document's text begins and ends."""
+    """A line's span of characters in its document's text."""
 
     start: int
     end: int
 
 
 def question_lines(document: Document) -> list[Line]:
-    """The lines of headings that are questions, in order."""
+    """Return the lines of headings that are questions, in order."""
     lines: list[Line] = []
-    for heading in outline(document) if "?" in document.text else ():
-        if heading.start >= 0 and _is_question(heading.title):
-            # A title may go over several lines.
-            end = document.text.find("\n", heading.start + len(heading.title))
-            lines.append(Line(heading.start, end if end >= 0 else len(document.text)))
+    for heading in _question_headings(document):
+        # A title may span several lines.
+        end = document.text.find("\n", heading.start + len(heading.title))
+        if end < 0:
+            end = len(document.text)
+        lines.append(Line(heading.start, end))
     return lines
 
 
+def _question_headings(document: Document) -> list[Heading]:
+    if "?" not in document.text:
+        return []
+    headings = [heading for heading in outline(document) if heading.start >= 0]
+    return [heading for heading in headings if _is_question(heading.title)]
+
+
 def without_questions(text: str, start: int, questions: Sequence[Line]) -> str:
-    """The text, which begins at a place of its document, with blanks in place of questions: places
-    of the rest stay."""
+    """Return the text with its questions blanked out; other characters keep their offsets.
+
+    The text begins at character `start` of its document.
+    """
     pieces: list[str] = []
     copied = 0
     first = bisect_right(questions, start, key=lambda line: line.end)
     for line in questions[first:]:
         if line.start >= start + len(text):
             break
-        begin, end = max(line.start - start, 0), min(line.end - start, len(text))
+        begin = max(line.start - start, 0)
+        end = min(line.end - start, len(text))
         pieces += (text[copied:begin], " " * (end - begin))
         copied = end
     return "".join((*pieces, text[copied:]))
 
 
 def questions_of(document: Document) -> list[str]:
-    """The title, if it is a question; else headings that are."""
+    """Return the title if it is a question, else the headings that are questions."""
     if _is_question(document.title):
         return [document.title]
-    if "?" not in document.text:
-        return []
-    return [
-        heading.title
-        for heading in outline(document)
-        if heading.start >= 0 and _is_question(heading.title)
-    ]
+    return [heading.title for heading in _question_headings(document)]
 
 
 def opening_of(document: Document) -> str:
-    """The first line that does not repeat the title; empty where it is no more than a name."""
-    lines = [
-        line.strip() for line in document.text[: head_length(document)].splitlines() if line.strip()
-    ]
+    """Return the first line that does not repeat the title; empty if it is only a name."""
+    head = document.text[: head_length(document)]
+    lines = [line.strip() for line in head.splitlines() if line.strip()]
     line = lines[-1] if lines else ""
-    return line if len(words(line)) >= OPENING_WORDS and bare(line) != bare(document.title) else ""
+    if len(words(line)) < OPENING_WORDS or bare(line) == bare(document.title):
+        return ""
+    return line
 
 
 def _is_question(line: str) -> bool:
@@ -137,60 +152,60 @@ def choose_queries(
     own: Sequence[Query] = (),
     copies: Copies | None = None,
 ) -> Queries:
-    """Queries for documents of which the first `train` are the training split.
+    """Mine queries from documents; the first `train` are the training split.
 
     Titles and openings: validation is reported whole up to MOST; training documents fill up to
     QUERIES, and others of them serve for tuning. Questions: half of the documents that have some
-    serve for either. At least half of the training split answers nothing of that, and can be fitted
-    to. Of a person's `own` queries half serve for either. Near `copies` are not asked for, and
-    answer as well.
+    serve for either. At least half of the training split answers none of these queries, and can be
+    fitted to. Of a person's `own` queries half serve for either. Near `copies` are not asked for,
+    and answer as well.
     """
     copies = copies or Copies.none(len(documents))
-    same, rng = _Same(documents, bodies, copies.clusters), np.random.default_rng(seed)
-    own = [Query(query.text, same.near(query.relevant), query.kind) for query in own]
-    judged = {n for query in own for n in query.relevant}
-    eligible = [
-        n
-        for n, body in enumerate(bodies[: copies.kept])
-        if same.forms[n].strip() and len(words(body)) >= BODY_WORDS
-    ]
+    groups = _AnswerGroups(documents, bodies, copies.clusters)
+    rng = np.random.default_rng(seed)
+
+    # Documents that own queries judge are not asked for a second time.
+    own = [Query(query.text, groups.with_near_copies(query.relevant), query.kind) for query in own]
+    judged = _relevant_documents(own)
+    titled = [n for n in range(copies.kept) if groups.forms[n].strip()]
+    eligible = [n for n in titled if len(words(bodies[n])) >= BODY_WORDS]
     eligible = [int(n) for n in rng.permutation(eligible) if n not in judged]
+
+    # Questions: validation and half of the training documents are reported, the rest tuned on.
     asked = [n for n in eligible if questions_of(documents[n])]
-    most = train // (8 if asked else 4)
+    max_train = train // (8 if asked else 4)
     trained = [n for n in asked if n < train]
-    half = min(len(asked) // 2, most_tuning, most)
-    questions = [n for n in asked if n >= train][:MOST] + trained[half:][:most]
+    half = min(len(asked) // 2, most_tuning, max_train)
+    reported_questions = [n for n in asked if n >= train][:MOST]
+    reported_questions += trained[half:][:max_train]
+
+    # Titles and openings: training documents fill up a small validation split.
     named = [n for n in eligible if not _is_question(documents[n].title)]
-    val, rest = [n for n in named if n >= train][:MOST], [n for n in named if n < train]
-    tuning = rest[: min(most_tuning, most)]
-    filling = rest[len(tuning) :][: min(max(QUERIES - len(val), 0), most)]
-    reported = [query for n in val + filling for query in _named(documents[n], same, n)]
-    reported += [
-        Query(text, same.of(n), "question")
-        for n in questions
-        for text in questions_of(documents[n])
-    ]
+    val = [n for n in named if n >= train][:MOST]
+    rest = [n for n in named if n < train]
+    tuned = rest[: min(most_tuning, max_train)]
+    num_filling = min(max(QUERIES - len(val), 0), max_train)
+    filling = rest[len(tuned) :][:num_filling]
+
     shuffled = [own[int(n)] for n in rng.permutation(len(own))]
+    reported = groups.name_queries(val + filling)
+    reported += groups.question_queries(reported_questions)
     reported += shuffled[len(own) // 2 :]
-    relevant = {n for query in reported for n in query.relevant}
-    chosen = [query for n in tuning for query in _named(documents[n], same, n)]
-    chosen += [
-        Query(text, same.of(n), "question")
-        for n in trained[:half]
-        for text in questions_of(documents[n])
-    ]
-    chosen += shuffled[: len(own) // 2]
-    return Queries(
-        reported, [query for query in chosen if relevant.isdisjoint(query.relevant)], len(filling)
-    )
+    tuning = groups.name_queries(tuned)
+    tuning += groups.question_queries(trained[:half])
+    tuning += shuffled[: len(own) // 2]
+    relevant = _relevant_documents(reported)
+    tuning = [query for query in tuning if relevant.isdisjoint(query.relevant)]
+    return Queries(reported, tuning, len(filling))
 
 
-class _Same:
+class _AnswerGroups:
     """Documents of one title or one body, which answer for each other, with near copies of them."""
 
     def __init__(
         self, documents: Sequence[Document], bodies: Sequence[str], clusters: Sequence[int]
     ) -> None:
+        self._documents = documents
         self._clusters = clusters
         self._members: dict[int, list[int]] = {}
         for number, first in enumerate(clusters):
@@ -198,21 +213,40 @@ class _Same:
         self.forms = [query_form(document.title) for document in documents]
         self._bodies = [body.strip() for body in bodies]
         self._groups: dict[str, list[int]] = {}
-        for number, (form, body) in enumerate(zip(self.forms, self._bodies, strict=True)):
-            for key in {f"title {form}", f"body {body}"}:
+        for number in range(len(documents)):
+            for key in self._keys(number):
                 self._groups.setdefault(key, []).append(number)
 
-    def of(self, number: int) -> tuple[int, ...]:
-        keys = f"title {self.forms[number]}", f"body {self._bodies[number]}"
-        same = {n for key in keys for n in self._groups[key] if self._bodies[n]}
-        return tuple(n for n in self.near(same) if n in same or self._bodies[n])
+    def _keys(self, number: int) -> tuple[str, str]:
+        return f"title {self.forms[number]}", f"body {self._bodies[number]}"
 
-    def near(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """These documents and their near copies."""
-        near = {member for n in numbers for member in self._members[self._clusters[n]]}
-        return tuple(sorted(near))
+    def answers_to(self, number: int) -> tuple[int, ...]:
+        """Return the documents that answer the queries of document `number`."""
+        members = chain.from_iterable(self._groups[key] for key in self._keys(number))
+        same = {n for n in members if self._bodies[n]}
+        return tuple(n for n in self.with_near_copies(same) if n in same or self._bodies[n])
 
+    def with_near_copies(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Return these documents and their near copies, sorted."""
+        members = (self._members[self._clusters[n]] for n in numbers)
+        return tuple(sorted(set(chain.from_iterable(members))))
 
-def _named(document: Document, same: _Same, number: int) -> list[Query]:
-    title, opening = Query(same.forms[number], same.of(number)), opening_of(document)
-    return [title, Query(opening, title.relevant, "opening")] if opening else [title]
+    def name_queries(self, numbers: Sequence[int]) -> list[Query]:
+        """Return title and opening queries for documents."""
+        queries = []
+        for number in numbers:
+            relevant = self.answers_to(number)
+            queries.append(Query(self.forms[number], relevant))
+            opening = opening_of(self._documents[number])
+            if opening:
+                queries.append(Query(opening, relevant, "opening"))
+        return queries
+
+    def question_queries(self, numbers: Sequence[int]) -> list[Query]:
+        """Return queries for the questions that documents ask."""
+        queries = []
+        for number in numbers:
+            relevant = self.answers_to(number)
+            for text in questions_of(self._documents[number]):
+                queries.append(Query(text, relevant, "question"))
+        return queries

@@ -34,7 +34,8 @@ from farspan.retrieval.stores import Scores, Vectors
 SNIPPET_CHARS = 300
 #: Random strings whose nearest passage says what a cosine means: one query without meaning in
 #: twenty comes nearer than all of them. Their letters are those of so many passages.
-NONSENSE, SAMPLED = 19, 50
+NONSENSE = 19
+SAMPLED = 50
 #: Why vectors answer though words alone were found better, or nothing is found.
 NO_WORD = "no word of the query is in the documents"
 #: Places of one text that a result names.
@@ -122,7 +123,8 @@ def search(
     `where` narrows them to those with these values in these fields. Raises Refusal (usage) for a
     field that there is not.
     """
-    evaluation, within = index.manifest.evaluation, dict(where or {})
+    evaluation = index.manifest.evaluation
+    within = dict(where or {})
     mask_N = index.masked(within) if within else None
     words_N = index.lexical.scores(query)
     # Who gives a document's whole title means that document, and not those that mention it.
@@ -131,7 +133,8 @@ def search(
     chosen, why = (system, "asked for") if system else _better(index.manifest, known)
     if mask_N is not None:
         words_N = np.where(mask_N, words_N, np.float32(0))
-    scores_N, vector_E = words_N, None
+    scores_N = words_N
+    vector_E = None
     if chosen != "bm25":
         vector_E = index.embedder.queries([query_form(query)])[0]
         scores_N = _vector_scores(index, vector_E, within, mask_N)
@@ -281,7 +284,8 @@ def _results(
     """Each document by its passage with the most words of the query, of equals the nearest one;
     with the cosine of the nearest of all, where there is a vector."""
     ranges = [index.passages.of_document(number) for number in documents]
-    terms, near = {*words(query)}, dict[int, float]()
+    terms = {*words(query)}
+    near = dict[int, float]()
     if vector_E is not None:
         every = [row for rows in ranges for row in rows]
         cosines = index.vectors(np.array(every, np.intp)) @ vector_E
@@ -351,7 +355,8 @@ def marks(text: str, query: str) -> Iterable[tuple[int, int]]:
 def snippet(text: str, query: str) -> str:
     """About SNIPPET_CHARS of the text in one line, from the word before the first content word of
     the query's."""
-    terms, line = content_words(query, text), " ".join(text.split())
+    terms = content_words(query, text)
+    line = " ".join(text.split())
     first = next(
         (match.start() for match in re.finditer(r"\S+", line) if terms & {*words(match[0])}), 0
     )

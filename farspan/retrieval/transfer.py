@@ -73,7 +73,8 @@ def write_vectors(path: Path, rows: Iterable[Row], about: IndexFingerprint) -> N
     The payload of each row has the keys of the first. Refuses as `files_of` does.
     """
     files = files_of(path)
-    every, largest = iter(rows), 0
+    every = iter(rows)
+    largest = 0
     first = [*itertools.islice(every, 1)]
     fields = {name: type(value) for row in first for name, value in row.payload.items()}
 

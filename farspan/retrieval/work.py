@@ -1,5 +1,4 @@
-"""The work on an index: how far it is, and what of it is on disk already, so that it goes on where
-it was stopped."""
+"""Progress of the work on an index, and the features on disk that it resumes from."""
 
 from __future__ import annotations
 
@@ -21,18 +20,21 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Features:
-    """Blocks of numbers in the order of their making, each behind its SHA-256. What a killed
-    process or a damaged disk has left of a block is cut off, with all that comes after."""
+    """Blocks of numbers in the order of their computation, each behind its SHA-256.
+
+    A block that a killed process or a damaged disk left incomplete is cut off, with all after it.
+    """
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
 
     def read(self, values: int) -> npt.NDArray[np.float32] | None:
-        """The next block, of so many values; None from the first that is missing on."""
+        """Return the next block of `values` numbers; None from the first missing block on."""
         if self._file is None:
             return None
         start = self._file.tell()
-        digest, block = self._file.read(_DIGEST_BYTES), self._file.read(4 * values)
+        digest = self._file.read(_DIGEST_BYTES)
+        block = self._file.read(4 * values)
         if len(block) == 4 * values and hashlib.sha256(block).digest() == digest:
             return np.frombuffer(block, np.float32)
         self._file.seek(start)
@@ -59,63 +61,63 @@ class IndexWork:
         clock: Callable[[], float] = lambda: 0.0,
         changed: Callable[[IndexWork], None] = lambda work: None,
     ) -> None:
-        self.clock, self._changed = clock, changed
+        self.clock = clock
+        self._changed = changed
         self.folder: Path | None = None
         self.kind: Kind = "embedding"
         self._total: Counter[str] = Counter()
         self._done: Counter[str] = Counter()
-        #: What was done by this process, and the seconds that it took: what the time to go is
-        #: predicted from.
-        self._fresh: Counter[str] = Counter()
+        #: Amounts of this process, and the seconds that they took: the ETA is predicted from them.
+        self._measured: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self._since = 0.0
-        #: Texts that this process embedded, and those of which it found the features on disk.
+        #: Texts that this process embedded, and those with features on disk.
         self.embedded = self.kept = 0
 
     def expect(self, kind: Kind, amount: int) -> None:
         self._total[kind] += amount
 
     def start(self, kind: Kind) -> None:
-        """What comes next is of this kind."""
-        self.kind, self._since = kind, self.clock()
+        """Begin work of a kind."""
+        self.kind = kind
+        self._since = self.clock()
 
     def did(self, amount: int, *, texts: int = 0, kept: bool = False) -> None:
-        """A part of the present kind is done, or was found on disk: of so many texts."""
+        """Count an amount of the present kind as done; `kept` if it was on disk."""
         now = self.clock()
         self._done[self.kind] += amount
         if kept:
             self.kept += texts
         else:
             self.embedded += texts
-            self._fresh[self.kind] += amount
-            self._seconds[self.kind] = self._seconds.get(self.kind, 0.0) + now - self._since
+            self._measured[self.kind] += amount
+            elapsed_s = self._seconds.get(self.kind, 0.0)
+            self._seconds[self.kind] = elapsed_s + now - self._since
         self._since = now
         self._changed(self)
 
     def __str__(self) -> str:
-        left_s = self.eta_s()
-        eta = "" if left_s is None else f" · ETA {format_seconds(left_s)}"
+        eta_s = self.eta_s()
+        eta = "" if eta_s is None else f" · ETA {format_seconds(eta_s)}"
         return f"{self.kind} {self.share:.0%}{eta}"
 
     @property
     def share(self) -> float:
-        """How much of the present kind is done, from 0 to 1."""
+        """The done share of the present kind, from 0 to 1."""
         return min(1.0, self._done[self.kind] / max(self._total[self.kind], 1))
 
     def eta_s(self) -> float | None:
-        """Seconds to go for every kind whose pace is known by now; None before any is."""
-        paces = {
-            kind: self._seconds[kind] / amount for kind, amount in self._fresh.items() if amount
-        }
-        return (
-            sum(max(self._total[kind] - self._done[kind], 0) * pace for kind, pace in paces.items())
-            or None
-        )
+        """Return the remaining seconds of every kind with a measured speed; None before any."""
+        eta_s = 0.0
+        for kind, amount in self._measured.items():
+            if amount:
+                remaining = max(self._total[kind] - self._done[kind], 0)
+                eta_s += remaining * (self._seconds[kind] / amount)
+        return eta_s or None
 
     @contextmanager
     def features(self, name: str) -> Iterator[Features]:
-        """What is kept under a name, which tells what the features are of; the folder is one
-        model's."""
+        """Open the features that are kept under a name; `folder` holds those of one model."""
         if self.folder is None:
             yield Features(None)
             return

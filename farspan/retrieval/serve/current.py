@@ -35,9 +35,12 @@ class Current:
     def __init__(
         self, open_searcher: Callable[[], Searcher], *, look_s: float, retry_s: float
     ) -> None:
-        self._open_searcher, self._look_s, self._retry_s = open_searcher, look_s, retry_s
+        self._open_searcher = open_searcher
+        self._look_s = look_s
+        self._retry_s = retry_s
         self._lock = threading.Lock()
-        self._now, self._next_look = self._opened(), time.monotonic() + look_s
+        self._now = self._opened()
+        self._next_look = time.monotonic() + look_s
         #: What the index on disk could not be opened for.
         self.trouble: Problem | None = None
         self._closed = False
@@ -104,8 +107,11 @@ class Current:
             self._next_look = time.monotonic() + self._retry_s
             return
         with self._lock:
-            old, self._now = self._now, new
-            old.retired, new.retired, self.trouble = True, self._closed, None
+            old = self._now
+            self._now = new
+            old.retired = True
+            new.retired = self._closed
+            self.trouble = None
             self._next_look = time.monotonic() + self._look_s
         for one in (old, new):
             self._close_unused(one)

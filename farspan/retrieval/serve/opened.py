@@ -24,7 +24,10 @@ class IndexSearcher:
     def __init__(
         self, index: Index, model: Decoder, tokenizer: Tokenizer, close: Callable[[], None]
     ) -> None:
-        self._index, self._model, self._tokenizer, self.close = index, model, tokenizer, close
+        self._index = index
+        self._model = model
+        self._tokenizer = tokenizer
+        self.close = close
         embedder = index.embedder
         assert isinstance(embedder, Embedder)
         self._embedder = embedder

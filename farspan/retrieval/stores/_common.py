@@ -27,7 +27,8 @@ class CheckedStore(ABC):
         self.place = place
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        numbers, vectors_ND = [int(number) for number in ids], np.asarray(vectors_ND, np.float32)
+        numbers = [int(number) for number in ids]
+        vectors_ND = np.asarray(vectors_ND, np.float32)
         if not numbers:
             return
         check_vectors(vectors_ND, self.place.dim)

@@ -29,7 +29,8 @@ from farspan.retrieval.stores._common import (
     unreachable,
 )
 
-CONNECT_S, ANSWER_S = 5.0, 60.0
+CONNECT_S = 5.0
+ANSWER_S = 60.0
 #: Chroma searches a graph at any size: neighbours of a vector, and candidates while it is built and
 #: searched. With its own values (16, 100, 100) it found a third of the neighbours of 20,000 random
 #: vectors.
@@ -41,7 +42,8 @@ NO_FUNCTION = (None, {"type": "legacy"}, {"type": "unknown"})
 class ChromaStore(CheckedStore):
     def __init__(self, client: Any, collection: Any, place: StoreLocation) -> None:
         super().__init__(place)
-        self._client, self._collection = client, collection
+        self._client = client
+        self._collection = collection
         self._where = place.location or str(place.folder)
         self.at_once = int(client.get_max_batch_size())
 

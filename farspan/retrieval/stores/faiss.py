@@ -23,8 +23,11 @@ from farspan.retrieval.stores._common import CheckedStore, Fields, missing, refu
 #: most.
 EXACT_BYTES = 512_000_000
 #: Neighbours of a vector in the graph, and candidates that are kept while it is built and searched.
-NEIGHBOURS, BUILD_EF, SEARCH_EF = 32, 200, 512
-_VECTORS, _ROWS = "vectors.faiss", "rows"
+NEIGHBOURS = 32
+BUILD_EF = 200
+SEARCH_EF = 512
+_VECTORS = "vectors.faiss"
+_ROWS = "rows"
 
 
 class _Rows(msgspec.Struct, array_like=True):
@@ -37,7 +40,8 @@ class _Rows(msgspec.Struct, array_like=True):
 class FaissStore(CheckedStore):
     def __init__(self, place: StoreLocation, index: faiss.Index, rows: _Rows) -> None:
         super().__init__(place)
-        self._index, self._rows = index, rows
+        self._index = index
+        self._rows = rows
 
     def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
         self._index.add(np.ascontiguousarray(vectors_ND))
@@ -59,12 +63,15 @@ class FaissStore(CheckedStore):
             self.__dict__.pop(name, None)
 
     def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[int], Any]:
-        index, most, how = self._index, len(self._rows.ids), None
+        index = self._index
+        most = len(self._rows.ids)
+        how = None
         if where:
             # A graph finds little of what a filter leaves: then every vector that it leaves is
             # compared.
             rows = set.intersection(*(self._rows_with[field] for field in where.items()))
-            index, most = self._flat(), len(rows)
+            index = self._flat()
+            most = len(rows)
             how = faiss.SearchParameters(sel=faiss.IDSelectorBatch(sorted(rows)))
         elif isinstance(index, faiss.IndexHNSWFlat):
             how = faiss.SearchParametersHNSW(efSearch=max(SEARCH_EF, k))

@@ -34,12 +34,16 @@ from farspan.retrieval.stores._common import (
 #: A graph that finds nearly as much is no faster at a quarter of that.
 EXACT_BYTES = 512_000_000
 #: Neighbours of a vector in the graph, and candidates that are kept while it is built and searched.
-NEIGHBOURS, BUILD_EF, SEARCH_EF = 24, 200, 400
+NEIGHBOURS = 24
+BUILD_EF = 200
+SEARCH_EF = 400
 #: Of the server's memory, at most, while it builds the graph.
 BUILD_BYTES = 2_000_000_000
 #: pgvector's limits: numbers a vector, and numbers of one that a graph can hold.
-MOST_NUMBERS, MOST_IN_GRAPH = 16_000, 2_000
-CONNECT_S, ANSWER_S = 5, 60
+MOST_NUMBERS = 16_000
+MOST_IN_GRAPH = 2_000
+CONNECT_S = 5
+ANSWER_S = 60
 #: The first version whose graph goes on searching when what it found is deleted or left out.
 OLDEST = (0, 8)
 #: Notices a server that has gone without a word.
@@ -56,7 +60,8 @@ _CONNECTING = {
 class PgvectorStore(CheckedStore):
     def __init__(self, connection: psycopg.Connection[Any], place: StoreLocation) -> None:
         super().__init__(place)
-        self._connection, self._where = connection, _where(place)
+        self._connection = connection
+        self._where = _where(place)
 
     def _ask(self, query: str, values: Sequence[object] = (), **names: Any) -> psycopg.Cursor[Any]:
         """Run one statement, in which {table} is the table."""
@@ -262,7 +267,9 @@ def create(place: StoreLocation) -> PgvectorStore:
             f"{place.dim} numbers a vector, at most {MOST_NUMBERS:,}",
             "qdrant",
         )
-    table, dim, mark = Identifier(place.name), Literal(place.dim), Literal(MARK)
+    table = Identifier(place.name)
+    dim = Literal(place.dim)
+    mark = Literal(MARK)
     columns = "id bigint PRIMARY KEY, embedding vector({}) NOT NULL, payload jsonb NOT NULL"
     with _connect(place) as connection:
         if not _exists(connection, place):

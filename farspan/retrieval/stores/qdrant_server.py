@@ -33,12 +33,14 @@ from farspan.retrieval.stores._common import (
 
 #: Up to so many bytes of vectors a server compares every one; beyond, it keeps so many candidates
 #: while it searches.
-EXACT_BYTES, SEARCH_EF = 128_000_000, 256
+EXACT_BYTES = 128_000_000
+SEARCH_EF = 256
 #: Qdrant's own limit.
 MOST_NUMBERS = 65_536
 #: Vectors in one request: as JSON, some megabytes.
 AT_ONCE = 500
-ANSWER_S, FINISH_S = 30, 3600
+ANSWER_S = 30
+FINISH_S = 3600
 
 
 class QdrantServerStore(CheckedStore):
@@ -46,7 +48,9 @@ class QdrantServerStore(CheckedStore):
 
     def __init__(self, client: QdrantClient, place: StoreLocation) -> None:
         super().__init__(place)
-        self._client, self._name, self._where = client, place.name, place.location
+        self._client = client
+        self._name = place.name
+        self._where = place.location
 
     def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
         batch = qdrant.Batch(ids=[*ids], vectors=vectors_ND.tolist(), payloads=payloads)
