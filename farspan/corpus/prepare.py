@@ -20,6 +20,7 @@ import numpy as np
 from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.copies import CLUSTERS, Text, distinct, read_distinct
+from farspan.corpus.documents import COPIES, DOCUMENTS
 from farspan.corpus.entropy import entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
@@ -51,7 +52,7 @@ _DISK_FACTOR = 3
 _ABANDONED_S = 7 * 86_400
 
 #: All that the folder of a prepared corpus holds.
-CORPUS_FILES = ("corpus.json", "tokenizer.json", "documents.jsonl.zst", *TOKEN_FILES)
+CORPUS_FILES = ("corpus.json", "tokenizer.json", DOCUMENTS, COPIES, CLUSTERS, *TOKEN_FILES)
 
 Say = Callable[[str], None]
 

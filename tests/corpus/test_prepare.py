@@ -471,11 +471,19 @@ def lose_documents(folder: Path) -> None:
     (folder / "documents.jsonl.zst").unlink()
 
 
+def lose_copies(folder: Path) -> None:
+    (folder / "copies.jsonl.zst").unlink()
+
+
+def lose_clusters(folder: Path) -> None:
+    (folder / "clusters.npy").unlink()
+
+
 def garble_manifest(folder: Path) -> None:
     (folder / "corpus.json").write_bytes(b"{")
 
 
-DAMAGES = (cut_short, overwrite, lose_documents, garble_manifest)
+DAMAGES = (cut_short, overwrite, lose_documents, lose_copies, lose_clusters, garble_manifest)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
