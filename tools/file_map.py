@@ -1,4 +1,4 @@
-"""Write docs/files.md: every file of the three packages with the first sentence of its docstring.
+"""Write docs/files.md: every file of the four packages with the first sentence of its docstring.
 
 python tools/file_map.py            # writes the page; a test compares it with the files
 """

@@ -7,7 +7,10 @@ Entry points are read where a name is not the core's own, so that what needs non
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from typing import Literal
+from typing import Any, Literal
+
+from farspan.domain.problems import Refusal
+from farspan.domain.suggest import advise, known_names
 
 Group = Literal["commands", "clusters", "algorithms", "reports", "exports"]
 
@@ -17,3 +20,23 @@ def extensions(group: Group) -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
     return {point.name: point for point in entry_points(group=f"farspan.{group}")}
+
+
+def load_extension(
+    group: Group, name: str, what: str, *, option: str, code: str, own: tuple[str, ...] = ()
+) -> Any:
+    """Return what an entry point names. Raises Refusal, which offers the nearest name.
+
+    `own`: names of the core's own, which are no entry points.
+    """
+    points = extensions(group)
+    if name not in points:
+        known = (*own, *sorted(points))
+        raise Refusal(
+            code,
+            what=what,
+            where=option,
+            fact=known_names(name, known),
+            remedy=advise(name, known, option=option),
+        )
+    return points[name].load()

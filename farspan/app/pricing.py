@@ -126,7 +126,8 @@ def price_model(query: PlanQuery) -> Ranking:
             fact="without it there is nothing to plan for",
             remedy=command("plan", "--model", query.question.model, "--cluster", "fabric/gat-amst"),
         )
-    model, cluster = model_of(query.question.model), clusters.find(query.cluster)
+    model = model_of(query.question.model)
+    cluster = clusters.find(query.cluster)
     return rank(
         model,
         cluster,
@@ -206,7 +207,8 @@ def fit(what: Fitting, query: PlanQuery) -> Fit:
     from farspan.planning.fit import batch_ladder, climb, memory_ladder, model_ladder
     from farspan.planning.question import CONTEXT, VOCABULARY
 
-    ground, name = _ground(query), query.question.model
+    ground = _ground(query)
+    name = query.question.model
     model = model_of(name) if name else None
     if what == "model":
         shape = (
@@ -250,7 +252,8 @@ def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> 
             fact="memory is not what is lacking",
             remedy="farspan plan, with the same arguments: it says why for each",
         )
-    name, on_cluster = query.question.model, ("--cluster", query.cluster)
+    name = query.question.model
+    on_cluster = ("--cluster", query.cluster)
     fits = []
     remedy = command("rent", "--model", name)
     if (smaller := miss.smaller) is not None:
@@ -295,7 +298,8 @@ def rent(
     from farspan.planning.rent import Budget
     from farspan.planning.rent import rent as rank_offers
 
-    budget, bandwidth = Budget(), None
+    budget = Budget()
+    bandwidth = None
     if hours is not None:
         budget = budget._replace(seconds=3600.0 * positive(float, hours, "--hours", "24"))
     if usd is not None:
@@ -319,19 +323,12 @@ def rent(
 
 def exporter(system: str) -> Exporter:
     """Return what writes plans for another system; a Refusal offers the nearest one."""
-    from farspan.app.extensions import extensions
+    from farspan.app.extensions import load_extension
 
-    systems = extensions("exports")
-    if system not in systems:
-        known = sorted(systems)
-        raise Refusal(
-            "out-of-range",
-            what=f"farspan writes no configuration for {system!r}",
-            where="--export",
-            fact=known_names(system, known),
-            remedy=advise(system, known, option="--export"),
-        )
-    found: Exporter = systems[system].load()
+    what = f"farspan writes no configuration for {system!r}"
+    found: Exporter = load_extension(
+        "exports", system, what, option="--export", code="out-of-range"
+    )
     return found
 
 

@@ -6,6 +6,7 @@ Every line is looked at once, so the work grows with the length of the text alon
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 
@@ -56,7 +57,7 @@ class Sections:
         self._above = path((*self._above, heading))
 
 
-class Outline:
+class Outline(ABC):
     """Headings of a text that comes in pieces, with Unix line ends."""
 
     def __init__(self) -> None:
@@ -102,10 +103,11 @@ class Outline:
         self._is_blank = not text
         self._read(text.rstrip(), self._at + len(line) - len(text))
 
+    @abstractmethod
     def _read(self, line: str, start: int) -> None:
         """Look at a line, which has no blank space at its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _decide(self) -> None:
         """Settle what depends on lines to come as if none came."""
 
@@ -153,6 +155,9 @@ class UnderlinedOutline(Outline):
         self._second = self._before
         self._before = line
         self._before_at = start + len(line) - len(line.lstrip())
+
+    def _decide(self) -> None:
+        """Settle nothing: an underline is decided by the line above it."""
 
     def _is_title(self, rule: str) -> bool:
         """True if the line before is a title above this rule: a paragraph of its own."""

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farspan.app.checks import refuse_file
-from farspan.app.extensions import extensions
+from farspan.app.extensions import load_extension
 from farspan.app.resolving import Resolved, resolve
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.cli.plan_flags import takes_objective
 from farspan.cli.plan_table import paragraph, say_ranking
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command
-from farspan.domain.suggest import advise, known_names
+from farspan.domain.problems import command
 from farspan.domain.units import parse_duration
 from farspan.planning.candidate import Refused
 from farspan.planning.quantities import positive
@@ -76,7 +75,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.show import Show
     from farspan.planning.outcome import nothing_runs, why
 
-    config, out = load_config(given), given.out or Path("plan.json")
+    config = load_config(given)
+    out = given.out or Path("plan.json")
     refuse_file(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
     other = None if given.algorithm == OWN else algorithm(given.algorithm)
     if other is not None or (given.epsilon, given.delta) != (None, None):
@@ -121,17 +121,10 @@ def algorithm(name: str) -> ModuleType:
     """Another package's way to choose: a module with `check(given)`, which refuses wrong arguments,
     and `select(given, resolved, asked, console)`, which returns the plan and what `--json` has of
     it."""
-    algorithms = extensions("algorithms")
-    if name not in algorithms:
-        known = (OWN, *algorithms)
-        raise Refusal(
-            "usage",
-            what=f"there is no algorithm {name!r}",
-            where="--algorithm",
-            fact=known_names(name, known),
-            remedy=advise(name, known, option="--algorithm"),
-        )
-    module: ModuleType = algorithms[name].load()
+    what = f"there is no algorithm {name!r}"
+    module: ModuleType = load_extension(
+        "algorithms", name, what, option="--algorithm", code="usage", own=(OWN,)
+    )
     return module
 
 

@@ -93,7 +93,7 @@ class Guard:
 
         try:
             refuse_long_head(scope, self._limits)
-            await refuse_other_names(scope, self._names)
+            await refuse_other_names(scope, receive, self._names)
             refuse_other_sites(scope)
         except HttpRefusal as refusal:
             await refusal.response(scope["path"])(scope, receive, send_with_headers)
@@ -114,7 +114,7 @@ def refuse_long_head(scope: Scope, limits: Limits) -> None:
         raise head_too_large(limits)
 
 
-async def refuse_other_names(scope: Scope, names: tuple[str, ...]) -> None:
+async def refuse_other_names(scope: Scope, receive: Receive, names: tuple[str, ...]) -> None:
     """Refuse a request to another name than the server's own, which may lead here (DNS rebinding).
 
     Starlette's middleware decides. Its own refusal is plain text.
@@ -128,7 +128,7 @@ async def refuse_other_names(scope: Scope, names: tuple[str, ...]) -> None:
         pass
 
     trusted_host = TrustedHostMiddleware(accept, names, www_redirect=False)
-    await trusted_host(scope, accept, ignore)  # type: ignore[arg-type]
+    await trusted_host(scope, receive, ignore)
     if not accepted:
         host = Headers(scope=scope).get("host", "")
         raise HttpRefusal(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,13 @@ from farspan.retrieval.stores import FIELD, Hits, Ids, Payload, StoreLocation, V
 #: Under which key a server keeps that a table or collection is farspan's.
 MARK = "farspan"
 Fields = dict[str, str | int]
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Client = TypeVar("Client", bound=Closable)
 
 
 class CheckedStore(ABC):
@@ -131,6 +139,17 @@ def bad_location(what: str, fact: str, remedy: str) -> Refusal:
         remedy=f"set index.store: {remedy}",
         key="index.store",
     )
+
+
+@contextmanager
+def closed_if_refused(client: Client, answers: AbstractContextManager[None]) -> Iterator[Client]:
+    """Use a server's client inside `answers`, and close it where its collection is refused."""
+    try:
+        with answers:
+            yield client
+    except Refusal:
+        client.close()
+        raise
 
 
 def refuse_foreign(mark: object, where: str | Path) -> None:

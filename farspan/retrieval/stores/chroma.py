@@ -16,13 +16,13 @@ from chromadb.config import Settings
 from chromadb.errors import ChromaError, NotFoundError
 
 from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal
 from farspan.retrieval.stores import StoreLocation, Vectors
 from farspan.retrieval.stores._common import (
     MARK,
     CheckedStore,
     Fields,
     bad_location,
+    closed_if_refused,
     foreign,
     missing,
     refuse_foreign,
@@ -112,12 +112,8 @@ def _client(place: StoreLocation) -> Iterator[Any]:
         client = _server_client(place.location, settings)
     else:
         client = chromadb.PersistentClient(place.folder, settings=settings)
-    try:
-        with _answers(place.location):
-            yield client
-    except Refusal:
-        client.close()
-        raise
+    with closed_if_refused(client, _answers(place.location)):
+        yield client
 
 
 def _server_client(location: str, settings: Settings) -> Any:

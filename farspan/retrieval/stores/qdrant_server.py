@@ -19,13 +19,13 @@ from qdrant_client import models as qdrant
 from qdrant_client.http.exceptions import ApiException
 
 from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal
 from farspan.retrieval.stores import StoreLocation, Vectors
 from farspan.retrieval.stores._common import (
     MARK,
     CheckedStore,
     Fields,
     bad_location,
+    closed_if_refused,
     missing,
     refuse_foreign,
     unreachable,
@@ -136,12 +136,8 @@ def _client(place: StoreLocation) -> Iterator[QdrantClient]:
     client = QdrantClient(
         url=place.location, api_key=key, timeout=ANSWER_S, check_compatibility=False
     )
-    try:
-        with _answers(place.location):
-            yield client
-    except Refusal:
-        client.close()
-        raise
+    with closed_if_refused(client, _answers(place.location)):
+        yield client
 
 
 def _exists(client: QdrantClient, place: StoreLocation) -> bool:
