@@ -17,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-V, T, B, D, H, L = 8192, 256, 8, 384, 6, 6
+V = 8192
+T = 256
+B = 8
+D = 384
+H = 6
+L = 6
 
 
 def serve(step: Callable[[], object], out: int) -> None:
@@ -29,7 +34,8 @@ def serve(step: Callable[[], object], out: int) -> None:
 
 
 def batches(corpus: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    tokens, rng = np.memmap(corpus / "train.bin", "<u2", "r"), np.random.default_rng(0)
+    tokens = np.memmap(corpus / "train.bin", "<u2", "r")
+    rng = np.random.default_rng(0)
     while True:
         starts = rng.integers(0, len(tokens) - T - 1, B)
         rows = torch.from_numpy(np.stack([tokens[s : s + T + 1].astype(np.int64) for s in starts]))
@@ -99,7 +105,8 @@ def farspan(corpus: Path, precision: str, out: int) -> None:
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.c_attn = nn.Linear(D, 3 * D)
+        self.c_proj = nn.Linear(D, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
@@ -111,8 +118,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(D), Attention(), nn.LayerNorm(D)
-        self.c_fc, self.c_proj = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.ln_1 = nn.LayerNorm(D)
+        self.attn = Attention()
+        self.ln_2 = nn.LayerNorm(D)
+        self.c_fc = nn.Linear(D, 4 * D)
+        self.c_proj = nn.Linear(4 * D, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -124,8 +134,10 @@ class GPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(V, D), nn.Embedding(T, D)
-        self.h, self.ln_f = nn.ModuleList(Block() for _ in range(L)), nn.LayerNorm(D)
+        self.wte = nn.Embedding(V, D)
+        self.wpe = nn.Embedding(T, D)
+        self.h = nn.ModuleList(Block() for _ in range(L))
+        self.ln_f = nn.LayerNorm(D)
         self.lm_head = nn.Linear(D, V, bias=False)
         self.wte.weight = self.lm_head.weight
         for parameter in self.parameters():
@@ -143,7 +155,8 @@ def nanogpt(corpus: Path, precision: str, out: int) -> None:
     """nanoGPT's loop: autocast, clip, fused AdamW with decay on matrices only, gradients set to
     None."""
     torch.manual_seed(0)
-    model, data = GPT(), batches(corpus)
+    model = GPT()
+    data = batches(corpus)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -197,11 +210,13 @@ def trainer(corpus: Path, precision: str, out: int) -> None:
             return {"input_ids": row, "labels": row}
 
     class Turns(TrainerCallback):
-        left, began = 0, 0.0
+        left = 0
+        began = 0.0
 
         def on_step_begin(self, *_: object, **__: object) -> None:
             if self.left == 0:
-                self.left, self.began = int(sys.stdin.readline()), time.perf_counter()
+                self.left = int(sys.stdin.readline())
+                self.began = time.perf_counter()
 
         def on_step_end(self, *_: object, **__: object) -> None:
             self.left -= 1
@@ -255,9 +270,13 @@ def gemm(corpus: Path, precision: str, out: int) -> None:
 
 
 def main() -> None:
-    name, corpus, threads, out = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    name = sys.argv[1]
+    corpus = Path(sys.argv[2])
+    threads = int(sys.argv[3])
+    out = int(sys.argv[4])
     torch.set_num_threads(threads)
-    kind, precision = name.split("-")[0], ([*name.split("-"), ""])[1]
+    kind = name.split("-")[0]
+    precision = ([*name.split("-"), ""])[1]
     {"farspan": farspan, "nanogpt": nanogpt, "trainer": trainer, "gemm": gemm}[kind](
         corpus, precision, out
     )

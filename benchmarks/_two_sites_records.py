@@ -17,14 +17,20 @@ from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Step, Validated
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 
-RTT_MS, VOCAB = 103.0, 4096
+RTT_MS = 103.0
+VOCAB = 4096
 #: At most this share of one site's time, in the median of so many seeds.
-PROMISE, SEEDS = 0.7, 3
-ONE, TUNING, SAME, DILOCO = "one site", "tuning", "synchronous", "diloco"
+PROMISE = 0.7
+SEEDS = 3
+ONE = "one site"
+TUNING = "tuning"
+SAME = "synchronous"
+DILOCO = "diloco"
 #: Two sites that take the same steps send their sums in so many bits, and have a schedule so much
 #: longer: with as many steps they end where one site does but for rounding, which training
 #: amplifies to some thousandths of a nat, above or below.
-BITS, MORE = 16, 1.04
+BITS = 16
+MORE = 1.04
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,12 +131,16 @@ def course(run: Run) -> list[Point]:
     """The validations of a run. What lies between one and the next step (the best weights are kept)
     is no step."""
     points: list[Point] = []
-    first, last, pure, fresh = 0.0, 0.0, 0.0, False
+    first = 0.0
+    last = 0.0
+    pure = 0.0
+    fresh = False
     for event in run.raw:
         if isinstance(event, Step):
             first = first or event.at
             pure += 0.0 if event.at == first else event.step_s if fresh else event.at - last
-            last, fresh = event.at, False
+            last = event.at
+            fresh = False
         elif isinstance(event, Validated):
             pure += (
                 event.at - event.seconds - last
@@ -313,7 +323,8 @@ def described(planned: Planned) -> str:
 
 def _reaching(one: Run, run: Run) -> tuple[Point, Point | None]:
     """The validations at which one site and a run first have one site's last loss."""
-    base, points = course(one), course(run)
+    base = course(one)
+    points = course(run)
     at = reached(points, base[-1].loss)
     return base[reached(base, base[-1].loss) or 0], None if at is None else points[at]
 
@@ -325,11 +336,10 @@ def _ratio(one: Run, run: Run) -> float | None:
 
 def _row(one: Run, run: Run) -> list[str]:
     goal, there = _reaching(one, run)
-    loss, points = course(one)[-1].loss, course(run)
-    ends, row = (
-        [f"{loss:.4f}", f"{points[-1].loss:.4f}"],
-        [run.arm, str(run.seed), f"{goal.at_s:.1f}"],
-    )
+    loss = course(one)[-1].loss
+    points = course(run)
+    ends = [f"{loss:.4f}", f"{points[-1].loss:.4f}"]
+    row = [run.arm, str(run.seed), f"{goal.at_s:.1f}"]
     if there is None:
         return [*row, "not reached", "", "", "", "", *ends]
     before = points[max(0, points.index(there) - 1)]

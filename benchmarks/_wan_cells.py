@@ -36,7 +36,9 @@ from farspan_studies.bench.made_corpus import make
 
 CHILD = Path(__file__).parent / "wan_contestants.py"
 #: How often processes and the relay are looked at.
-POLL_S, SAMPLE_S, TRIES = 0.2, 1.0, 5
+POLL_S = 0.2
+SAMPLE_S = 1.0
+TRIES = 5
 #: After one rank has failed the others' own words are not waited for longer.
 GRACE_S = 5.0
 
@@ -67,7 +69,8 @@ class Relay:
     """What a lab's relay has used and carried, looked at all along."""
 
     def __init__(self, lab: str) -> None:
-        self._lab, self._ended = lab, threading.Event()
+        self._lab = lab
+        self._ended = threading.Event()
         self._seen: list[tuple[float, ...]] = []
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -83,7 +86,8 @@ class Relay:
         last = False
         while not last:
             last = self._ended.wait(SAMPLE_S)
-            seen, at = status(self._lab), time.time()
+            seen = status(self._lab)
+            at = time.time()
             carried, dropped = (
                 sum(getattr(link, key) for link in seen.traffic) for key in ("bytes", "dropped")
             )
@@ -104,7 +108,8 @@ def stock(
 ) -> Measured:
     """A rank a device, in the environment that farspan's launcher gives its workers. Raises
     Failed."""
-    size, meeting = work.size, arrange(cluster.hosts)
+    size = work.size
+    meeting = arrange(cluster.hosts)
     numbers = {
         "layers": size.layers,
         "width": size.width,

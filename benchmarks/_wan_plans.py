@@ -34,10 +34,12 @@ from farspan.techniques._search.one_stage import wan_rate
 
 ENGINE = "farspan"
 #: Two sites of two workers.
-RANKS, SITES = (0, 1, 2, 3), ((0, 1), (2, 3))
+RANKS = (0, 1, 2, 3)
+SITES = ((0, 1), (2, 3))
 DATA: tuple[Axis, ...] = ("data",)
 TENSOR: tuple[Axis, ...] = ("data", "tensor")
-BUCKETS_MB, MICROBATCHES = (1, 5, 25, 100), (4, 8, 16)
+BUCKETS_MB = (1, 5, 25, 100)
+MICROBATCHES = (4, 8, 16)
 BUCKET_BYTES = 4 * 2**20
 #: Steps between meetings of DiLoCo's replicas.
 EVERY = 4
@@ -205,10 +207,8 @@ def plan(name: str, work: Work, task: Task) -> Plan:
     if kind == "pipeshard":
         # A stage a site; inside it data parallelism, or operators divided. All microbatches of the
         # first stage are in flight; the last one returns each at once.
-        parts, axes = (
-            int(count.removesuffix("-tensor")),
-            TENSOR if count.endswith("-tensor") else DATA,
-        )
+        parts = int(count.removesuffix("-tensor"))
+        axes = TENSOR if count.endswith("-tensor") else DATA
         cut = 1 + work.cut
         units = ((0, cut), (cut, task.graph.units))
         stages = [

@@ -120,7 +120,8 @@ def made(case: Case, lab: str, steps: int, folder: Path) -> RunFolder:
 
 
 def disturbed(case: Case, lab: str, steps: int, folder: Path) -> Row:
-    calm, path = made(case, lab, steps, folder), folder / "chaos"
+    calm = made(case, lab, steps, folder)
+    path = folder / "chaos"
     shutil.rmtree(path, ignore_errors=True)
     plan = calm.load_plan()
     injections: Sequence[Injection]

@@ -45,10 +45,8 @@ def measured(run: Path, recipe: str, seed: int, time: str) -> dict[str, Any]:
     if not RunFolder(run).plan.exists():
         farspan("train", config, "--run", run)
     history = open_run(run)
-    last, expected = (
-        history.history.validations[-1],
-        load(RunFolder(run).record, RunRecord).forecast,
-    )
+    last = history.history.validations[-1]
+    expected = load(RunFolder(run).record, RunRecord).forecast
     return {
         "seed": seed,
         "loss": last.loss,

@@ -50,7 +50,8 @@ def fabric(refit: bool) -> dict[str, Any]:
 
 
 def slm_cost(refit: bool) -> dict[str, Any]:
-    used, study = engine("torch2024"), published_study()
+    used = engine("torch2024")
+    study = published_study()
     cells = cost_study.study_cells(used)
     found: dict[str, Any] = {
         "fitted_models": cost_study.study_error(cells, study.fitted_on),

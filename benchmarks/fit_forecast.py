@@ -44,7 +44,8 @@ COUNTS = RESULTS.with_name("forecast_counts.json")
 SIZE = -0.04
 #: What the factors are near where runs say little, each kind of count a third of the difficulty;
 #: and how near.
-NEAR, RIDGE = np.array([0.0, 0.0, 0.0, 0.0, 1 / 3, 1 / 3, 1 / 3, SIZE]), 0.03
+NEAR = np.array([0.0, 0.0, 0.0, 0.0, 1 / 3, 1 / 3, 1 / 3, SIZE])
+RIDGE = 0.03
 #: Texts that were chosen after the formula, which no fit has seen.
 UNSEEN = ("java", "javascript", "manual", "modules", "cloud", "man")
 Row = dict[str, Any]
@@ -76,7 +77,8 @@ def fitted(rows: Sequence[Row]) -> Floats:
     texts = [text_of(row) for row in rows]
     weights = np.array([texts.count(text) ** -0.5 for text in texts])
     x = x[:, :-1]
-    middle, level = weights @ x / weights.sum(), weights @ y / weights.sum()
+    middle = weights @ x / weights.sum()
+    level = weights @ y / weights.sum()
     centred = (x - middle) * weights[:, None] ** 0.5
     prior = RIDGE * np.eye(x.shape[1])
     slopes = np.linalg.solve(centred.T @ centred + prior, centred.T @ ((y - level) * weights**0.5))
@@ -92,7 +94,8 @@ def later(row: Row, factors: Floats) -> list[tuple[float, float, float]]:
     """Of validations from a fifth on: the share of the run, that of the peak rate, and that of what
     the loss is above a run's that ends there, less what this run will be above the law at its
     end."""
-    schedule, found = msgspec.convert(row["schedule"], Schedule), []
+    schedule = msgspec.convert(row["schedule"], Schedule)
+    found = []
     end = row["final_loss"] - expected(row, factors)
     for step, loss, bigram, *_ in row["validated"]:
         share = step / row["steps"]
@@ -124,7 +127,8 @@ def place_of(row: Row) -> str:
 
 def from_many_epochs() -> list[Row]:
     """Runs of many_epochs.jsonl as farspan's recipe would train, or nearly."""
-    counts, found = json.loads(COUNTS.read_text()), []
+    counts = json.loads(COUNTS.read_text())
+    found = []
     for row in many_epochs.rows():
         near = studied(row["epochs"], row["steps"])
         plain = row["muon"] and not row["dropout"] and not row["mask"] and row["reshuffle"]
@@ -169,7 +173,8 @@ def count(work: Path | None, packed: Iterable[Path]) -> None:
             .removeprefix("-15m")
             .removeprefix("-")
         )
-        few, text = name.startswith("few-"), name.removeprefix("few-").split("-")[0]
+        few = name.startswith("few-")
+        text = name.removeprefix("few-").split("-")[0]
         folder = Path(json.loads(RunFolder(run.parent).record.read_text())["corpus"])
         opened = (TokenFile.open(folder, split, corpus) for split in ("train", "val"))
         texts[f"{text}{'-few' * few}"] = (*opened, corpus.vocab_size)
@@ -183,7 +188,9 @@ def count(work: Path | None, packed: Iterable[Path]) -> None:
 
 def show(rows: Sequence[Row], factors: Sequence[Floats], gap: float) -> None:
     """What is left of each run under its factors, and in all."""
-    before, first, every = [], [], []
+    before = []
+    first = []
+    every = []
     for row, factor in zip(rows, factors, strict=True):
         left = row["final_loss"] - expected(row, factor)
         errors = [share * gap * rate - error for share, rate, error in later(row, factor)]

@@ -25,7 +25,8 @@ from farspan.runtime.model.decoder import Decoder, initialise
 from farspan.runtime.model.kv_cache import KVCache
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
-TOKENS, PAIRS = 200, 5
+TOKENS = 200
+PAIRS = 5
 #: Layers, width, heads, width of the MLP, vocabulary.
 SHAPES = ((3, 192, 6, 512, 8192), (6, 384, 6, 1024, 8192), (8, 512, 8, 1365, 16384))
 PROMPTS = (2, 100, 300)
@@ -51,7 +52,8 @@ def whole(model: Decoder, prompt: list[int]) -> list[int]:
 
 @torch.no_grad()
 def kept(model: Decoder, prompt: list[int]) -> list[int]:
-    ids, cache = list(prompt), KVCache(model)
+    ids = list(prompt)
+    cache = KVCache(model)
     for _ in range(TOKENS):
         ids.append(int((model.head_VD @ cache.append(torch.tensor(ids[cache.length :]))).argmax()))
     return ids

@@ -47,7 +47,8 @@ TOTAL_S = 420.0
 SHORTEST_STAGE_S = 5.0
 POLL_S = 0.1
 #: Characters of a failed stage's log that go into gpu.json, and of each log into gpu.log.
-TAIL_CHARACTERS, LOG_CHARACTERS = 2_000, 400_000
+TAIL_CHARACTERS = 2_000
+LOG_CHARACTERS = 400_000
 
 #: Distribution of each package to import, where the names differ.
 DISTRIBUTIONS = {"qdrant_edge": "qdrant-edge-py", "yaml": "pyyaml"}

@@ -39,7 +39,8 @@ def driver() -> str | None:
 
 def measure_copies(context: Context) -> None:
     """Copies inside the card count bytes read and written; others count bytes moved."""
-    device, count = context.device, 2**20 if context.dry else 2**30
+    device = context.device
+    count = 2**20 if context.dry else 2**30
     source = torch.ones(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     within = 2 * count / median_s(lambda: target.copy_(source), device)
@@ -47,7 +48,8 @@ def measure_copies(context: Context) -> None:
     for pinned in (False, True):
         part = 2**18 if context.dry else 2**26
         host = torch.ones(part, dtype=torch.uint8, pin_memory=pinned and device.type == "cuda")
-        view, words = target[:part], "pinned" if pinned else "pageable"
+        view = target[:part]
+        words = "pinned" if pinned else "pageable"
         to_card = part / median_s(lambda h=host, v=view: v.copy_(h, non_blocking=True), device)
         to_host = part / median_s(lambda h=host, v=view: h.copy_(v, non_blocking=True), device)
         context.row(
@@ -73,7 +75,8 @@ def measure_products(context: Context) -> None:
 
 def measure_launches(context: Context) -> None:
     """A thousand additions of one number: no kernel takes as long as its launch."""
-    x, count = torch.zeros(1, device=context.device), 1000
+    x = torch.zeros(1, device=context.device)
+    count = 1000
 
     def launch() -> None:
         for _ in range(count):

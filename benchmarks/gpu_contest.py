@@ -95,10 +95,14 @@ def report(
 class PlainBlock(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        D, self.heads = spec.d_model, spec.heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        D = spec.d_model
+        self.heads = spec.heads
+        self.ln_1 = nn.LayerNorm(D)
+        self.ln_2 = nn.LayerNorm(D)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D)
+        self.up = nn.Linear(D, 4 * D)
+        self.down = nn.Linear(4 * D, D)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         B, S, D = x_BSD.shape

@@ -62,7 +62,8 @@ class Data:
 
     def error(self, loss: Callable[..., torch.Tensor]) -> float:
         """Relative error of the loss of the first tokens against float64."""
-        x, targets = self.x_ND[:EXACT_TOKENS].detach(), self.targets_N[:EXACT_TOKENS]
+        x = self.x_ND[:EXACT_TOKENS].detach()
+        targets = self.targets_N[:EXACT_TOKENS]
         with torch.no_grad():
             logits = x.double() @ self.weight_VD.double().t()
             exact = float(F.cross_entropy(logits, targets, reduction="sum"))
@@ -75,7 +76,8 @@ def time_head(
     step = data.step(loss)
     step_s = median_s(step, context.device)
     peak = peak_bytes(step, context.device)
-    (N, D), V = data.x_ND.shape, data.weight_VD.shape[0]
+    (N, D) = data.x_ND.shape
+    V = data.weight_VD.shape[0]
     flops = 6 * N * D * V / step_s
     found = {
         "variant": variant,

@@ -26,7 +26,8 @@ from farspan.estimate.price import estimate
 from farspan.planning.size import shape_for
 
 #: Seconds that one shape may take, and that are left when no further one is begun.
-CASE_LIMIT_S, SHORTEST_CASE_S = 60.0, 6.0
+CASE_LIMIT_S = 60.0
+SHORTEST_CASE_S = 6.0
 #: What the estimate of a CPU is made for in a dry run.
 DRY_KIND = "cpu-avx2"
 
@@ -97,7 +98,8 @@ def start_case(context: Context, number: int) -> subprocess.Popen[str]:
 def case(context: Context, number: int) -> tuple[ModelSpec, TrainSpec]:
     model, sequences, knobs = CASES[number]
     if context.dry:
-        spec, sequences = TINY, 2
+        spec = TINY
+        sequences = 2
     elif model in SMALL:
         spec = shape_for("llama", SMALL[model], vocab_size=8192, context=256, knobs={})
     else:
@@ -155,7 +157,8 @@ def predict(context: Context, number: int, device: Device) -> None:
 def measure_case(context: Context, number: int) -> None:
     spec, train = case(context, number)
     sys.stdin.readline()
-    device, on_gpu = context.device, context.device.type == "cuda"
+    device = context.device
+    on_gpu = context.device.type == "cuda"
     before = card_bytes(device) if on_gpu else None
     step = farspan_step(spec, train, device)
     seconds(step, 3, device)

@@ -32,7 +32,8 @@ from farspan.runtime.training.trainer import Trainer
 
 #: Steps that compile, allocate and are traced: not counted.
 WARMUP = 20
-VOCABULARY, LENGTH = 8192, 256
+VOCABULARY = 8192
+LENGTH = 256
 #: The hash that plans of random tokens name.
 RANDOM_CORPUS = "0" * 16
 

@@ -22,7 +22,9 @@ ROOT = Path(__file__).parent.parent
 RUNS = 2
 LIMIT_S = 3
 #: What is slow before, and what is fast enough now.
-SLOW_S, FAST_S, ENOUGH = 2.0, 1.0, 20
+SLOW_S = 2.0
+FAST_S = 1.0
+ENOUGH = 20
 
 #: Endings of files, and what is repeated in them between some begin and some end.
 REPEATED = [

@@ -24,8 +24,12 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 FARSPAN = [sys.executable, "-m", "farspan", "lab"]
-NAME, PORT = "bench", 5000
-STREAM_S, FILL_S, SHARE_S, ECHOES = 6.0, 2.5, 2.0, 50
+NAME = "bench"
+PORT = 5000
+STREAM_S = 6.0
+FILL_S = 2.5
+SHARE_S = 2.0
+ECHOES = 50
 SHARES = (0.05, 0.161, 0.25, 0.45, 0.9)
 
 
@@ -118,7 +122,8 @@ def link(rtt_ms: float, cap: str | None, repeat: int) -> dict[str, Any]:
 def stream() -> dict[str, Any]:
     """One TCP stream from a to b: bit/s when its window is full, and the relay's share of a core
     all along."""
-    sink, before = begin("b", "sink"), lab("status", "--lab", NAME)
+    sink = begin("b", "sink")
+    before = lab("status", "--lab", NAME)
     source = begin("a", "pour")
     arrived = result(sink)
     source.wait()
@@ -171,7 +176,8 @@ def echo() -> None:
 
 
 def ping() -> list[float]:
-    here, trips = socket.socket(type=socket.SOCK_DGRAM), []
+    here = socket.socket(type=socket.SOCK_DGRAM)
+    trips = []
     for _ in range(ECHOES):
         began = time.perf_counter()
         here.sendto(b"x", ("b", PORT))
@@ -183,7 +189,10 @@ def ping() -> list[float]:
 
 def sink() -> list[tuple[float, int]]:
     """Bytes that have come, at some times after the first."""
-    here, block, total, found = socket.create_server(("", PORT)), bytearray(2**20), 0, []
+    here = socket.create_server(("", PORT))
+    block = bytearray(2**20)
+    total = 0
+    found = []
     print("ready", flush=True)
     connection, _ = here.accept()
     began = time.perf_counter()
@@ -195,14 +204,16 @@ def sink() -> list[tuple[float, int]]:
 
 
 def pour() -> None:
-    block, until = bytes(2**20), time.perf_counter() + STREAM_S
+    block = bytes(2**20)
+    until = time.perf_counter() + STREAM_S
     with socket.create_connection(("b", PORT)) as connection:
         while time.perf_counter() < until:
             connection.sendall(block)
 
 
 def busy() -> float:
-    began, used = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    used = time.process_time()
     while time.perf_counter() - began < SHARE_S:
         pass
     return (time.process_time() - used) / (time.perf_counter() - began)

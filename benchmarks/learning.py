@@ -71,7 +71,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "muon-few-average": (*MUON, "train.optimizer.average=0.98"),
 }
 #: Bytes of text that hold about 120 k tokens, and that are read of any text at most.
-FEW_BYTES, MOST_BYTES = 450_000, 12_000_000
+FEW_BYTES = 450_000
+MOST_BYTES = 12_000_000
 #: Texts that a machine may have, as patterns of files below a folder.
 TEXTS = {
     "source": (sysconfig.get_paths()["stdlib"], "**/*.py"),
@@ -114,7 +115,8 @@ def text_of(name: str, folder: Path) -> Path:
     """One of TEXTS as a folder of text files, every so many-th of its own where they are more than
     MOST_BYTES."""
     if not folder.exists():
-        root, pattern = Path(TEXTS[name][0]), TEXTS[name][1]
+        root = Path(TEXTS[name][0])
+        pattern = TEXTS[name][1]
         found = [
             path
             for path in sorted(root.glob(pattern))
@@ -168,17 +170,13 @@ def row(name: str, text: str, seed: int, run: Path) -> dict[str, object]:
     events = list(read_events(RunFolder(run).events))
     started = next(event for event in events if isinstance(event, Started))
     steps = [event for event in events if isinstance(event, Step)]
-    validated, plan = (
-        [event for event in events if isinstance(event, Validated)],
-        RunFolder(run).load_plan(),
-    )
+    validated = [event for event in events if isinstance(event, Validated)]
+    plan = RunFolder(run).load_plan()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    record, corpus = (
-        load(RunFolder(run).record, RunRecord),
-        load(RunFolder(run).corpus, CorpusManifest),
-    )
+    record = load(RunFolder(run).record, RunRecord)
+    corpus = load(RunFolder(run).corpus, CorpusManifest)
     return {
         "name": name,
         "text": text,

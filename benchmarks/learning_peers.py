@@ -54,7 +54,9 @@ from farspan.domain.results import Validated, read_events
 from farspan.domain.run import RunFolder
 
 RESULTS = Path(__file__).parent / "results" / "learning_peers.jsonl"
-V, T, B = 8192, 256, 8
+V = 8192
+T = 256
+B = 8
 VALIDATIONS = 10
 FARSPAN = {"recipe": "auto", "before": "plain"}
 
@@ -64,8 +66,11 @@ class NanoGPT(nn.Module):
 
     def __init__(self, d: int = 192, heads: int = 6, blocks: int = 3, dropout: float = 0.2) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.wte, self.wpe, self.drop = nn.Embedding(V, d), nn.Embedding(T, d), nn.Dropout(dropout)
+        self.heads = heads
+        self.dropout = dropout
+        self.wte = nn.Embedding(V, d)
+        self.wpe = nn.Embedding(T, d)
+        self.drop = nn.Dropout(dropout)
         self.qkv = nn.ModuleList(nn.Linear(d, 3 * d, bias=False) for _ in range(blocks))
         self.out = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in range(blocks))
         self.up = nn.ModuleList(nn.Linear(d, 4 * d, bias=False) for _ in range(blocks))
@@ -104,7 +109,8 @@ class NanoChat(nn.Module):
     def __init__(self, d: int = 128, heads: int = 4, blocks: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.wte, self.head = nn.Embedding(V, d), nn.Linear(d, V, bias=False)
+        self.wte = nn.Embedding(V, d)
+        self.head = nn.Linear(d, V, bias=False)
         shapes = {
             "q": (d, d),
             "k": (d, d),
@@ -130,13 +136,15 @@ class NanoChat(nn.Module):
                 nn.init.normal_(matrix.weight, std=std)
         frequencies = 10_000 ** (-torch.arange(0, d // heads, 2).float() / (d // heads))
         angles = torch.outer(torch.arange(T).float(), frequencies)[:, None]
-        self.cos, self.sin = angles.cos(), angles.sin()
+        self.cos = angles.cos()
+        self.sin = angles.sin()
 
     def _heads(self, x: Tensor, rotate: bool) -> Tensor:
         x = x.view(*x.shape[:2], self.heads, -1)
         if rotate:
             first, second = x.chunk(2, dim=-1)
-            cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+            cos = self.cos[: x.shape[1]]
+            sin = self.sin[: x.shape[1]]
             x = norm(torch.cat([first * cos + second * sin, second * cos - first * sin], -1))
         return x.transpose(1, 2)
 
@@ -144,11 +152,9 @@ class NanoChat(nn.Module):
         x = norm(self.wte(tokens))
         for block in self.blocks:
             h = norm(x)
-            q, k, v = (
-                self._heads(block["q"](h), True),
-                self._heads(block["k"](h), True),
-                self._heads(block["v"](h), False),
-            )
+            q = self._heads(block["q"](h), True)
+            k = self._heads(block["k"](h), True)
+            v = self._heads(block["v"](h), False)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + block["out"](y.transpose(1, 2).reshape(x.shape))
             x = x + block["down"](F.relu(block["up"](norm(x))).square())
@@ -246,7 +252,8 @@ PEERS: dict[
 
 def windows(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of an epoch in an order of its own, as farspan's; the next epoch when it ends."""
-    count, left = (len(tokens) - 1) // T, np.array([], np.int64)
+    count = (len(tokens) - 1) // T
+    left = np.array([], np.int64)
     while True:
         if len(left) < B:
             left = np.concatenate([left, rng.permutation(count)])
@@ -258,12 +265,14 @@ def windows(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[Tens
 @torch.no_grad()
 def validated(model: nn.Module, tokens: np.ndarray) -> float:
     model.eval()
-    total, count = 0.0, (len(tokens) - 1) // T
+    total = 0.0
+    count = (len(tokens) - 1) // T
     for first in range(0, count, B):
         rows = np.stack(
             [tokens[w * T : w * T + T + 1] for w in range(first, min(first + B, count))]
         ).astype(np.int64)
-        x, y = torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
+        x = torch.from_numpy(rows[:, :-1])
+        y = torch.from_numpy(rows[:, 1:])
         total += float(F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum"))
     model.train()
     return total / (count * T)
@@ -277,9 +286,12 @@ def trained(name: str, corpus: Path, seconds: float, seed: int) -> dict[str, Any
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = build()
-    data, optimizers = windows(train, np.random.default_rng(seed)), optimizers_of(model)
+    data = windows(train, np.random.default_rng(seed))
+    optimizers = optimizers_of(model)
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    spent, steps, curve = 0.0, 0, []
+    spent = 0.0
+    steps = 0
+    curve = []
     while spent < seconds:
         began = time.perf_counter()
         x, y = next(data)
@@ -292,7 +304,8 @@ def trained(name: str, corpus: Path, seconds: float, seed: int) -> dict[str, Any
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        spent, steps = spent + time.perf_counter() - began, steps + 1
+        spent = spent + time.perf_counter() - began
+        steps = steps + 1
         if spent >= (len(curve) + 1) * seconds / VALIDATIONS:
             curve.append([steps, validated(model, val)])
     return {

@@ -55,7 +55,8 @@ PEERS = {
 OURS = "farspan"
 #: Steps of the run that a plan is chosen for, and techniques whose steps compute the same as the
 #: peers'.
-RUN_STEPS, EXACT = 3000, tuple(name for name in techniques.names() if name != "diloco")
+RUN_STEPS = 3000
+EXACT = tuple(name for name in techniques.names() if name != "diloco")
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -149,7 +150,8 @@ def run(given: argparse.Namespace, file: IO[bytes], known: list[Cell]) -> None:
     names = [
         name for name in PEERS if name != "deepspeed/zero2" or importlib.util.find_spec("deepspeed")
     ]
-    about, done = said_of_here(), {(c.contestant, c.workers, c.precision, c.repeat) for c in known}
+    about = said_of_here()
+    done = {(c.contestant, c.workers, c.precision, c.repeat) for c in known}
     for repeat in range(given.repeat):
         for precision in given.precision:
             work = Work(model="small", sequences=8, tied=True, seed=0, precision=precision)

@@ -128,8 +128,10 @@ class Text:
 
     def __init__(self, path: Path, unique: int) -> None:
         held = np.load(path)
-        self.vocabulary, self.val = int(held["vocabulary"]), held["val"].astype(np.int64)
-        tokens, offsets = held["train"].astype(np.int64), held["offsets"]
+        self.vocabulary = int(held["vocabulary"])
+        self.val = held["val"].astype(np.int64)
+        tokens = held["train"].astype(np.int64)
+        offsets = held["offsets"]
         if unique:
             order = np.random.default_rng(5).permutation(len(offsets) - 1)
             size = np.cumsum(np.diff(offsets)[order])
@@ -140,7 +142,8 @@ class Text:
             offsets = np.concatenate([[0], np.cumsum(np.diff(offsets)[order])]).clip(
                 max=len(tokens)
             )
-        self.tokens, self.offsets = tokens, offsets
+        self.tokens = tokens
+        self.offsets = offsets
         self.windows = (len(tokens) - 1) // S
 
     def stream(self, rng: np.random.Generator, reshuffled: bool) -> np.ndarray:
@@ -154,7 +157,9 @@ class Training:
     """One run's state, flat as farspan's: working weights in bf16 on a GPU, masters, moments."""
 
     def __init__(self, text: Text, spec: ModelSpec, setting: Setting, device: torch.device) -> None:
-        self.text, self.setting, self.device = text, setting, device
+        self.text = text
+        self.setting = setting
+        self.device = device
         tokens = setting.epochs * text.windows * S
         self.rows = max(1, round((setting.batch or batch_tokens(tokens)) / S))
         self.steps = max(1, round(setting.epochs * text.windows / self.rows))
@@ -192,7 +197,8 @@ class Training:
         )
         rest = sum(size for size, other in zip(sizes, plain, strict=True) if other)
         #: [0, wide) tables (and matrices of AdamW), [wide, rest) vectors, from there on Muon's.
-        self.wide, self.rest = wide, rest
+        self.wide = wide
+        self.rest = rest
         self.muon = [
             (i, [rows for rows, _ in matrices[name].parts])
             for i, (name, _) in enumerate(named)
@@ -212,7 +218,8 @@ class Training:
         text = self.text
         #: Twice, so that a step may end one epoch and begin the next.
         self.stream, self.order = new(len(text.tokens)), new(text.windows + self.rows)
-        self.place, self.count = new(1), new(1)
+        self.place = new(1)
+        self.count = new(1)
         schedule = Schedule(
             kind=self.setting.schedule,
             floor=self.setting.floor,
@@ -228,7 +235,8 @@ class Training:
     def batch(self) -> tuple[Tensor, Tensor, Dropout | None]:
         windows = self.order[(self.place + self.row)]
         places = windows[:, None] * S + self.within
-        inputs, targets = self.stream[places], self.stream[places + 1]
+        inputs = self.stream[places]
+        targets = self.stream[places + 1]
         if self.setting.mask:
             chosen = torch.rand(inputs.shape, device=self.device) < self.setting.mask
             others = torch.randint_like(inputs, self.text.vocabulary)
@@ -318,9 +326,11 @@ class Training:
                     for e, p in zip(ends, self.parameters, strict=True)
                 ]
             )
-        val, total = torch.from_numpy(self.text.val).to(self.device), 0.0
+        val = torch.from_numpy(self.text.val).to(self.device)
+        total = 0.0
         count = (len(val) - 1) // S
-        inputs, targets = val[: count * S].view(count, S), val[1 : count * S + 1].view(count, S)
+        inputs = val[: count * S].view(count, S)
+        targets = val[1 : count * S + 1].view(count, S)
         for x, y in zip(inputs.split(64), targets.split(64), strict=True):
             total += float(self.model.finish(self.model.advance(x), y))
         self.publish(self.masters)
@@ -357,15 +367,21 @@ class Training:
 
     def run(self, eager: bool = False) -> dict[str, Any]:
         self.begin_epoch(0, np.array([], np.int64))
-        step, epoch, place, held = self.recorded(eager), 0, 0, self.text.windows
-        curve, trained, began = [], [], time.perf_counter()
+        step = self.recorded(eager)
+        epoch = 0
+        place = 0
+        held = self.text.windows
+        curve = []
+        trained = []
+        began = time.perf_counter()
         every = max(1, self.steps // VALIDATIONS)
         for i in range(self.steps):
             if place + self.rows > held:
                 epoch += 1
                 left = self.order[place:held].cpu().numpy()
                 self.begin_epoch(epoch, left)
-                place, held = 0, len(left) + self.text.windows
+                place = 0
+                held = len(left) + self.text.windows
             step()
             place += self.rows
             if (i + 1) % every == 0 or i + 1 == self.steps:
@@ -438,7 +454,8 @@ def wanted(given: argparse.Namespace) -> Iterator[Setting]:
 
 
 def table(found: list[dict[str, Any]]) -> None:
-    usual, last = asdict(Setting()), ""
+    usual = asdict(Setting())
+    last = ""
     for row in sorted(
         found, key=lambda r: (r["corpus"], r["size"], r["unique"], r["epochs"], r["best_averaged"])
     ):
@@ -478,11 +495,10 @@ def main() -> None:
     if given.pack:
         pack(*given.pack)
         return
-    began, known = time.monotonic(), {key(row) for row in rows()}
-    device, paths = (
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        {p.stem: p for p in given.corpora},
-    )
+    began = time.monotonic()
+    known = {key(row) for row in rows()}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    paths = {p.stem: p for p in given.corpora}
     for setting in wanted(given):
         if time.monotonic() - began > given.seconds:
             print("the rest waits for another call: --seconds is over")

@@ -71,14 +71,13 @@ class Peer(Training):
     def __init__(
         self, name: str, text: Text, setting: Setting, steps: int, device: torch.device
     ) -> None:
-        self.text, self.setting, self.device, self.steps, self.lr = (
-            text,
-            setting,
-            device,
-            steps,
-            1.0,
-        )
-        self.rows, self.dtype = setting.batch // S, torch.bfloat16
+        self.text = text
+        self.setting = setting
+        self.device = device
+        self.steps = steps
+        self.lr = 1.0
+        self.rows = setting.batch // S
+        self.dtype = torch.bfloat16
         build, optimizers_of, self.share = peers.PEERS[name]
         torch.manual_seed(setting.seed)
         torch.set_default_device(device)
@@ -158,9 +157,11 @@ class Peer(Training):
     def validated(self, averaged: bool) -> float:
         torch.set_default_device(self.device)
         self.model.eval()
-        val, total = torch.from_numpy(self.text.val).to(self.device), 0.0
+        val = torch.from_numpy(self.text.val).to(self.device)
+        total = 0.0
         count = (len(val) - 1) // S
-        inputs, targets = val[: count * S].view(count, S), val[1 : count * S + 1].view(count, S)
+        inputs = val[: count * S].view(count, S)
+        targets = val[1 : count * S + 1].view(count, S)
         for x, y in zip(inputs.split(64), targets.split(64), strict=True):
             with torch.autocast("cuda", torch.bfloat16):
                 logits = self.model(x)

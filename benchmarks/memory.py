@@ -32,7 +32,8 @@ from farspan.launch.launchers import launch
 from farspan.planning.rank import rank
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
-STEPS, DEADLINE_S = 3, 300
+STEPS = 3
+DEADLINE_S = 300
 EMPTY = "empty"
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 ROOT = Path("/usr/share/perl")
 #: Sections that say nothing of a subject, and the words that others have at least.
-LEFT_OUT, WORDS = ("AUTHOR", "AUTHORS", "COPYRIGHT", "LICENSE", "SEE ALSO"), 8
+LEFT_OUT = ("AUTHOR", "AUTHORS", "COPYRIGHT", "LICENSE", "SEE ALSO")
+WORDS = 8
 
 
 def write(folder: Path) -> int:
@@ -25,7 +26,8 @@ def write(folder: Path) -> int:
     for pod in sorted({path.resolve() for path in ROOT.glob("5*/**/*.pod")}):
         parts = re.split(r"^=head[1-4] +(.*)$", pod.read_text(errors="replace"), flags=re.M)
         for number, (heading, body) in enumerate(zip(parts[1::2], parts[2::2], strict=True)):
-            title, text = plain(heading).strip(), plain(without_commands(body)).strip()
+            title = plain(heading).strip()
+            text = plain(without_commands(body)).strip()
             if len(text.split()) >= WORDS and title not in LEFT_OUT:
                 text = re.sub(r"\n{3,}", "\n\n", text)
                 (folder / f"{pod.stem}-{number:03}.md").write_text(f"# {title}\n\n{text}\n")

@@ -47,7 +47,8 @@ from farspan.techniques._search.slices import Tables, slices, stage_of
 from tests.techniques.worlds import KINDS, random_cluster, random_model, task
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
-GAP_CASES, GRID_CASES = 40, 40
+GAP_CASES = 40
+GRID_CASES = 40
 
 
 # -- time ------------------------------------------------------------
@@ -58,7 +59,8 @@ def many(sites: int, hosts: int, devices: int, kinds: tuple[str, ...], seed: int
     linked by random round trips and rates."""
     from farspan.domain import catalog
 
-    rng, known = random.Random(seed), catalog.devices()
+    rng = random.Random(seed)
+    known = catalog.devices()
     made = []
     for s in range(sites):
         turns = [kinds[(s if sites > 1 else h) % len(kinds)] for h in range(hosts)]
@@ -135,7 +137,8 @@ def times(quick: bool) -> list[dict[str, Any]]:
 def priced() -> list[dict[str, Any]]:
     """Milliseconds to price one plan of 64 devices that nothing was priced of before, the process
     warm: the median of nine, one stage and a pipeline of eight."""
-    where, rows = many(*SIZES[64], seed=64), []
+    where = many(*SIZES[64], seed=64)
+    rows = []
     for stages in (1, 8):
         took = []
         for batch in range(10):
@@ -191,13 +194,15 @@ def gap_case(seed: int) -> Task:
 def gaps(cases: int, most_space: int) -> list[dict[str, Any]]:
     """How much longer the found plan's step is than that of the best of everything, under the full
     estimator."""
-    rows, seed = [], 0
+    rows = []
+    seed = 0
     while len(rows) < cases:
         seed += 1
         asked = gap_case(seed)
         if len(asked.ranks) < 2:
             continue
-        best, space = math.inf, 0
+        best = math.inf
+        space = 0
         for parts in pipeshard.microbatch_counts(asked):
             for replica in everything(asked, parts):
                 space += 1
@@ -318,10 +323,8 @@ def main() -> None:
 
 def summarised(gap: list[dict[str, Any]], grid: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures that were promised."""
-    of_gaps, unlike = (
-        sorted(row["gap"] for row in gap),
-        [row["ratio"] for row in grid if row["unlike"]],
-    )
+    of_gaps = sorted(row["gap"] for row in gap)
+    unlike = [row["ratio"] for row in grid if row["unlike"]]
     return {
         "gap_p95": of_gaps[math.ceil(0.95 * len(of_gaps)) - 1],
         "gap_worst": of_gaps[-1],

@@ -140,7 +140,8 @@ def show(rows: list[dict[str, object]]) -> None:
         f"{'seed':>5} {'fp32':>9} {'bf16':>9} {'bf16 - fp32':>12}   validation loss, nats a token"
     )
     for seed in seeds:
-        fp32, bf16 = losses["fp32", seed], losses["bf16", seed]
+        fp32 = losses["fp32", seed]
+        bf16 = losses["bf16", seed]
         print(f"{seed!s:>5} {fp32:9.4f} {bf16:9.4f} {bf16 - fp32:+12.4f}")
     mean = statistics.fmean(losses["bf16", seed] - losses["fp32", seed] for seed in seeds)
     print(

@@ -77,11 +77,14 @@ TECHNIQUES = ("data", "zero1", "zero2", "fsdp", "hsdp", "shard", "pipeshard")
 RUN_STEPS = 3000
 #: A plan is not run once it must take so many times the best; a choice is near the best within
 #: NEAR.
-DROPPED, NEAR = 2.0, 0.1
+DROPPED = 2.0
+NEAR = 0.1
 #: Of Algorithm 1.
 DELTA = 0.1
 #: Plans that are run afresh: so near the best, so many at most, so many times each.
-AGAIN, MOST, ROUNDS = 0.2, 3, 2
+AGAIN = 0.2
+MOST = 3
+ROUNDS = 2
 #: (layers, width, heads, vocabulary, context)
 SHAPES = {"2M": (4, 160, 4, 4096, 128), "8M": (8, 256, 8, 8192, 128), "25M": (8, 480, 8, 8192, 128)}
 
@@ -141,7 +144,8 @@ def drawn(seed: int, number: int, sites: int = 2) -> Scenario:
         """How many devices, and how fast."""
         return (rng.choice((1, 2, 2)), rng.uniform(0.2, 0.5)) if sites == 2 else (1, log(0.15, 0.6))
 
-    rtt_ms, gbit = log(0.1, 150), log(0.1, 2)
+    rtt_ms = log(0.1, 150)
+    gbit = log(0.1, 2)
     devices = tuple(
         tuple((float(f"{speed:.2g}"), rng.choice((None, None, 600, 900))) for _ in range(count))
         for count, speed in (site() for _ in range(sites))
@@ -199,7 +203,8 @@ class World:
     """Trials of one scenario, each plan once."""
 
     def __init__(self, corpus: Path, cluster: Cluster, before: Done | None) -> None:
-        self._corpus, self._cluster = corpus, cluster
+        self._corpus = corpus
+        self._cluster = cluster
         self.trials: dict[str, Trial] = {} if before is None else dict(before.trials)
         self.plans: dict[str, Plan] = {} if before is None else dict(before.plans)
         self.names: dict[str, str] = {} if before is None else dict(before.names)
@@ -312,7 +317,9 @@ def run_afresh(scenarios: list[Done], path: Path) -> None:
 def intervals(scenarios: list[Done]) -> str:
     """How many trials lie inside the interval that is told of them with nothing probed, and how far
     off they are."""
-    inside, alone, factors = 0, list[float](), list[float]()
+    inside = 0
+    alone = list[float]()
+    factors = list[float]()
     for one in scenarios:
         with up(one.seed, one.scenario) as (_, _, cluster):
             for key, made in one.trials.items():
@@ -469,7 +476,8 @@ def main() -> None:
             print(intervals([found[number] for number in sorted(found)]))
             return
         for number in range(1 if given.quick else given.scenarios):
-            before, scenario = found.get(number), drawn(given.seed, number, given.sites)
+            before = found.get(number)
+            scenario = drawn(given.seed, number, given.sites)
             if before is None or given.again:
                 print(scenario, flush=True)
                 found[number] = run(given.seed, scenario, said_of_here(), before)

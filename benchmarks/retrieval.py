@@ -63,11 +63,13 @@ def untrained(model: Decoder, seed: int) -> Decoder:
 
 def measured(path: Path) -> dict[str, Any]:
     """One run's corpus, under every system."""
-    run, start = RunFolder.existing(path), time.perf_counter()
+    run = RunFolder.existing(path)
+    start = time.perf_counter()
     trained = inference.load(run)
     documents = list(read_documents(Path(json.loads(run.record.read_text())["corpus"])))
     train = load(run.corpus, CorpusManifest).train.documents
-    bodies, fit = [body_of(document) for document in documents], FitSettings()
+    bodies = [body_of(document) for document in documents]
+    fit = FitSettings()
     queries = choose_queries(documents, bodies, train, SEED)
     size = min(Recipe().chunk_tokens, trained.model.spec.context - 1)
     chunks = [
@@ -79,11 +81,13 @@ def measured(path: Path) -> dict[str, Any]:
     questions = [question_lines(document) for document in documents]
     passages = [passage_of(chunk, questions[chunk.document]) for chunk in chunks]
     pairs = pairs_of(documents[:train], chunks, passages, queries.relevant)
-    sides, seconds = {}, {}
+    sides = {}
+    seconds = {}
     for name, model in (("model", trained.model), ("untrained", untrained(trained.model, SEED))):
         began = time.perf_counter()
         unfitted = Embedder.unfitted(model, trained.tokenizer, passages)
-        texts, asked = unfitted.read(passages), unfitted.read(pairs.asked)
+        texts = unfitted.read(passages)
+        asked = unfitted.read(pairs.asked)
         read = time.perf_counter()
         fitted = {name: unfitted.fitted(texts, asked, pairs, fit)}
         seconds[name] = {"read": read - began, "fit": time.perf_counter() - read}
@@ -120,7 +124,8 @@ def demo_run() -> Path:
 
 def perl_run() -> Path:
     """The run on Perl's documentation that this benchmark made, or makes now."""
-    path, text = Path("runs/retrieval-perl"), Path("runs/perldoc")
+    path = Path("runs/retrieval-perl")
+    text = Path("runs/perldoc")
     if not path.exists():
         if not perl_documentation.write(text):
             sys.exit(f"no documentation below {perl_documentation.ROOT}: install Debian's perl-doc")

@@ -26,7 +26,10 @@ SYSTEMS = (
     ("fused", "words and vectors, 95 % interval", "#0f7a63"),
 )
 #: Pixels: of the whole, left of the scale, of a row, above all.
-WIDTH, LEFT, ROW, TOP = 720, 250, 30, 92
+WIDTH = 720
+LEFT = 250
+ROW = 30
+TOP = 92
 TITLE = "How well queries find their documents: nDCG@10"
 
 
@@ -64,10 +67,13 @@ def _x(value: float, most: float) -> float:
 
 
 def _legend() -> list[str]:
-    parts, x, y = [f'<text class="title" x="14" y="24">{TITLE}</text>'], 14, 48
+    parts = [f'<text class="title" x="14" y="24">{TITLE}</text>']
+    x = 14
+    y = 48
     for _, name, colour in SYSTEMS:
         if x + 22 + 6.6 * len(name) > WIDTH:
-            x, y = 14, y + 20
+            x = 14
+            y = y + 20
         parts.append(
             f'<circle cx="{x + 5}" cy="{y - 4}" r="5" fill="{colour}"/><text x="{x + 15}" '
             f'y="{y}">{name}</text>'

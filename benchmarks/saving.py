@@ -32,7 +32,8 @@ from farspan_lab.chaos import twin
 
 RESULTS = Path(__file__).parent / "results" / "saving.json"
 #: A save each so many steps, and steps that warm up.
-EVERY, WARMUP = 50, 10
+EVERY = 50
+WARMUP = 10
 NEVER_S = 1e6
 
 
@@ -82,7 +83,9 @@ def main() -> None:
         training.make(
             first.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
         )
-        ratios, saves, plain_s = list[float](), list[int](), 0.0
+        ratios = list[float]()
+        saves = list[int]()
+        plain_s = 0.0
         for pair in range(given.pairs):
             plain_s, _ = mean_step(twin(first, Path(folder, f"plain-{pair}")), NEVER_S)
             with_s, written = mean_step(twin(first, Path(folder, f"saved-{pair}")), EVERY * plain_s)

@@ -38,7 +38,10 @@ from farspan.retrieval.stores import StoreLocation
 
 RESULTS = Path(__file__).parent / "results" / "search.json"
 FARSPAN = (sys.executable, "-m", "farspan")
-VECTORS, DIM, K, AT_ONCE = 100_000, 384, 10, 1024
+VECTORS = 100_000
+DIM = 384
+K = 10
+AT_ONCE = 1024
 FILES = 10_000
 QUERIES = (
     "read a file line by line",
@@ -50,7 +53,8 @@ QUERIES = (
     "open a socket",
     "random numbers with a seed",
 )
-RATE, SECONDS = 20, 60
+RATE = 20
+SECONDS = 60
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
@@ -81,7 +85,9 @@ def store(run: Path) -> dict[str, Any]:
         opened.close()
         start = time.perf_counter()
         opened = module.open(place)
-        open_s, took, right = time.perf_counter() - start, [], []
+        open_s = time.perf_counter() - start
+        took = []
+        right = []
         for query in queries:
             start = time.perf_counter()
             found = opened.search(query, K).ids.tolist()
@@ -99,7 +105,8 @@ def follow(run: Path) -> dict[str, Any]:
     """A folder of many small files, a model of a few seconds, one file changed."""
     words = [f"w{n}" for n in range(4000)]
     with tempfile.TemporaryDirectory() as folder:
-        text, rng = Path(folder) / "text", random.Random(0)
+        text = Path(folder) / "text"
+        rng = random.Random(0)
         text.mkdir()
         for number in range(FILES):
             lines = "\n\n".join(" ".join(rng.choices(words, k=60)) for _ in range(2))
@@ -203,7 +210,8 @@ def _load(url: str) -> dict[str, Any]:
 
     ask(0)
     took.clear()
-    began, threads = time.monotonic(), []
+    began = time.monotonic()
+    threads = []
     for number in range(RATE * SECONDS):
         time.sleep(max(0.0, began + number / RATE - time.monotonic()))
         threads.append(threading.Thread(target=ask, args=(number,)))
@@ -233,7 +241,8 @@ def embed(run: Path) -> dict[str, Any]:
     from farspan.runtime.inference import load
 
     folder = RunFolder.existing(run)
-    manifest, trained = read_manifest(folder.index, ""), load(folder)
+    manifest = read_manifest(folder.index, "")
+    trained = load(folder)
     texts = [chunk.indexed for chunk in passages_of(folder.index, manifest)][:4096]
     with tempfile.TemporaryDirectory() as out:
         subprocess.run(
@@ -254,7 +263,8 @@ def embed(run: Path) -> dict[str, Any]:
         ours = Embedder.load(
             trained.model, trained.tokenizer, folder.index / manifest.files / FITTED
         )
-        fast, seconds = pooling.bf16_is_fast, {"ours": [], "ours, fp32": [], "theirs": []}
+        fast = pooling.bf16_is_fast
+        seconds = {"ours": [], "ours, fp32": [], "theirs": []}
         for _ in range(3):
             for name, encode in (
                 ("ours", ours.passages),

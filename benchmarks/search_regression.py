@@ -81,7 +81,8 @@ def random_question(seed: int) -> Question:
     from tests.techniques.worlds import KINDS, random_model
 
     rng = random.Random(seed)
-    count, sites = rng.randint(2, 24), rng.randint(1, 4)
+    count = rng.randint(2, 24)
+    sites = rng.randint(1, 4)
     places = sorted(rng.sample(range(1, count), min(sites, count) - 1))
     shares = [b - a for a, b in zip((0, *places), (*places, count), strict=True)]
     made = tuple(
@@ -114,7 +115,8 @@ def _hosts(rng: random.Random, site: int, left: int, kinds: dict[str, Device]) -
             else rng.choices(list(kinds), k=count)
         )
         yield Host(name=f"s{site}h{number}", devices=tuple(kinds[name] for name in names))
-        left, number = left - count, number + 1
+        left = left - count
+        number = number + 1
 
 
 def answered(question: Question) -> Answer:
@@ -132,7 +134,8 @@ def asked_of(commit: str, folder: Path, told: Path) -> list[Answer]:
     are there."""
     if told.exists():
         return msgspec.json.decode(told.read_bytes(), type=list[Answer])
-    tree, asked = folder / "tree", folder / "asked.json"
+    tree = folder / "tree"
+    asked = folder / "asked.json"
     asked.write_bytes(msgspec.json.encode(list(questions())))
     subprocess.run(
         ["git", "-C", ROOT, "worktree", "add", "--detach", tree, commit],
@@ -149,7 +152,8 @@ def asked_of(commit: str, folder: Path, told: Path) -> list[Answer]:
 
 def compared(question: Question, before: Answer) -> dict[str, Any]:
     """Seconds of a step by technique and part, then and now, under one estimator."""
-    graph, now = models.graph(question.model), answered(question)
+    graph = models.graph(question.model)
+    now = answered(question)
 
     def steps(answer: Answer) -> dict[str, float]:
         return {
@@ -159,7 +163,8 @@ def compared(question: Question, before: Answer) -> dict[str, Any]:
             for technique, where, plan in answer.plans
         }
 
-    old, new = steps(before), steps(now)
+    old = steps(before)
+    new = steps(now)
     row = {
         "case": question.name,
         "devices": len(question.cluster.devices),

@@ -35,7 +35,11 @@ from tests.retrieval.test_stores import KINDS
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITE = "tests/retrieval/test_stores.py"
-VECTORS, DIM, QUERIES, K, AT_ONCE = 20_000, 384, 200, 10, 2_000
+VECTORS = 20_000
+DIM = 384
+QUERIES = 200
+K = 10
+AT_ONCE = 2_000
 #: The engine in Qdrant's client compares and filters in Python.
 FEWER = {"qdrant_server-local": 1_000}
 LIBRARIES = {
@@ -88,7 +92,8 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     """Seconds to add and to finish, milliseconds of a search, and how many of the true neighbours
     it found."""
     many = FEWER.get(kind, VECTORS)
-    vectors, queries = unit_vectors(many, 0), unit_vectors(QUERIES, 1)
+    vectors = unit_vectors(many, 0)
+    queries = unit_vectors(QUERIES, 1)
     nearest = np.argsort(-(queries @ vectors.T), axis=1)
     place = stores.StoreLocation(
         folder=folder / "store", location=location, name=f"speed_{os.getpid()}", dim=DIM
@@ -106,7 +111,8 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     added = time.perf_counter()
     store.finish()
     finished = time.perf_counter()
-    plain, hits = [], 0
+    plain = []
+    hits = 0
     for query, order in zip(queries, nearest, strict=True):
         before = time.perf_counter()
         found = store.search(query, K).ids.tolist()

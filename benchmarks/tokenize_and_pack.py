@@ -44,7 +44,8 @@ def rotated(text: str, by: int) -> str:
     """Every line with its words rotated: the same words, other word triples."""
     lines = []
     for line in text.split("\n"):
-        indent, words = line[: len(line) - len(line.lstrip())], line.split()
+        indent = line[: len(line) - len(line.lstrip())]
+        words = line.split()
         turn = by % len(words) if words else 0
         lines.append(indent + " ".join(words[turn:] + words[:turn]))
     return "\n".join(lines)
@@ -168,7 +169,8 @@ def peak_memory(size_bytes: int, workers: int, folder: Path, documents: list[Doc
     text_bytes = make_text(folder / "text.jsonl", size_bytes, documents)
     command = [sys.executable, __file__, "--prepare", str(folder), "--workers", str(workers)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    peak, start = 0, time.perf_counter()
+    peak = 0
+    start = time.perf_counter()
     while process.poll() is None:
         peak = max(peak, tree_pss(process.pid))
         time.sleep(0.02)

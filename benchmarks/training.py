@@ -127,7 +127,8 @@ def report(times: dict[str, list[float]], threads: int, steps: int) -> None:
     )
     rows = {}
     for name, seconds in times.items():
-        median, best = TOKENS_A_STEP / statistics.median(seconds), TOKENS_A_STEP / min(seconds)
+        median = TOKENS_A_STEP / statistics.median(seconds)
+        best = TOKENS_A_STEP / min(seconds)
         ours = times.get("farspan-bf16", seconds)
         ratio = statistics.median(theirs / mine for theirs, mine in zip(seconds, ours, strict=True))
         rows[name] = {"median": median, "best": best, "farspan_ratio": ratio, "step_s": seconds}

@@ -89,9 +89,13 @@ class Bench:
     def __init__(
         self, given: argparse.Namespace, work: Work, corpus: Path, file: IO[bytes], out: Path
     ) -> None:
-        self.given, self.work, self.corpus, self._file = given, work, corpus, file
+        self.given = given
+        self.work = work
+        self.corpus = corpus
+        self._file = file
         self.records = read(out)
-        self.session, self.labs = time.strftime("%Y-%m-%dT%H:%M:%S"), dict[float, str]()
+        self.session = time.strftime("%Y-%m-%dT%H:%M:%S")
+        self.labs = dict[float, str]()
 
     def write(self, record: Record) -> None:
         self.records.append(record)
@@ -263,7 +267,8 @@ def main() -> None:
         workers=1,
         say=print,
     )
-    (layers, width, context), (every, tokens) = given.shape, given.validate
+    (layers, width, context) = given.shape
+    (every, tokens) = given.validate
     work = Work(
         layers=layers,
         width=width,

@@ -106,7 +106,8 @@ def main() -> None:
         training.make(
             run.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
         )
-        manifest, plan = load(run.corpus, CorpusManifest), run.load_plan()
+        manifest = load(run.corpus, CorpusManifest)
+        plan = run.load_plan()
         pairs = [
             tuple(
                 reading_s(run, one, given.steps) for one in (manifest.without_checksums(), manifest)
@@ -124,7 +125,8 @@ def main() -> None:
             model_steps_s=tuple(model_step_s(plan) for _ in range(MODEL_STEPS)),
         )
     save(done, RESULTS)
-    cost_s, step_s = done.verifying_s, min(done.model_steps_s)
+    cost_s = done.verifying_s
+    step_s = min(done.model_steps_s)
     print(
         f"{statistics.median(cost_s) * 1e6:.0f} us of {step_s:.3f} s a step "
         f"({min(cost_s) * 1e6:.0f} to {max(cost_s) * 1e6:.0f}), "

@@ -56,7 +56,8 @@ from farspan_lab import spec, state
 from farspan_lab.cluster import of_lab
 
 RESULTS = Path(__file__).parent / "results" / "wan.jsonl"
-RTTS_MS, BANDWIDTH = (0.1, 20.0, 57.0, 103.0), "1Gbit/s"
+RTTS_MS = (0.1, 20.0, 57.0, 103.0)
+BANDWIDTH = "1Gbit/s"
 #: Contestants of a drawn column.
 DRAWN = 4
 
@@ -72,13 +73,11 @@ class Bench:
         file: IO[bytes],
         records: list[Record],
     ) -> None:
-        self.given, self.work, self.labs, self._file, self.records = (
-            given,
-            work,
-            labs,
-            file,
-            records,
-        )
+        self.given = given
+        self.work = work
+        self.labs = labs
+        self._file = file
+        self.records = records
         self.session = time.strftime("%Y-%m-%dT%H:%M:%S")
 
     def write(self, record: Record) -> None:

@@ -43,17 +43,16 @@ from torch.nn.parallel import DistributedDataParallel
 #: The mean loss of this rank's sequences (None where another rank computes it), and the gradient
 #: norm before clipping.
 Answer = tuple[float | None, float]
-CLIP, HEAD_SIZE = 1.0, 64
+CLIP = 1.0
+HEAD_SIZE = 64
 
 
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads, self.qkv, self.out = (
-            width // HEAD_SIZE,
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+        self.heads = width // HEAD_SIZE
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, S, D = x.shape
@@ -67,12 +66,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm_1, self.attention, self.norm_2 = (
-            nn.LayerNorm(width),
-            Attention(width),
-            nn.LayerNorm(width),
-        )
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -87,10 +85,8 @@ class GPT(nn.Module):
         self.table = nn.Embedding(given.vocab, given.width)
         self.positions = nn.Embedding(given.context, given.width)
         self.blocks = nn.ModuleList(Block(given.width) for _ in range(given.layers))
-        self.norm, self.head = (
-            nn.LayerNorm(given.width),
-            nn.Linear(given.width, given.vocab, bias=False),
-        )
+        self.norm = nn.LayerNorm(given.width)
+        self.head = nn.Linear(given.width, given.vocab, bias=False)
         self.bf16 = given.bf16
         torch.manual_seed(given.seed)
         for name, parameter in self.named_parameters():
@@ -133,7 +129,8 @@ def rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of one of several equal shares of a step; the next token mostly follows
     from the last."""
-    rng, shape = np.random.default_rng((given.seed, step)), (given.sequences, given.seq_len + 1)
+    rng = np.random.default_rng((given.seed, step))
+    shape = (given.sequences, given.seq_len + 1)
     jumps = np.where(rng.random(shape) < 0.9, 7, rng.integers(0, given.vocab, shape))
     each = given.sequences // coordinates
     mine = (np.cumsum(jumps, axis=1) % given.vocab)[coordinate * each : (coordinate + 1) * each]
@@ -172,10 +169,12 @@ def fsdp(model: GPT, given: argparse.Namespace) -> nn.Module:
 
 def over_batch(given: argparse.Namespace) -> Callable[[int], Answer]:
     """The step of a model that every rank computes whole, for a share of the sequences."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     whole = GPT(given, tied=not given.untied)
     model = ddp(whole, given) if given.kind == "ddp" else fsdp(whole, given)
-    parameters, optimizer = list(model.parameters()), adamw(model)
+    parameters = list(model.parameters())
+    optimizer = adamw(model)
 
     def step(number: int) -> Answer:
         inputs, targets = rows(given, number, rank, world)
@@ -199,7 +198,8 @@ def deepspeed(given: argparse.Namespace) -> Callable[[int], Answer]:
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     import deepspeed as library
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     model = GPT(given, tied=not given.untied)
     model.bf16 = False
     engine, *_ = library.initialize(
@@ -233,7 +233,8 @@ def pipeline(given: argparse.Namespace) -> Callable[[int], Answer]:
     across = [dist.new_group([c, c + half]) for c in range(half)][coordinate]
     inside = [dist.new_group(list(range(s * half, (s + 1) * half))) for s in range(2)][stage]
     model = GPT(given, tied=False).cut(stage, given.cut)
-    parameters, optimizer = list(model.parameters()), adamw(model)
+    parameters = list(model.parameters())
+    optimizer = adamw(model)
     made = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[given.kind](
         PipelineStage(model, stage, 2, torch.device("cpu"), group=across),
         given.microbatches,
@@ -287,7 +288,10 @@ STEPS = {
 
 def measure(step: Callable[[int], Answer], warmup: int, steps: int) -> dict[str, object]:
     """Seconds of each step from its start to the next one's, and what else the steps gave."""
-    clock, starts, busy, answers = time.time() - time.perf_counter(), [], [], []
+    clock = time.time() - time.perf_counter()
+    starts = []
+    busy = []
+    answers = []
     for number in range(warmup + steps):
         starts.append(time.perf_counter())
         busy.append(time.process_time())

@@ -56,7 +56,8 @@ def reasons(plan: Plan) -> list[str]:
 
 
 def _pipeline(plan: Plan) -> list[str]:
-    parts, reasons = regular(plan), []
+    parts = regular(plan)
+    reasons = []
     if parts.zero > 1:
         reasons.append(f"its pipelines go with ZeRO 0 and 1, not {parts.zero}")
     if parts.cuts != uniform(plan.model.layers + 2, parts.stages):
@@ -79,7 +80,8 @@ def uniform(items: int, parts: int) -> tuple[int, ...]:
 def write(plan: Plan) -> str:
     """The file. World size = train_batch_size / (micro batch x accumulation), which DeepSpeed
     checks itself."""
-    parts, train = regular(plan), plan.train
+    parts = regular(plan)
+    train = plan.train
     (replica,) = plan.replicas
     bucket = replica.stages[0].grad_sync.bucket_bytes
     config: dict[str, Any] = {
@@ -117,7 +119,8 @@ def write(plan: Plan) -> str:
 
 
 def _scheduler(plan: Plan) -> dict[str, Any]:
-    schedule, train = plan.train.schedule, plan.train
+    schedule = plan.train.schedule
+    train = plan.train
     # DeepSpeed takes 1 and more, and warms up over 2 steps at least.
     warmup = max(1, schedule.warmup_steps)
     if schedule.kind == "constant":
@@ -149,7 +152,8 @@ def _scheduler(plan: Plan) -> dict[str, Any]:
 
 def notes(plan: Plan) -> list[str]:
     """What the file leaves to the training script."""
-    parts, train = regular(plan), plan.train
+    parts = regular(plan)
+    train = plan.train
     notes = [
         launch_note(plan, "the deepspeed launcher, its hostfile"),
         f"the script brings the model ({plan.model.family}, {counted(plan.model.layers, 'layer')} "

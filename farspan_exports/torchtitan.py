@@ -42,7 +42,9 @@ def reasons(plan: Plan) -> list[str]:
     """Why torchtitan cannot run this plan."""
     if reasons := irregular(plan):
         return reasons
-    parts, model, train = regular(plan), plan.model, plan.train
+    parts = regular(plan)
+    model = plan.model
+    train = plan.train
     if model.family != "llama" or model.bias:
         reasons.append(
             f"it has no {model.family} model{' with biases' if model.family == 'llama' else ''}, "
@@ -144,7 +146,8 @@ def _names(unit: int, layers: int) -> list[str]:
 
 
 def _training(plan: Plan) -> dict[str, Any]:
-    parts, train = regular(plan), plan.train
+    parts = regular(plan)
+    train = plan.train
     return {
         "local_batch_size": parts.rows if parts.stages > 1 else parts.micro_rows,
         "global_batch_size": train.batch,
@@ -179,7 +182,8 @@ def _model(plan: Plan) -> str:
 
 
 def _optimization(plan: Plan) -> dict[str, str]:
-    train, adam = plan.train, plan.train.optimizer
+    train = plan.train
+    adam = plan.train.optimizer
     kwargs = {
         "lr": adam.lr,
         "betas": (adam.beta1, adam.beta2),
@@ -209,7 +213,8 @@ def _optimization(plan: Plan) -> dict[str, str]:
 
 def _call(name: str, arguments: dict[str, Any], depth: int) -> str:
     """A call with one argument a line, as it stands `depth` levels deep."""
-    inner, end = "    " * (depth + 1), "    " * depth
+    inner = "    " * (depth + 1)
+    end = "    " * depth
     lines = "".join(f"{inner}{key}={value!r},\n" for key, value in arguments.items())
     return f"{name}(\n{lines}{end})"
 

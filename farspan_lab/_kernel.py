@@ -11,11 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # From linux/sched.h, linux/prctl.h and linux/if_tun.h.
-_NEW_MNT, _NEW_UTS, _NEW_NET = 0x00020000, 0x04000000, 0x40000000
+_NEW_MNT = 0x00020000
+_NEW_UTS = 0x04000000
+_NEW_NET = 0x40000000
 _PR_SET_TIMERSLACK = 29
-_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
-_TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 1, 2, 4
+_TUNSETIFF = 0x400454CA
+_TUNSETOFFLOAD = 0x400454D0
+_IFF_TUN = 0x0001
+_IFF_NO_PI = 0x1000
+_IFF_VNET_HDR = 0x4000
+_TUN_F_CSUM = 1
+_TUN_F_TSO4 = 2
+_TUN_F_TSO6 = 4
 
 
 def _call(name: str, *arguments: int) -> None:

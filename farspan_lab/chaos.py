@@ -86,11 +86,15 @@ class Chaos:
     def __init__(
         self, run: RunFolder, injections: Sequence[Injection], lab: str | None, seed: int = 0
     ) -> None:
-        self._run, self._lab, self._rng = run, lab, random.Random(seed)
+        self._run = run
+        self._lab = lab
+        self._rng = random.Random(seed)
         self._waiting = list(injections)
         self._made = list[tuple[Injection, int, float]]()
         self._lift = list[tuple[float, Injection, int | None]]()
-        self._step, self._recovering_at, self._made_at = 0, 0.0, 0.0
+        self._step = 0
+        self._recovering_at = 0.0
+        self._made_at = 0.0
         self._faulted = list[Faulted]()
         self._ended = threading.Event()
         self._supervisor: Supervisor | None = None
@@ -104,7 +108,9 @@ class Chaos:
                 self._recovering_at = time.monotonic()
             progress(update)
 
-        thread, problem, finished = threading.Thread(target=self._work, daemon=True), None, None
+        thread = threading.Thread(target=self._work, daemon=True)
+        problem = None
+        finished = None
         with registered(self._run):
             self._supervisor = Supervisor(self._run, watch, self._hear)
             thread.start()

@@ -81,7 +81,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
 
 def _injections(given: argparse.Namespace, calm: RunFolder) -> tuple[Injection, ...]:
-    plan, chosen = calm.load_plan(), tuple(parse(text) for text in given.fault)
+    plan = calm.load_plan()
+    chosen = tuple(parse(text) for text in given.fault)
     most = plan.train.steps // 2
     if not 0 <= given.faults <= most:
         raise Refusal(

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 HELP = "emulate several sites on this machine"
 #: Files of a folder that say which lab is meant there.
-RUN_FILE, LAB_FILE = Path("run.yaml"), Path("lab.yaml")
+RUN_FILE = Path("run.yaml")
+LAB_FILE = Path("lab.yaml")
 #: Options that change a link: what each takes, and what that is.
 QUANTITIES = {
     "rtt": ("TIME", "round trip"),

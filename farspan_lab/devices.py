@@ -17,7 +17,8 @@ from farspan_lab.lab import Device, Lab
 
 #: Time is given out anew in each period: the shorter, the sooner goes on what has used its share
 #: up. The kernel's least quota is 1 ms; the least period is a choice.
-LEAST_QUOTA_US, LEAST_PERIOD_US = 1_000, 5_000
+LEAST_QUOTA_US = 1_000
+LEAST_PERIOD_US = 5_000
 #: Which limits the groups inside one of version 2 may have.
 _SWITCH = "cgroup.subtree_control"
 #: A control group stays busy for some milliseconds after its last process.
@@ -27,7 +28,8 @@ EMPTY_S = 30.0
 def placed(lab: Lab, cpus: list[int], parents: list[Path]) -> Lab:
     """The lab with cores and control groups for its devices, and with notes on what this machine
     cannot give."""
-    shares, notes = list(_shares(lab, cpus)), list(lab.notes)
+    shares = list(_shares(lab, cpus))
+    notes = list(lab.notes)
     every = [device for site in lab.sites for device in site.devices]
     for cores in sorted(set(shares)):
         load = sum(
@@ -46,7 +48,8 @@ def placed(lab: Lab, cpus: list[int], parents: list[Path]) -> Lab:
         notes.append(
             "speed shares and memory caps are not in force: control groups cannot be written here"
         )
-    left, sites = iter(shares), []
+    left = iter(shares)
+    sites = []
     for site in lab.sites:
         devices = []
         for index, device in enumerate(site.devices):
@@ -66,7 +69,8 @@ def _shares(lab: Lab, cpus: list[int]) -> Iterator[tuple[int, ...]]:
     """The cores of each device, in order: its own where there are enough, else its site's own, else
     all."""
     own = sum(device.cores for site in lab.sites for device in site.devices) <= len(cpus)
-    left, width = iter(cpus), len(cpus) // len(lab.sites)
+    left = iter(cpus)
+    width = len(cpus) // len(lab.sites)
     for number, site in enumerate(lab.sites):
         for device in site.devices:
             yield tuple(

@@ -26,7 +26,8 @@ _FORM = re.compile(
 #: Between a fault that is seen and one that comes while the run recovers: a part of this.
 RECOVERY_S = 1.5
 #: A fault that passes takes longer than silence may last, or less.
-SHORT_S, LONG_S = 1.5, 8.0
+SHORT_S = 1.5
+LONG_S = 8.0
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):

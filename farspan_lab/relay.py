@@ -27,7 +27,8 @@ LEAST_QUEUE = 10**6
 
 def segments(packet: bytes) -> int:
     """How many packets it is on a wire with an MTU of 1500."""
-    headers, size = int.from_bytes(packet[2:4], "little"), int.from_bytes(packet[4:6], "little")
+    headers = int.from_bytes(packet[2:4], "little")
+    size = int.from_bytes(packet[4:6], "little")
     return -(-(len(packet) - _OFFSET - headers) // size) if size else 1
 
 
@@ -35,7 +36,9 @@ class Wire:
     """One direction of a link: what it is now, when its line is free again, what it has carried."""
 
     def __init__(self, link: Link, out: int, rng: random.Random) -> None:
-        self.link, self._out, self._rng = link, out, rng
+        self.link = link
+        self._out = out
+        self._rng = rng
         self._free_at = self._last_arrival = 0.0
         self.bytes = self.packets = self.dropped = 0
 

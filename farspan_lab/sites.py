@@ -57,11 +57,9 @@ def make(lab: Lab, site: Site, folder: Path) -> Made:
 
 def join(first: Made, other: Made) -> None:
     """Lay a veth pair between two sites."""
-    to_first, to_other, namespace = (
-        f"near{first.site.number}",
-        f"near{other.site.number}",
-        other.namespaces["net"],
-    )
+    to_first = f"near{first.site.number}"
+    to_other = f"near{other.site.number}"
+    namespace = other.namespaces["net"]
     ip(
         f"link add {to_other} type veth peer name {to_first} netns {namespace}",
         f"link set {to_other} up",

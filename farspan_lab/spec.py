@@ -30,7 +30,10 @@ QUANTITIES: dict[str, tuple[Any, float, float]] = {
 _NAME = re.compile(r"(?!localhost$)[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 #: Without `window`, one connection can fill the longest link half as much again; a link without a
 #: cap counts as this fast, bytes a second. Bytes, too, are the least and the most.
-_HEADROOM, _UNCAPPED, _LEAST, _MOST = 1.5, 10e9 / 8, 2**22, 2**28
+_HEADROOM = 1.5
+_UNCAPPED = 10e9 / 8
+_LEAST = 2**22
+_MOST = 2**28
 
 
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +84,8 @@ def named() -> dict[str, Path]:
 
 def load_lab(name: str) -> Lab:
     """The lab of a file or of a name; refuses what it leaves open, contradicts or cannot mean."""
-    path, ours = Path(name).expanduser(), named()
+    path = Path(name).expanduser()
+    ours = named()
     if not path.exists() and name in ours:
         path = ours[name]
     likely = () if path.exists() else suggest(name, ours)

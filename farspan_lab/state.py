@@ -27,7 +27,8 @@ from farspan_lab import INTERFACE, devices
 from farspan_lab.lab import Lab, Link, Status, out_of_range, unavailable
 from farspan_lab.spec import check_name
 
-_TUN, _PREFIX = Path("/dev/net/tun"), "farspan-lab-"
+_TUN = Path("/dev/net/tun")
+_PREFIX = "farspan-lab-"
 _ELSEWHERE = (
     "use everything but farspan lab here; for it a Linux machine of your own, or: docker run "
     "--privileged"
@@ -79,7 +80,9 @@ def up(lab: Lab) -> Status:
 
 def status(name: str, changed: Sequence[Link] = ()) -> Status:
     """A lab as it is, after these links have taken the places of those between the same sites."""
-    folder, request, words = home(name), msgspec.json.encode(changed), "no answer"
+    folder = home(name)
+    request = msgspec.json.encode(changed)
+    words = "no answer"
     for _ in range(ASKS):
         try:
             if answer := _answer(folder, request):
@@ -187,8 +190,10 @@ def enter(status: Status, site: str, device: int | None = None) -> list[str]:
 def down(name: str) -> None:
     """Remove every trace of a lab: processes, namespaces, control groups, files. It may be half
     made, or crashed."""
-    folder, deadline = home(name), time.monotonic() + END_S
-    plan, ending = folder / "plan.json", folder / "ending.json"
+    folder = home(name)
+    deadline = time.monotonic() + END_S
+    plan = folder / "plan.json"
+    ending = folder / "ending.json"
     if plan.exists():
         plan.replace(ending)  # A supervisor that is only starting finds nothing to make.
     groups = devices.groups_of(load(ending, Lab)) if ending.exists() else []
@@ -263,7 +268,8 @@ def _unshare() -> list[str]:
         )
     if not os.access(_TUN, os.R_OK | os.W_OK):
         raise unavailable("a lab needs TUN devices", _TUN, "this user may not open it", _ELSEWHERE)
-    words, said = ["unshare", "--net", "--mount", "--propagation=slave", "--uts"], ""
+    words = ["unshare", "--net", "--mount", "--propagation=slave", "--uts"]
+    said = ""
     for tried in (words, [*words, "--user", "--map-root-user"]):
         done = subprocess.run([*tried, "true"], capture_output=True, text=True)
         if done.returncode == 0:

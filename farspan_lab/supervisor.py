@@ -33,7 +33,8 @@ class Supervisor:
     """A lab that is up. It does one thing after the other, so no packet sees half a change."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
-        self._lab, rng = lab, random.Random(0)
+        self._lab = lab
+        rng = random.Random(0)
         devices.make_groups(lab)
         self._made = made = {site.name: sites.make(lab, site, folder) for site in lab.sites}
         self._wires = {
@@ -51,11 +52,13 @@ class Supervisor:
         self._control.bind(str(folder / "control"))
         self._control.listen()
         self._realtime = _kernel.wake_in_time()
-        self._began_s, self._began_cpu_s = time.monotonic(), time.process_time()
+        self._began_s = time.monotonic()
+        self._began_cpu_s = time.process_time()
 
     def run(self) -> None:
         gc.disable()  # Packets make no cycles, and a collection would hold them up.
-        control, tuns = self._control.fileno(), [site.tun for site in self._made.values()]
+        control = self._control.fileno()
+        tuns = [site.tun for site in self._made.values()]
         while True:
             ready, _, _ = select.select([control, *tuns], [], [], self._relay.deliver())
             for fd in ready:
@@ -78,7 +81,8 @@ class Supervisor:
 
     def _change(self, link: Link) -> None:
         wire = self._wires[link.source, link.target]
-        old, wire.link = wire.link, link
+        old = wire.link
+        wire.link = link
         if (old.near, bool(old.loss)) != (link.near, bool(link.loss)):
             self._steer(link.source)
 
@@ -87,7 +91,8 @@ class Supervisor:
         sites.steer(self._made[site], links, self._made, self._joined)
 
     def _status(self) -> Status:
-        first, wires = next(iter(self._made.values())), list(self._wires.values())
+        first = next(iter(self._made.values()))
+        wires = list(self._wires.values())
         lab = msgspec.structs.replace(
             self._lab,
             links=tuple(wire.link for wire in wires),

@@ -87,7 +87,8 @@ def keys(struct: msgspec.inspect.StructType, prefix: str = "") -> list[list[str]
     config.py."""
     found = []
     for field in struct.fields:
-        name, inner = f"{prefix}{field.encode_name}", struct_of(field.type)
+        name = f"{prefix}{field.encode_name}"
+        inner = struct_of(field.type)
         if inner is None or written_type(field.type) != "keys":
             found.append([f"`{name}`", written_type(field.type), written_default(field)])
         if inner is not None:

@@ -40,7 +40,9 @@ class Stages:
     """Stages that each run a few lines of Python."""
 
     def __init__(self, gpu: types.ModuleType, folder: Path, **code: str) -> None:
-        self.gpu, self.folder, self.code = gpu, folder, code
+        self.gpu = gpu
+        self.folder = folder
+        self.code = code
         self.path = folder / "out" / "gpu.json"
 
     def run(self, limit_s: float = LIMIT_S, **kwargs) -> bool:
@@ -78,7 +80,8 @@ def test_stage_that_hangs_is_ended_at_its_limit_with_all_that_it_started(gpu, tm
         return 100.0 if written else 0.0
 
     assert not stages.run(limit_s=50.0, total_s=10_000.0, clock=clock)
-    hangs, after = stages.found()["hangs"], stages.found()["after"]
+    hangs = stages.found()["hangs"]
+    after = stages.found()["after"]
     assert (hangs["outcome"], hangs["rc"], len(hangs["rows"])) == ("limit", None, 2)
     assert (after["outcome"], after["rc"], after["rows"]) == ("done", 0, [{"b": 2}])
     wait_for(lambda: not alive(hangs["rows"][1]["pid"]), "the end of what the stage started")

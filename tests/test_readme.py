@@ -18,7 +18,8 @@ from farspan.retrieval.serve.server_info import find_server
 from tests.waiting import LIMIT_S, wait_for
 
 README = Path(__file__).parent.parent / "README.md"
-FOLDER, TIME = "~/papers", "10m"
+FOLDER = "~/papers"
+TIME = "10m"
 
 
 def commands() -> list[str]:
@@ -39,7 +40,8 @@ def write_papers(folder: Path) -> None:
         lines = [
             " ".join(rng.choices(topic, k=rng.randint(8, 15))).capitalize() + "." for _ in range(25)
         ]
-        title, suffix = " ".join(topic[:4]), ("md", "txt")[number % 2]
+        title = " ".join(topic[:4])
+        suffix = ("md", "txt")[number % 2]
         (folder / f"paper-{number:02}.{suffix}").write_text(
             f"# The sample of {title}\n\n" + "\n".join(lines) + "\n"
         )
@@ -63,7 +65,8 @@ def served(words: list[str], here: Path, environment: dict[str, str]) -> str:
 
 
 def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> None:
-    papers, here = tmp_path / "papers", tmp_path / "here"
+    papers = tmp_path / "papers"
+    here = tmp_path / "here"
     papers.mkdir()
     here.mkdir()
     write_papers(papers)

@@ -77,7 +77,8 @@ class Module:
     """A file: what it defines, imports, and calls by another name."""
 
     def __init__(self, name: str, source: str) -> None:
-        self.name, self.tree = name, ast.parse(source)
+        self.name = name
+        self.tree = ast.parse(source)
         self.own_words = OWN_WORDS.get(name, set())
         #: Where callers give a remedy, by the names of functions, classes and methods.
         self.functions = dict[str, int]()

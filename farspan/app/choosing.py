@@ -17,7 +17,8 @@ from farspan.planning.select import Selection, SelectionTask, select
 #: Up to so many devices plans for all parts of a cluster are priced, beyond for all of it: few
 #: before training, which is to start soon; more where machines are chosen, as those of 64 take 7 s
 #: (docs/benchmarks.md), less than one trial.
-FEW, PARTS = 16, 64
+FEW = 16
+PARTS = 64
 
 
 def question(

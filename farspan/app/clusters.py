@@ -64,7 +64,8 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
     if is_here(config.parallel):
         return None
     assert config.parallel.cluster is not None
-    cluster, workers = find(config.parallel.cluster), config.parallel.workers
+    cluster = find(config.parallel.cluster)
+    workers = config.parallel.workers
     if reach:
         with Agent(cluster.machines[0]):  # Or a refusal that says why it cannot be reached.
             pass
@@ -84,7 +85,8 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
 
 def first_device(cluster: Cluster) -> PlannedDevice:
     """The first host's first device, as a plan names it."""
-    host, device = cluster.machines[0], cluster.devices[0]
+    host = cluster.machines[0]
+    device = cluster.devices[0]
     return PlannedDevice(
         host=host.name,
         backend=device.backend,

@@ -81,7 +81,8 @@ def as_yaml(config: RunConfig) -> bytes:
 def refuse_edited(run: RunFolder) -> None:
     """Refuse a run whose run.yaml has another value than at its start, of a key that is not read
     again."""
-    started, now = load(run.record, RunRecord).asked, load_yaml(run.config, RunConfig)
+    started = load(run.record, RunRecord).asked
+    now = load_yaml(run.config, RunConfig)
     if started is None:
         return
     changed = [
@@ -125,7 +126,8 @@ def _differences(
     before: dict[str, Any], after: dict[str, Any], folder: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     for name, old in before.items():
-        key, new = f"{folder}{name}", after[name]
+        key = f"{folder}{name}"
+        new = after[name]
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{key}.")
         elif old != new:

@@ -28,7 +28,8 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
     from farspan.launch.lock import locked
     from farspan.launch.trust import save_record
 
-    record, digest = load(run.record, RunRecord), load(run.corpus, CorpusManifest).hash
+    record = load(run.record, RunRecord)
+    digest = load(run.corpus, CorpusManifest).hash
     folder = find_corpus(record.corpus_folder, digest)
     if folder is None:
         progress(Note(f"the corpus is not in {record.corpus}: preparing it again"))

@@ -29,7 +29,9 @@ SAME = 3
 SAME_MEMORY = 2
 #: In an hour there are so many restarts at most, and they may cost so many seconds: a choice.
 #: Beyond that machines are paid for nothing.
-HOUR_S, RESTARTS, COST_S = 3600.0, 20, 1800.0
+HOUR_S = 3600.0
+RESTARTS = 20
+COST_S = 1800.0
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,7 +77,8 @@ def embed(
     config = load_yaml(run.config, RunConfig)
     recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
     load_store(resolve(recipe.store)[0])
-    trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
+    trained = on_device(load_model(run), device)
+    work = IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
     own = _judged(config.index, queries, qrels, text) if tune else []
     if copies := copies_line(len(text.documents), text.copies.near, text.copies.exact):
@@ -229,7 +230,8 @@ def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:
     """Raises Refusal (no-index) for an index of another model or tokenizer than the run has
     today."""
     for what in ("model", "tokenizer"):
-        have, want = getattr(index, what), getattr(today, what)
+        have = getattr(index, what)
+        want = getattr(today, what)
         if have != want:
             raise Refusal(
                 "no-index",

@@ -174,7 +174,8 @@ def wait_for_orphans(
     run: RunFolder, say: Callable[[str], None], *, timeout_s: float = STOP_S
 ) -> None:
     """Wait until workers that a killed job has left have saved and ended, or the time is over."""
-    began, named = time.monotonic(), False
+    began = time.monotonic()
+    named = False
     while _has_orphans(run) and time.monotonic() - began < timeout_s:
         if not named:
             pids = ", ".join(map(str, holders(run.lock))) or "unknown"
@@ -200,12 +201,15 @@ def _recorded(run: RunFolder) -> Job | None:
 def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
     """How a run stands: whether its job runs or how it has ended, and how far it has come."""
     # The record first: what ends afterwards has written all that it had to say.
-    job, so_far, now = _recorded(run), SoFar(run.load_plan().train), clock()
+    job = _recorded(run)
+    so_far = SoFar(run.load_plan().train)
+    now = clock()
     for event in read_events(run.events) if run.events.exists() else ():
         so_far.take(event)
     problem = load(problem_file(run), Problem) if problem_file(run).exists() else None
     state = _state(job, so_far, problem, locked=is_locked(run.lock))
-    recent, saved = so_far.recent, so_far.saved
+    recent = so_far.recent
+    saved = so_far.saved
     # Steps before this job has started say nothing of its speed.
     paced = bool(recent) and (state != "running" or job is None or so_far.at >= job.started)
     ended = so_far.finished
@@ -262,7 +266,8 @@ def stop(
             fact="no worker has started yet" if state == "new" else f"its job has ended ({state})",
             remedy=command("status", run.path),
         )
-    began, second = time.monotonic(), now
+    began = time.monotonic()
+    second = now
     _ask(run)
     say("ending its workers at once" if now else "saving")
     while goes_on(run):

@@ -107,7 +107,8 @@ def probe(
     from farspan.planning.question import model_of
 
     require_torch()
-    spec, described = model_of(model), clusters.find(cluster)
+    spec = model_of(model)
+    described = clusters.find(cluster)
     length = spec.context if seq_len is None else seq_len
     if not 1 <= length <= spec.context:
         raise Refusal(

@@ -21,7 +21,8 @@ from farspan.report.so_far import SoFar
 #: Seconds between two drawings of the bar.
 REDRAW_S = 0.25
 #: Characters of the bar where there is no HTML, and of a line of a terminal beside it.
-BAR_CHARS, LINE_CHARS = 20, 79
+BAR_CHARS = 20
+LINE_CHARS = 79
 
 
 @contextmanager
@@ -64,7 +65,8 @@ class NotebookBar:
     def __init__(self, html: bool, clock: Callable[[], float]) -> None:
         """`clock` gives seconds. Without `html` the line goes to standard error, as in a
         terminal."""
-        self._html, self._clock = html, clock
+        self._html = html
+        self._clock = clock
         self._share: float | None = None
         self._text = "starting"
         self._warnings: list[str] = []

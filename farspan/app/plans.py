@@ -67,7 +67,8 @@ def best_plan(
     With `table` tells how they compare; without `trials` goes by what is predicted. Raises Refusal
     where none fits.
     """
-    named, several = parallel.technique != "auto", trials and len(resolved.cluster.devices) > 1
+    named = parallel.technique != "auto"
+    several = trials and len(resolved.cluster.devices) > 1
     question = choosing.question_of(resolved, parallel)
     selection = (
         choosing.choose(resolved, parallel, progress, paying=True)
@@ -98,9 +99,11 @@ def with_forecast(planned: Planned) -> Planned:
     from farspan.corpus.counting import counted
     from farspan.corpus.tokens import TokenFile, VerifiedArray
 
-    resolved, estimate = planned.resolved, planned.estimate
+    resolved = planned.resolved
+    estimate = planned.estimate
     tokens = estimate.steps_done * train.tokens_per_step * estimate.token_efficiency
-    corpus, folder = resolved.corpus, resolved.corpus_folder
+    corpus = resolved.corpus
+    folder = resolved.corpus_folder
     # A small part of every block is counted: training verifies them.
     text, val = (
         values.unverified if isinstance(values, VerifiedArray) else values
@@ -290,7 +293,8 @@ def _cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:
     given = given_cluster(config, reach=True)
     if given is not None:
         return given, ()
-    notes, workers = check_gpus(config), config.parallel.workers
+    notes = check_gpus(config)
+    workers = config.parallel.workers
     with Probe() as probe:
         return probe.describe(config.parallel.device, None if workers == "auto" else workers), notes
 

@@ -61,7 +61,8 @@ def replan(
 def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
     """A plan for what is left of a run without some hosts of its cluster, by what is predicted
     alone: nothing is tried while machines wait. Raises Refusal where nothing fits."""
-    whole, config = load_cluster_json(run.cluster), load_yaml(run.config, RunConfig)
+    whole = load_cluster_json(run.cluster)
+    config = load_yaml(run.config, RunConfig)
     hosts = [host.name for host in whole.hosts for _ in host.devices]
     places = [place for place, host in enumerate(hosts) if host not in gone]
     if not places:
@@ -82,7 +83,8 @@ def adopt(
 ) -> None:
     """Say what a plan for the rest of a run changes, and make it the run's; `asked` is its new
     run.yaml, if any."""
-    old, record = run.load_plan(), load(run.record, RunRecord)
+    old = run.load_plan()
+    record = load(run.record, RunRecord)
     config = asked or load_yaml(run.config, RunConfig)
     progress(Note(_change(run, old, planned)))
     if (lost := unmirrored_steps(run)) > 0:
@@ -104,7 +106,8 @@ def adopt(
 
 def _left(run: RunFolder, cluster: Cluster) -> Resolved:
     """What a run still has to be planned for."""
-    plan, record = run.load_plan(), load(run.record, RunRecord)
+    plan = run.load_plan()
+    record = load(run.record, RunRecord)
     corpus = load(run.corpus, CorpusManifest)
     return Resolved(
         model=plan.model,
@@ -150,7 +153,8 @@ def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
 
 def _change(run: RunFolder, old: Plan, planned: Planned) -> str:
     """What the new plan changes, in time, money and memory, from the newest checkpoint here on."""
-    now, before = planned.estimate, None
+    now = planned.estimate
+    before = None
     if run.estimate.exists():
         before = load(run.estimate, Estimate)
     left = max(0, status(run).steps - max(0, run.newest_checkpoint()))

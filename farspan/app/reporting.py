@@ -47,7 +47,8 @@ class Report:
     def __repr__(self) -> str:
         from farspan.report.endings import ending
 
-        history, measured = self.run.history, self.measurement
+        history = self.run.history
+        measured = self.measurement
         ended = ending(history.reason, history.steps[-1].step.step if history.steps else 0)
         loss = None if measured is None else measured.val_loss
         reached = "" if loss is None else f", validation loss {loss:.3f}"
@@ -127,7 +128,8 @@ def history_records(path: Path) -> list[dict[str, float | int | None]]:
     validated = {event.step: event for event in history.validations}
     records = []
     for timed in history.steps:
-        step, validation = timed.step, validated.get(timed.step.step)
+        step = timed.step
+        validation = validated.get(timed.step.step)
         records.append(
             {
                 "step": step.step,
@@ -171,7 +173,8 @@ def _planned_again(
     from farspan.estimate.price import estimate
     from farspan.planning.ranking import called
 
-    folder, plan = RunFolder(run.folder), run.plan
+    folder = RunFolder(run.folder)
+    plan = run.plan
     try:
         parallel = load_yaml(folder.config, RunConfig).parallel
         cluster = paced(
@@ -216,7 +219,8 @@ def paced(
 
     slower = []
     for (a, b), pace in (links or {}).items():
-        site_a, site_b = cluster.site_of(a), cluster.site_of(b)
+        site_a = cluster.site_of(a)
+        site_b = cluster.site_of(b)
         pairs = (
             [(a, b)]
             if site_a.name == site_b.name

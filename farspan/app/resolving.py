@@ -102,7 +102,8 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
 
     resolve_store(config.index.store)
     allowed(config.parallel)
-    engine, given = find_engine("farspan"), given_cluster(config, reach=trial)
+    engine = find_engine("farspan")
+    given = given_cluster(config, reach=trial)
     left_out = check_gpus(config) if given is None else ()
     folder, manifest = prepare(config, progress)
     if trial or given is None:
@@ -203,7 +204,8 @@ def _trials(config: RunConfig, probe: Probe, cluster: Cluster, progress: Progres
     from farspan.domain.engine import engine
     from farspan.planning import model_speed
 
-    device, kind = first_device(cluster), cluster.devices[0].kind
+    device = first_device(cluster)
+    kind = cluster.devices[0].kind
     precisions = (
         cluster.devices[0].sheet.precisions
         if config.train.precision == "auto"

@@ -62,11 +62,9 @@ def served(run: RunFolder) -> Served:
     from farspan.retrieval.serve.forms import ModelAbout, TextAbout
     from farspan.retrieval.serve.site import Served
 
-    plan, corpus, record = (
-        run.load_plan(),
-        load(run.corpus, CorpusManifest),
-        load(run.record, RunRecord),
-    )
+    plan = run.load_plan()
+    corpus = load(run.corpus, CorpusManifest)
+    record = load(run.record, RunRecord)
     return Served(
         name=run.path.resolve().name,
         report=run.report,

@@ -35,7 +35,8 @@ from farspan.launch.spares import Spares
 from farspan.launch.workers import Held, Workers
 
 #: How often hosts that are away are looked for, and the user's wish to stop.
-POLL_S, LOOK_S = 1.0, 0.1
+POLL_S = 1.0
+LOOK_S = 0.1
 #: Spares are started when workers have trained so long: they import for seconds, which short runs
 #: do not get back.
 SPARES_AFTER_S = 10.0
@@ -47,7 +48,9 @@ class Supervisor:
     """Trains a run to its end, through all faults that can be cured. `hear` takes its events."""
 
     def __init__(self, run: RunFolder, progress: Progress, hear: Callable[[Event], None]) -> None:
-        self._run, self._progress, self._hear = run, progress, hear
+        self._run = run
+        self._progress = progress
+        self._hear = hear
         self._on_fault = load_yaml(run.config, RunConfig).on_fault
         self._faults = Faults()
         self._fault: Fault | None = None
@@ -57,7 +60,8 @@ class Supervisor:
         #: The plan whose training is shown.
         self._shown: str | None = None
         #: The last step that was heard of, and what recent ones took.
-        self._step, self._steps_s = 0, deque[float](maxlen=RECENT)
+        self._step = 0
+        self._steps_s = deque[float](maxlen=RECENT)
         #: The furthest that any start has come: a fault before it is at the same place.
         self._furthest = 0
         #: The first start of this job that trained, and when it did by the monotonic clock.
@@ -88,7 +92,9 @@ class Supervisor:
 
     def _start(self, lease: Lease, spares: Spares) -> Finished | None:
         self._run.require_there()
-        plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
+        plan = self._run.load_plan()
+        record = load(self._run.record, RunRecord)
+        finished = None
         self._failed_at = None
         cluster = clusters.of_run(self._run)
         if record.launcher == "local" and self._run.epochs.exists():
@@ -120,7 +126,8 @@ class Supervisor:
                         spares.fill(plan, workers.hosts, self._run.logs, lease.keep_open)
                         spared = True
         finally:
-            self._workers, self._failed_at = None, workers.failed_at
+            self._workers = None
+            self._failed_at = workers.failed_at
         return finished
 
     def _show(self, plan: Plan) -> None:
@@ -135,7 +142,8 @@ class Supervisor:
             now = time.monotonic()
             self._started_at = now
             if self._first is None:
-                self._first, self._first_at = event, now
+                self._first = event
+                self._first_at = now
             if self._fault is not None:
                 again_s = max(0, self._step - event.step) * statistics.median(
                     self._steps_s or [0.0]
@@ -178,10 +186,14 @@ class Supervisor:
     def _until_all_are_there(self) -> bool:
         """Wait for hosts that are away, or go on without them: whether the plan is another one
         then."""
-        began, gone, left, price_s = time.monotonic(), set[str](), None, 0.0
+        began = time.monotonic()
+        gone = set[str]()
+        left = None
+        price_s = 0.0
         while now := self._away():
             if now != gone:
-                gone, (left, price_s) = now, self._left(now)
+                gone = now
+                (left, price_s) = self._left(now)
                 self._progress(Note(_waiting(gone, left, price_s)))
             # A plan that loses nothing is followed at once.
             if left is not None and time.monotonic() - began >= price_s:
@@ -209,7 +221,8 @@ class Supervisor:
         if self._on_fault == "wait":
             return None, 0.0
         try:
-            left, before = planned_without(self._run, gone), load(self._run.estimate, Estimate)
+            left = planned_without(self._run, gone)
+            before = load(self._run.estimate, Estimate)
         except Refusal:
             return None, 0.0
         plan = self._run.load_plan()

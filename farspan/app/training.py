@@ -132,8 +132,10 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     from farspan.report.tensorboard import TensorBoard
 
     require_torch()
-    plan, record = run.load_plan(), load(run.record, RunRecord)
-    board, ended = _shown_on(TensorBoard(run.tensorboard), progress), None
+    plan = run.load_plan()
+    record = load(run.record, RunRecord)
+    board = _shown_on(TensorBoard(run.tensorboard), progress)
+    ended = None
     if record.launcher != "local" or len({device.host for device in plan.devices}) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         progress(

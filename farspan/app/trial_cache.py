@@ -19,7 +19,9 @@ class TrialCache:
     and found again."""
 
     def __init__(self, resolved: Resolved, launcher: str, *, again: bool = False) -> None:
-        self._resolved, self._launcher, self._again = resolved, launcher, again
+        self._resolved = resolved
+        self._launcher = launcher
+        self._again = again
         self._folder = cache_folder() / "trials"
 
     def __call__(self, plan: Plan, step_s: float) -> Trial:

@@ -66,11 +66,14 @@ def _refuse_text(path: Path) -> None:
     if path.is_dir():
         own = path / "run.yaml"
         if (path / "plan.json").is_file():
-            what, fix = "this is a run, not a run.yaml", command("resume", path)
+            what = "this is a run, not a run.yaml"
+            fix = command("resume", path)
         elif own.is_file():
-            what, fix = "this is a folder, not its run.yaml", f"use {shell_word(own)}"
+            what = "this is a folder, not its run.yaml"
+            fix = f"use {shell_word(own)}"
         else:
-            what, fix = "this is a folder, not a run.yaml", _init_command(path)
+            what = "this is a folder, not a run.yaml"
+            fix = _init_command(path)
         raise Refusal(
             "path-unusable", what=what, where=path, fact="Is a directory, not a file", remedy=fix
         )

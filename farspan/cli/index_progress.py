@@ -20,7 +20,8 @@ class IndexProgress:
     shown.show))`."""
 
     def __init__(self, console: DisplayConsole, clock: Callable[[], float]) -> None:
-        self._console, self._clock = console, clock
+        self._console = console
+        self._clock = clock
         self._line_at = clock()
         self._live: Live | None = None
         if console.is_terminal:

@@ -25,10 +25,14 @@ CODES = {
     "5": "31",
 }
 #: Where no terminal says how wide it is, and the bounds within which one is believed.
-WIDTH, NARROWEST, WIDEST = 100, 76, 110
+WIDTH = 100
+NARROWEST = 76
+WIDEST = 110
 #: What stands between the facts of a line, what their further lines begin with, and the space at
 #: which none is broken.
-FACT, INDENT, HELD = " · ", "  ", "\N{NO-BREAK SPACE}"
+FACT = " · "
+INDENT = "  "
+HELD = "\N{NO-BREAK SPACE}"
 
 
 def width() -> int:

@@ -95,7 +95,8 @@ def say_ranking(
 def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
     """The candidates, a line each (two where the part's name is long), and what of them is not
     shown."""
-    candidates, best = ranking.candidates, dict[str, int]()
+    candidates = ranking.candidates
+    best = dict[str, int]()
     for i, candidate in enumerate(candidates):
         best.setdefault(candidate.technique, i)
     # What one device takes by itself says what all the others are worth.
@@ -150,9 +151,11 @@ def _tint(ranking: Ranking, index: int) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool) -> list[str]:
     """The table's lines; long cells give way before the part's name does, which goes on below."""
-    heads, right = HEADS, [place for place, head in enumerate(HEADS) if head not in LEFT]
+    heads = HEADS
+    right = [place for place, head in enumerate(HEADS) if head not in LEFT]
     if sum(max(map(len, column)) + 1 for column in zip(HEADS, *rows, strict=True)) > width() + 1:
-        heads, rows = NARROW, [[_terse(cell) for cell in row] for row in rows]
+        heads = NARROW
+        rows = [[_terse(cell) for cell in row] for row in rows]
     return table_lines(
         heads,
         rows,

@@ -42,7 +42,9 @@ LINE_S = 10.0
 #: A terminal keeps one validation for each such share of a run: they fill a third of 24 rows.
 KEPT_SHARE = 1 / 8
 #: Columns of the bar, and facts that come before it where there is little room.
-LEAST_BAR, MOST_BAR, BEFORE_BAR = 6, 20, 2
+LEAST_BAR = 6
+MOST_BAR = 20
+BEFORE_BAR = 2
 
 
 class TrainingDisplay:
@@ -60,7 +62,10 @@ class TrainingDisplay:
         clock: Callable[[], float],
         forecast: Forecast | None = None,
     ) -> None:
-        self._plan, self._console, self._clock, self._forecast = plan, console, clock, forecast
+        self._plan = plan
+        self._console = console
+        self._clock = clock
+        self._forecast = forecast
         #: Of show's thread; the live display is drawn in another one.
         self._so_far = SoFar(plan.train)
         self._line_at = float("-inf")
@@ -153,11 +158,9 @@ class TrainingDisplay:
 
     def _facts(self) -> list[str]:
         """Loss, speed, memory, time to go: known from the first step on."""
-        last, validated, tokens_per_s = (
-            self._so_far.recent[-1],
-            self._so_far.validated,
-            self._so_far.tokens_per_s,
-        )
+        last = self._so_far.recent[-1]
+        validated = self._so_far.validated
+        tokens_per_s = self._so_far.tokens_per_s
         facts = [f"loss {last.loss:.3f}"]
         if validated is not None:
             facts.append(f"val {validated.loss:.3f} {_read_of(validated)}".rstrip())
@@ -193,8 +196,10 @@ class TrainingDisplay:
 
     def _brief(self) -> list[str]:
         """Facts of the display's one line, short, the most wanted first."""
-        so_far, recent = self._so_far, tuple(self._so_far.recent)
-        tokens_per_s, validated = so_far.tokens_per_s, so_far.validated
+        so_far = self._so_far
+        recent = tuple(self._so_far.recent)
+        tokens_per_s = so_far.tokens_per_s
+        validated = so_far.validated
         facts = [f"loss {recent[-1].loss:.3f}", f"ETA {roughly(so_far.left_s())}"]
         if validated is not None:
             facts.append(f"val {validated.loss:.3f}")
@@ -214,7 +219,9 @@ class ProgressLine:
     """One line of any width: the place, a bar, and as many facts as there is room for, whole."""
 
     def __init__(self, head: str, share: float, facts: Sequence[str]) -> None:
-        self._head, self._share, self._facts = head, share, facts
+        self._head = head
+        self._share = share
+        self._facts = facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = options.max_width

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 _CONNECT_S = 4.0
 #: What an answer may take once it is connected, and the statuses with which a hub says that it
 #: cannot answer now.
-_ANSWER_S, _AWAY = 10.0, (500, 502, 503, 504)
+_ANSWER_S = 10.0
+_AWAY = (500, 502, 503, 504)
 
 
 @contextmanager
@@ -45,7 +46,8 @@ def _unreachable(endpoint: str) -> str | None:
     proxy = urllib.request.getproxies().get(url.scheme)
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
         url = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
+    host = url.hostname or ""
+    port = url.port or (80 if url.scheme == "http" else 443)
     fault = _in_time(
         lambda: socket.create_connection((host, port), timeout=_CONNECT_S).close(), _CONNECT_S
     )

@@ -78,7 +78,8 @@ def as_tiktoken(
 
 def _plain(content: dict[str, Any]) -> bool:
     """Byte-level BPE, split as GPT-2 does, and nothing else that changes what is encoded."""
-    model, splitter = content["model"], content["pre_tokenizer"] or {}
+    model = content["model"]
+    splitter = content["pre_tokenizer"] or {}
     changes = (
         "dropout",
         "continuing_subword_prefix",

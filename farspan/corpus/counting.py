@@ -16,10 +16,12 @@ Tokens = npt.NDArray[Any]
 Probabilities = npt.NDArray[np.float64]
 
 #: Tokens counted at most (a few seconds), and validation tokens that are predicted.
-MOST_TOKENS, VAL_TOKENS = 1 << 21, 1 << 16
+MOST_TOKENS = 1 << 21
+VAL_TOKENS = 1 << 16
 #: Text is drawn in pieces of so many tokens, in an order of this seed: the first of a file say
 #: little of the rest.
-PIECE, SEED = 256, 0
+PIECE = 256
+SEED = 0
 #: Steps of expectation and maximization to the shares of the three predictions (`mixed_nats`): they
 #: stand by then.
 ROUNDS = 20
@@ -29,16 +31,19 @@ AT_ONCE = 32
 DISCOUNT = 0.75
 #: Tokens in a row. Two are what a model learns first; what texts of one kind repeat, such as
 #: licences and synopses, is longer.
-FEW, MANY = 2, 6
+FEW = 2
+MANY = 6
 
 
 def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple[Counted, ...]:
     """Of counts over a sixteenth, a quarter and all of so many tokens of `train`, how well they
     predict `val`; of fewer where there are not so many."""
-    pieces, held_out = _drawn(train, min(tokens, MOST_TOKENS)), _drawn(val, VAL_TOKENS)
+    pieces = _drawn(train, min(tokens, MOST_TOKENS))
+    held_out = _drawn(val, VAL_TOKENS)
     if not (len(pieces) and len(held_out)):
         return ()
-    cached, known = cache_probabilities(held_out), held_out.ravel()
+    cached = cache_probabilities(held_out)
+    known = held_out.ravel()
     found = []
     for size in sorted({max(1, len(pieces) // part) for part in (16, 4, 1)}):
         few, many = (
@@ -98,7 +103,8 @@ def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int)
         history = before.other[: len(grams.other)]
         total = np.where(history >= 0, totals[history], 0.0)
         own = np.maximum(np.where(grams.other >= 0, counts[grams.other], 0) - DISCOUNT, 0.0)
-        lower, least = probability[n - 1 :], np.maximum(total, 1.0)
+        lower = probability[n - 1 :]
+        least = np.maximum(total, 1.0)
         probability[n - 1 :] = np.where(
             total > 0, own / least + DISCOUNT * kinds[history] / least * lower, lower
         )
@@ -120,7 +126,8 @@ def _longer(grams: Grams, train: Tokens, val: Tokens, vocab_size: int) -> Grams:
 def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
     """Of each token by counts of its own piece so far, 0 where they know nothing: of the tokens,
     and of what followed the token before it (Kuhn and De Mori 1990)."""
-    single, pair = np.zeros(pieces.shape), np.zeros(pieces.shape)
+    single = np.zeros(pieces.shape)
+    pair = np.zeros(pieces.shape)
     earlier = np.tril(np.ones((PIECE, PIECE), bool), -1)
     for start in range(0, len(pieces), AT_ONCE):
         part = pieces[start : start + AT_ONCE]
@@ -134,7 +141,8 @@ def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
 
 def mixed_nats(counts: Probabilities, cached: tuple[Probabilities, Probabilities]) -> float:
     """Cross-entropy under the mixture of the three that predicts best, nats a token."""
-    every, shares = np.stack([counts, *cached]), np.full(3, 1 / 3)
+    every = np.stack([counts, *cached])
+    shares = np.full(3, 1 / 3)
     for _ in range(ROUNDS):
         own = shares[:, None] * every
         shares = (own / own.sum(0)).mean(1)

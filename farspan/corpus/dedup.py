@@ -22,7 +22,8 @@ from farspan.domain.own_files import open_own
 
 THRESHOLD = 0.8
 #: (1 - 0.8^5)^28 = 2e-5 pairs of Jaccard 0.8 share no band.
-BANDS, ROWS = 28, 5
+BANDS = 28
+ROWS = 5
 SHINGLE_WORDS = 3
 #: Of longer documents the smallest hashes are kept: an unbiased Jaccard estimate within 0.006.
 MAX_SHINGLES = 4096
@@ -66,7 +67,8 @@ def jaccard(a: U32, b: U32) -> float:
     range."""
     if len(a) == MAX_SHINGLES or len(b) == MAX_SHINGLES:
         top = min(s[-1] for s in (a, b) if len(s) == MAX_SHINGLES)
-        a, b = a[a <= top], b[b <= top]
+        a = a[a <= top]
+        b = b[b <= top]
     common = len(np.intersect1d(a, b, assume_unique=True))
     return common / (len(a) + len(b) - common)
 
@@ -122,7 +124,8 @@ class Shards:
 
     def shingles(self, document: int) -> U32:
         shard = int(np.searchsorted(self.first, document, side="right")) - 1
-        size, end = int(self.sizes[document]), int(self._ends[document])
+        size = int(self.sizes[document])
+        end = int(self._ends[document])
         return np.fromfile(
             self.stems[shard].with_suffix(".shingles"), np.uint32, size, offset=4 * (end - size)
         )
@@ -148,7 +151,8 @@ def _buckets(marks: U64) -> Iterator[npt.NDArray[np.int64]]:
     order = np.argsort(marks, kind="stable")
     ordered = marks[order]
     edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    starts, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(marks)]])
+    starts = np.concatenate([[0], edges])
+    ends = np.concatenate([edges, [len(marks)]])
     several = ends - starts > 1
     for start, end in zip(starts[several], ends[several], strict=True):
         yield order[start:end]

@@ -19,7 +19,8 @@ from farspan.domain.own_files import open_own
 PART_CHARS = 1 << 18
 #: Of a prepared corpus: the documents of its token files, all of train and then all of val; and
 #: those that were dropped as copies of these.
-DOCUMENTS, COPIES = "documents.jsonl.zst", "copies.jsonl.zst"
+DOCUMENTS = "documents.jsonl.zst"
+COPIES = "copies.jsonl.zst"
 #: A title stands with every part of its document: what is longer is cut off.
 MAX_TITLE_CHARS = 1000
 #: What is no part of a text around it: byte-order mark and blank space.
@@ -61,12 +62,16 @@ def numbered(title: str, number: int) -> str:
 def cut(document: Document) -> Iterator[Document]:
     """The document cleaned, in parts that are not blank, each with the line and page that it begins
     on, and the headings in it and above it."""
-    title, origin = " ".join(clean(document.title).split()), encodable(document.origin)
+    title = " ".join(clean(document.title).split())
+    origin = encodable(document.origin)
     title = title[:MAX_TITLE_CHARS]
     metadata = {clean(key): clean(value) for key, value in document.metadata.items()}
-    whole, line, page = unix(document.text).rstrip(_OUTER), document.line, document.page
+    whole = unix(document.text).rstrip(_OUTER)
+    line = document.line
+    page = document.page
     outer = len(whole) - len(whole.lstrip(_OUTER))
-    blank, text = whole[:outer], whole[outer:]
+    blank = whole[:outer]
+    text = whole[outer:]
     sections = Sections(document.headings or ())
     at = outer
     for number, part in enumerate(parts([text]), 1):
@@ -99,7 +104,8 @@ def _after(text: str, line: int, page: int) -> tuple[int, int]:
 def divide(document: Document, at: int) -> tuple[Document, Document]:
     """A document in two, cut at a character that neither side is blank around; the second part has
     a title of its own, and the line and page that it begins on."""
-    head, tail = document.text[:at], document.text[at:]
+    head = document.text[:at]
+    tail = document.text[at:]
     skipped = len(tail) - len(tail.lstrip(_OUTER))
     line, page = _after(document.text[: at + skipped], document.line, document.page)
     sections = Sections(document.headings or ())

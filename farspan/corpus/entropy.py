@@ -15,9 +15,12 @@ Array = npt.NDArray[Any]
 
 #: Tokens looked at: all of a corpus up to this size, else blocks spread evenly over it, so that
 #: memory is bounded.
-_TRAIN_TOKENS, EXACT_TOKENS, _BLOCK = 1 << 26, 1 << 19, 1 << 16
+_TRAIN_TOKENS = 1 << 26
+EXACT_TOKENS = 1 << 19
+_BLOCK = 1 << 16
 #: Beside a validation there is less time: about a second for so many tokens of the training split.
-_FEW_TRAIN_TOKENS, _LARGE_BLOCK = 1 << 24, 1 << 20
+_FEW_TRAIN_TOKENS = 1 << 24
+_LARGE_BLOCK = 1 << 20
 #: Weights of the unigram in the bigram estimate; the best one is reported, which favours the
 #: yardstick.
 _PRIOR_COUNTS = (3, 10, 30, 100, 300, 1000, 3000)
@@ -51,7 +54,8 @@ def _crossed(
 ) -> tuple[float, float]:
     """Of single tokens and of pairs, under the counts of blocks of tokens."""
     wanted, times = np.unique(held_out, return_counts=True)
-    singles, pairs = np.zeros(vocab_size, np.int64), np.zeros(len(wanted), np.int64)
+    singles = np.zeros(vocab_size, np.int64)
+    pairs = np.zeros(len(wanted), np.int64)
     for block in train:
         singles += np.bincount(block, minlength=vocab_size)
         block_pairs = np.sort(_pairs(block, vocab_size))
@@ -62,7 +66,8 @@ def _crossed(
     unigram = -float(np.mean(logs[targets]))
     if not len(wanted):
         return unigram, unigram
-    first, second = wanted // vocab_size, wanted % vocab_size
+    first = wanted // vocab_size
+    second = wanted % vocab_size
     bigrams = [
         -float(
             np.average(

@@ -140,7 +140,8 @@ def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) ->
             batch.documents.append(_encodable(item))
             chars += len(item.text)
         elif item is not None:
-            path, detail = encodable(item.path or ""), encodable(item.detail)
+            path = encodable(item.path or "")
+            detail = encodable(item.detail)
             batch.skipped.append(msgspec.structs.replace(item, path=path, detail=detail))
             chars += len(detail)
         if chars > _BATCH_CHARS or len(batch.skipped) > _BATCH_ROWS:

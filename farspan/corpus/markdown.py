@@ -115,7 +115,8 @@ class MarkdownOutline(Outline):
                 self.title = _unquoted(named[1])
 
     def _decide(self) -> None:
-        lines, self._front = self._front or (), None
+        lines = self._front or ()
+        self._front = None
         for line, start in lines:
             self._read_block(line, start)
 

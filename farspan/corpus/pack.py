@@ -30,7 +30,10 @@ SHARD_BYTES = 4 << 20
 #: Documents encoded at a time.
 _BATCH = 64
 #: What becomes of a document; one that is CUT is trained on but for its end, which is held out.
-DROPPED, TRAIN, VAL, CUT = 0, 1, 2, 3
+DROPPED = 0
+TRAIN = 1
+VAL = 2
+CUT = 3
 _SPLITS = {"train": TRAIN, "val": VAL}
 
 
@@ -72,7 +75,8 @@ def _content(document: Document) -> bytes:
 
 def _shardful(documents: Iterator[Document]) -> list[Document]:
     """The next documents, until they hold SHARD_BYTES of text."""
-    held, size = [], 0
+    held = []
+    size = 0
     while size < SHARD_BYTES and (document := next(documents, None)):
         held.append(document)
         size += len(document.text.encode())

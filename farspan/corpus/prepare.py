@@ -163,7 +163,8 @@ def _key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
 def _build(
     source: Source, data: DataConfig, config: TokenizerConfig, work: Path, workers: int, say: Say
 ) -> tuple[Path, CorpusManifest]:
-    tokenizer_file, final = work / "tokenizer.json", work / "final"
+    tokenizer_file = work / "tokenizer.json"
+    final = work / "final"
     if config.use:
         _copy_tokenizer(config.use, config.vocab, tokenizer_file)
     shards = _spool(source, data, work, say)
@@ -378,7 +379,8 @@ def _sweep(root: Path, now: float) -> None:
 
 def _require_space(folder: Path, text_bytes: int) -> None:
     """Refuse when the disk has too little room for the work on so much text."""
-    free, need = shutil.disk_usage(folder).free, _DISK_FACTOR * text_bytes
+    free = shutil.disk_usage(folder).free
+    need = _DISK_FACTOR * text_bytes
     if free < need:
         raise Refusal(
             "disk-full",

@@ -40,7 +40,8 @@ class ChildProcess(SpawnProcess):
     def start(self) -> None:
         program = sys.modules["__main__"]
         with _STARTING, safe_path_environment():
-            before, program.__spec__ = program.__spec__, ModuleSpec("farspan.__main__", None)
+            before = program.__spec__
+            program.__spec__ = ModuleSpec("farspan.__main__", None)
             try:
                 super().start()
             finally:

@@ -184,7 +184,9 @@ def _skip_frame(packed: IO[bytes]) -> None:
         if len(block) < 3:
             raise EOFError("the file ends within a zstd frame")
         fields = int.from_bytes(block, "little")
-        is_last, kind, size = bool(fields & 1), fields >> 1 & 3, fields >> 3
+        is_last = bool(fields & 1)
+        kind = fields >> 1 & 3
+        size = fields >> 3
         # A block of kind 1 holds one byte, which stands for `size` bytes.
         packed.seek(1 if kind == 1 else size, io.SEEK_CUR)
     packed.seek(4 if has_checksum else 0, io.SEEK_CUR)

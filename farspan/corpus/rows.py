@@ -112,7 +112,8 @@ def json_values(stream: IO[bytes], most: int = MAX_DOCUMENT_BYTES) -> Iterator[b
             chunk = chunk[1:] if in_array else chunk
         begin = at = 0
         if is_escaped:
-            at, is_escaped = 1, False
+            at = 1
+            is_escaped = False
         while mark := (_INSIDE if in_string else _OUTSIDE).search(chunk, at):
             at = mark.end()
             character = mark[0]

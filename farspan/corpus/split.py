@@ -75,7 +75,8 @@ def decide(stems: list[Path], data: DataConfig, *, must_split: bool) -> Decision
     Refuses (no-documents) a text that is too short to hold any of it out, if it `must_split`.
     """
     shards = dedup.Shards(stems)
-    clusters, texts = dedup.clusters(shards), shards.marks(0)
+    clusters = dedup.clusters(shards)
+    texts = shards.marks(0)
     copies = clusters != np.arange(len(clusters))
     exact = len(texts) - len(np.unique(texts)) if data.dedup else 0
     near = int(copies.sum()) - exact if data.dedup else 0
@@ -177,7 +178,8 @@ def place_to_cut(text: str, target: int, reach: int) -> int:
     last = len(text.rstrip()) - 1
     if first >= last:
         return 0
-    low, high = max(first + 1, target - reach), min(last, target + reach)
+    low = max(first + 1, target - reach)
+    high = min(last, target + reach)
     for end in _ENDS:
         places = [found.end() for found in end.finditer(text, max(0, low - 1), high)]
         places = [place for place in places if low <= place <= high]

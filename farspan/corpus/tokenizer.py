@@ -163,7 +163,8 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         return Inner.from_str(checked_json(file))
-    vocab, merges = path / "vocab.json", path / "merges.txt"
+    vocab = path / "vocab.json"
+    merges = path / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         raise ValueError("the folder has neither tokenizer.json nor both vocab.json and merges.txt")
     for part in (vocab, merges):

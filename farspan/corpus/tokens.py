@@ -24,7 +24,8 @@ from farspan.domain.problems import Refusal
 
 #: What tells one split's bytes from another's: so many blocks of so many bytes, a quarter of a
 #: second to read.
-BLOCKS, BLOCK = 256, 2**20
+BLOCKS = 256
+BLOCK = 2**20
 #: The command that makes a corpus whole where no run is known that it belongs to.
 PREPARE = "farspan prepare run.yaml"
 
@@ -39,7 +40,9 @@ class VerifiedArray:
         #: The values without any check, for a caller that reads little of many blocks.
         self.unverified = np.asarray(values)
         self.checksums = checksums
-        self._bytes, self._path, self._remedy = values.view(np.uint8), path, remedy
+        self._bytes = values.view(np.uint8)
+        self._path = path
+        self._remedy = remedy
         #: One byte for each block: 1 where it was verified.
         self._verified = bytearray(-(-len(self._bytes) // BLOCK_BYTES))
 
@@ -53,7 +56,8 @@ class VerifiedArray:
         else:
             start, stop, _ = part.indices(len(self))
         size = self.unverified.itemsize
-        first, last = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
+        first = start * size // BLOCK_BYTES
+        last = -(-stop * size // BLOCK_BYTES)
         if self._verified.find(0, first, last) >= 0:
             self._verify(first, last)
         return self.unverified[part]
@@ -185,7 +189,8 @@ def _mapped(
     checksums: bytes | msgspec.UnsetType,
     remedy: str,
 ) -> Tokens:
-    size, expected = path.stat().st_size if path.exists() else None, count * dtype.itemsize
+    size = path.stat().st_size if path.exists() else None
+    expected = count * dtype.itemsize
     if size != expected:
         has = "it is not there" if size is None else f"it has {size} bytes"
         raise _damaged(path, f"{has} and should have {expected}", remedy)

@@ -29,7 +29,8 @@ def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> floa
     for i, value in enumerate(_hashes(written, least).tolist()):
         wanted.setdefault(value, []).append(i)
     # Most of a corpus differs already in the last bits.
-    likely, found = np.zeros(1 << 16, dtype=bool), np.zeros(len(written), dtype=bool)
+    likely = np.zeros(1 << 16, dtype=bool)
+    found = np.zeros(len(written), dtype=bool)
     likely[[value % len(likely) for value in wanted]] = True
     for start in range(0, len(corpus) - least + 1, PART):
         part = np.asarray(corpus[start : start + PART + least - 1])
@@ -44,7 +45,8 @@ def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> floa
 def _hashes(tokens: Written, least: int) -> npt.NDArray[np.uint64]:
     """Of every `least` tokens on end one number, by which they are found."""
     count = len(tokens) - least + 1
-    wide, total = tokens.astype(np.uint64) + np.uint64(1), np.zeros(count, np.uint64)
+    wide = tokens.astype(np.uint64) + np.uint64(1)
+    total = np.zeros(count, np.uint64)
     for k in range(least):
         total = total * np.uint64(FACTOR) + wide[k : k + count]
     return total

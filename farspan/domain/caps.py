@@ -51,9 +51,11 @@ def _groups() -> Iterator[tuple[Path, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, version = Path("/sys/fs/cgroup"), 2
+            root = Path("/sys/fs/cgroup")
+            version = 2
         elif "memory" in controllers.split(","):
-            root, version = Path("/sys/fs/cgroup/memory"), 1
+            root = Path("/sys/fs/cgroup/memory")
+            version = 1
         else:
             continue
         group = root / path.lstrip("/")
@@ -66,7 +68,8 @@ def _groups() -> Iterator[tuple[Path, int]]:
 
 def _cap(folder: Path, limit: str, use: str, peak: str) -> Cap | None:
     """None where there is no limit ("max"), or the group lies outside what this process sees."""
-    allowed, used = _number(folder / limit), _number(folder / use)
+    allowed = _number(folder / limit)
+    used = _number(folder / use)
     if allowed is None or used is None or allowed >= UNLIMITED:
         return None
     return Cap(limit=allowed, used=max(0, used - _cached(folder)), peak=_number(folder / peak))

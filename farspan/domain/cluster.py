@@ -28,16 +28,19 @@ Origin = Literal["catalogue", "given", "measured", "derived"]
 
 #: What a pair of hosts of one site, and a line between two sites, are taken to have where nothing
 #: is known of them.
-SITE_RTT_S, SITE_BANDWIDTH = UNKNOWN_SITE.rtt_s, UNKNOWN_SITE.rate
+SITE_RTT_S = UNKNOWN_SITE.rtt_s
+SITE_BANDWIDTH = UNKNOWN_SITE.rate
 LINE_BANDWIDTH = UNKNOWN_LINE.rate
 
 #: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may
 #: start unconfined; READY then names a file a line and what to write there, `FILE=TEXT`, once it
 #: has started.
-STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
+STARTING = "FARSPAN_STARTING"
+READY = "FARSPAN_READY"
 #: As STARTING, where the process is a spare that may never be that device's worker; TAKEN then
 #: names, as READY does, what to write when it becomes one.
-SPARE, TAKEN = "FARSPAN_SPARE", "FARSPAN_TAKEN"
+SPARE = "FARSPAN_SPARE"
+TAKEN = "FARSPAN_TAKEN"
 #: The number of a worker's GPU among those that it sees, where a launcher hides the others; else
 #: the plan's holds.
 GIVEN = "FARSPAN_GIVEN_GPU"
@@ -256,7 +259,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """`3 a30 + 1 t4 in 2 hosts at 1 site`."""
         kinds = [device.kind for device in self.devices]
         devices = " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-        hosts, sites = counted(len(self.hosts), "host"), counted(len(self.sites), "site")
+        hosts = counted(len(self.hosts), "host")
+        sites = counted(len(self.sites), "site")
         return f"{devices} in {hosts} at {sites}"
 
     def __repr__(self) -> str:
@@ -328,7 +332,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def only(self, places: Container[int]) -> Cluster:
         """The same cluster with the devices at these places only, in rank order."""
-        place, sites = itertools.count(), []
+        place = itertools.count()
+        sites = []
         for site in self.sites:
             hosts = []
             for host in site.hosts:
@@ -359,7 +364,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Between sites no more goes over than the hosts' cards let through; inside one, a link of the
         hosts' own goes before cards and local network.
         """
-        site_a, site_b = self.site_of(a), self.site_of(b)
+        site_a = self.site_of(a)
+        site_b = self.site_of(b)
         cards = [nic for nic in (_card(site_a, a), _card(site_b, b)) if nic is not None]
         link = self._given(a, b, {a, b}) or self._given(a, b, {site_a.name, site_b.name})
         if site_a.name == site_b.name:
@@ -378,7 +384,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Inside a site it is that of the known machines whose shape both hosts have; else it is that
         of hosts of which nothing is known.
         """
-        site_a, site_b = self.site_of(a), self.site_of(b)
+        site_a = self.site_of(a)
+        site_b = self.site_of(b)
         link = self._given(a, b, {a, b}) or self._given(a, b, {site_a.name, site_b.name})
         if site_a.name != site_b.name:
             joined = self.link(a, b)

@@ -53,7 +53,8 @@ Price = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 #: Where a host that is reached by ssh keeps runs and corpora.
 FAR_FOLDER = "~/.cache/farspan"
 #: Where a network ends being one: a minute of round trip, 10 Tbit/s.
-MAX_RTT_S, MAX_BANDWIDTH = 60.0, 10e12 / 8
+MAX_RTT_S = 60.0
+MAX_BANDWIDTH = 10e12 / 8
 #: What a bare number of these times may mean beside seconds.
 BARE_UNITS = ((parse_round_trip, "ms"), (parse_program_seconds, "h"))
 #: A link that loses more is none.
@@ -193,7 +194,9 @@ class _Reader:
     """One file on its way to a Cluster; `where` names it in refusals."""
 
     def __init__(self, file: ClusterFile, where: str) -> None:
-        self._file, self._where, self._kinds = file, where, catalog.devices()
+        self._file = file
+        self._where = where
+        self._kinds = catalog.devices()
         self._own = {name: self._kind(name, entry) for name, entry in file.kinds.items()}
 
     def cluster(self) -> Cluster:
@@ -302,7 +305,8 @@ class _Reader:
         for index, written in enumerate(entry.devices):
             given = DeviceEntry(kind=written) if isinstance(written, str) else written
             if not 1 <= given.count <= 64:
-                fact, most = f"{given.count} is not between 1 and 64", 1 if given.count < 1 else 64
+                fact = f"{given.count} is not between 1 and 64"
+                most = 1 if given.count < 1 else 64
                 raise self._out_of_range(f"{where}.devices[{index}].count", fact, f": {most:d}")
             devices += [self._device(given, f"{where}.devices[{index}]", price)] * given.count
         # A device's place in its host is its number for CUDA, which counts GPUs only.
@@ -377,9 +381,11 @@ class _Reader:
 
     def _links(self, hosts: set[str], sites: set[str]) -> tuple[Link, ...]:
         seen: set[frozenset[str]] = set()
-        links, names = [], hosts | sites
+        links = []
+        names = hosts | sites
         for index, entry in enumerate(self._file.links):
-            where, pair = f"links[{index}]", frozenset(entry.between)
+            where = f"links[{index}]"
+            pair = frozenset(entry.between)
             for name in sorted(pair - names):
                 raise self._unknown_name(name, names, f"{where}.between", "site or host")
             if len(pair) == 1 or pair in seen:
@@ -442,10 +448,8 @@ class _Reader:
             fix = f": {any_of((f'{text}{unit}', f'{text}s'))}"
             raise self._out_of_range(where, str(error), fix) from None
         if not low <= value <= high:
-            fact, fits = (
-                f"{text} is not between {low:g} and {high:g}, in SI units",
-                low if value < low else high,
-            )
+            fact = f"{text} is not between {low:g} and {high:g}, in SI units"
+            fits = low if value < low else high
             raise self._out_of_range(where, fact, f": {fits:g}")
         return value  # type: ignore[no-any-return]
 
@@ -489,7 +493,9 @@ class _Reader:
 def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
     """A device that is held to a share of its time has that share of what its kind reaches; figures
     that are given, or were measured, are its own."""
-    flops, measured, bandwidth = device.sheet.flops, device.sheet.measured, device.sheet.bandwidth
+    flops = device.sheet.flops
+    measured = device.sheet.measured
+    bandwidth = device.sheet.bandwidth
     if not (entry.flops or entry.rates):
         flops = {dtype: rate * device.slot.share for dtype, rate in flops.items()}
     if not (entry.flops or entry.rates or entry.measured):
@@ -564,7 +570,9 @@ def _host_entry(host: Host) -> HostEntry:
 
 
 def _device_entry(device: Device) -> DeviceEntry:
-    sheet, times, slot = device.sheet, device.times, device.slot
+    sheet = device.sheet
+    times = device.times
+    slot = device.slot
     return DeviceEntry(
         kind=device.kind,
         backend=device.backend,

@@ -210,7 +210,8 @@ def _values(node: yaml.Node, counts: dict[int, int]) -> int:
         if not known:
             raise ValueError(f"an alias in its own anchor\n{node.start_mark}")
         return known
-    counts[id(node)], count = 0, 1
+    counts[id(node)] = 0
+    count = 1
     if isinstance(node.value, str):
         if "\0" in node.value or (
             not node.value.isascii() and any("\ud800" <= c <= "\udfff" for c in node.value)

@@ -116,7 +116,8 @@ class SkipLog:
 
     def add(self, entry: Skipped) -> None:
         # Names are bytes to the system, and not all of them UTF-8.
-        path, detail = encodable(entry.path or ""), encodable(entry.detail)
+        path = encodable(entry.path or "")
+        detail = encodable(entry.detail)
         entry = msgspec.structs.replace(entry, path=path or None, detail=detail)
         self._names[entry.reason] += 1
         if self._names[entry.reason] <= NAMES_KEPT:
@@ -197,7 +198,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def duplicates_line(self) -> str:
         """How many documents of the source are searched and not trained on; empty for none."""
-        exact, near = self.exact_duplicates, self.near_duplicates
+        exact = self.exact_duplicates
+        near = self.near_duplicates
         if not exact and not near:
             return ""
         return f"searched, not trained on: {exact:,} exact and {counted(near, 'near duplicate')}"

@@ -17,7 +17,8 @@ from typing import Protocol, cast
 from farspan.domain.own_files import open_own
 
 #: Bytes that are handed to the carrier at a time, and taken from it: what fits a cache.
-PIECE, PART = 2**20, 2**16
+PIECE = 2**20
+PART = 2**16
 
 
 class Unexpected(Exception):

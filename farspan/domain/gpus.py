@@ -115,7 +115,9 @@ def runs(capability: Capability, archs: tuple[str, ...]) -> bool:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
         if match is None:
             continue
-        kind, built, suffix = match[1], (int(match[2]), int(match[3])), match[4]
+        kind = match[1]
+        built = (int(match[2]), int(match[3]))
+        suffix = match[4]
         if suffix == "a":
             fits = capability == built
         elif kind == "sm" or suffix == "f":

@@ -86,7 +86,8 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def size(self, dims: str, **given: int) -> int:
         """Elements of a tensor over these dims; `b` and `s` are given."""
-        elements, sizes = 1, self.sizes
+        elements = 1
+        sizes = self.sizes
         for dim in dims:
             elements *= given[dim] if dim in given else sizes[dim]
         return elements

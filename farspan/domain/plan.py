@@ -58,7 +58,8 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return self._apart
         if axis not in self._groups:
             place = self.axes.index(axis)
-            step, size = math.prod(self.shape[place + 1 :]), self.shape[place]
+            step = math.prod(self.shape[place + 1 :])
+            size = self.shape[place]
             starts = [i for i in range(len(self.ranks)) if i // step % size == 0]
             self._groups[axis] = tuple(
                 self.ranks[start : start + size * step : step] for start in starts
@@ -181,7 +182,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def part(self, stage: int, coordinate: int, microbatch: int) -> int:
         """Sequences of one microbatch of a batch coordinate: its rows as evenly as they divide."""
-        rows, parts = self.stages[stage].rows[coordinate], self.microbatches
+        rows = self.stages[stage].rows[coordinate]
+        parts = self.microbatches
         return (microbatch + 1) * rows // parts - microbatch * rows // parts
 
     def span(self, stage: int, coordinate: int, microbatch: int) -> tuple[int, int]:

@@ -109,7 +109,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __str__(self) -> str:
         # A name with a line break must not look like a line of its own, such as another fix.
-        what, where = one_line(self.what), one_line(self.where)
+        what = one_line(self.what)
+        where = one_line(self.where)
         fact = self.fact.replace("\n", "\n         ")
         return (
             f"error[{self.code}]: {what}\n  where: {where}\n  fact:  {fact}\n  fix:   {self.remedy}"

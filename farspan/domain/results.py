@@ -167,7 +167,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def usd(self) -> float | None:
         """Devices by the hour and bytes that leave their site; None where a price is unknown."""
-        price, egress = self.workload.usd_per_hour, self.workload.egress_usd_per_step
+        price = self.workload.usd_per_hour
+        egress = self.workload.egress_usd_per_step
         return None if price is None else price * self.run_s / 3600 + egress * self.steps_done
 
     @property
@@ -351,7 +352,8 @@ class Rescheduled(_Event, frozen=True, kw_only=True, tag="rescheduled"):
 
 #: Kinds of spans that are arithmetic; and backends whose passes have ended when their spans end:
 #: others only take orders in them.
-COMPUTE, IN_STEP = ("forward", "backward", "update"), ("cpu", "cuda")
+COMPUTE = ("forward", "backward", "update")
+IN_STEP = ("cpu", "cuda")
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

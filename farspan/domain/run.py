@@ -26,7 +26,8 @@ HOME = "FARSPAN_RUN"
 
 #: The variable of a worker's environment that holds the secret by which the workers of a run know
 #: each other, and its value where the secret is the first line of standard input.
-SECRET, ON_STDIN = "FARSPAN_SECRET", "-"
+SECRET = "FARSPAN_SECRET"
+ON_STDIN = "-"
 #: The variable that names the port at which the workers meet, where that of MASTER_PORT is
 #: torchrun's.
 STORE_PORT = "FARSPAN_STORE_PORT"
@@ -82,7 +83,8 @@ def commit() -> str | None:
 
 
 #: A line of a spare's standard input, and its answer: a spare that stands still gives none.
-SPARE_ASKED, SPARE_READY = b"ready?\n", b"ready\n"
+SPARE_ASKED = b"ready?\n"
+SPARE_READY = b"ready\n"
 
 
 class SpareTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ import stat
 import termios
 
 #: Save and end; end at once.
-STOP, KILL = b"s", b"k"
+STOP = b"s"
+KILL = b"k"
 #: The variable of a process whose standard input is led by the process that started it.
 LED = "FARSPAN_LED"
 

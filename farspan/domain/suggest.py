@@ -19,10 +19,12 @@ from farspan.domain.synonyms import KEYS, NAMES, NOT_OFFERED, NotOffered, Rows
 LIKE = 2 / 3
 #: A slip of the pen is one letter too many, too few, wrong, or two in the wrong order. A longer
 #: word may have two of them: two in `docs` would make `pydocs` of it.
-MAX_SLIPS, LONG_WORD = 2, 6
+MAX_SLIPS = 2
+LONG_WORD = 6
 #: The shortest words that are looked for at the beginnings of names, and of parts of names: shorter
 #: ones are in too many.
-MIN_BEGINNING, MIN_PART = 2, 3
+MIN_BEGINNING = 2
+MIN_PART = 3
 #: What stands between the parts of a name.
 SEPARATORS = re.compile(r"[-_\s/:+.]+")
 #: More names than these are a list, not advice.
@@ -74,7 +76,8 @@ def suggest_key(key: str, known: Iterable[str]) -> tuple[str, ...]:
 
 def not_offered(word: str, known: Iterable[str]) -> NotOffered | None:
     """Whether a word is the field's name of something that is not among what is known."""
-    typed, names = normal_form(word), set(known)
+    typed = normal_form(word)
+    names = set(known)
     for group in NOT_OFFERED:
         if group.beside in names and typed in group.words.split():
             return group

@@ -49,7 +49,8 @@ class Slice(NamedTuple):
 def suggest_device(name: str, own: Iterable[str] = ()) -> tuple[str, ...]:
     """The kinds that a name may mean, of the catalogue and of a cluster file's `own`; empty where
     none is like it."""
-    found, divided = SLICE.search(name), slice_of(name)
+    found = SLICE.search(name)
+    divided = slice_of(name)
     if divided is None or found is None:
         return _suggest_whole(name, own)
     rest = f"{name[: found.start()]} {name[found.end() :]}".strip()
@@ -74,13 +75,15 @@ def slice_of(name: str) -> Slice | None:
 def advise_device(name: str, own: Iterable[str] = ()) -> str:
     """The remedy for a kind that is unknown: `write a100-40 or a100-80`; for a slice of a GPU the
     device that it is."""
-    kinds, divided = suggest_device(name, own), slice_of(name)
+    kinds = suggest_device(name, own)
+    divided = slice_of(name)
     if not kinds:
         near = neighbours(name)
         return f"farspan cluster list   # among them {any_of(near)}" if near else LIST
     if divided is None:
         return f"write {any_of(kinds)}"
-    memory, share = divided.memory // 10**9, divided.cores / CORE_SEVENTHS
+    memory = divided.memory // 10**9
+    share = divided.cores / CORE_SEVENTHS
     return "write " + " or ".join(
         f"{{kind: {yaml_word(kind)}, memory: {memory:d}GB, share: {share:.0%}}}" for kind in kinds
     )

@@ -27,12 +27,14 @@ from typing import Any
 
 BLOCK = 1 << 18
 #: Who calls says the server's secret within CALL_S, and is not silent for longer than IDLE_S.
-CALL_S, IDLE_S = 10, 60
+CALL_S = 10
+IDLE_S = 60
 #: What nvidia-smi is asked for of each GPU; drivers know the first three since ever.
 GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap", "uuid", "mig.mode.current")
 #: Seconds until a driver that does not answer is hung, and until PyTorch is imported on a slow
 #: disk.
-DRIVER_S, IMPORT_S = 10.0, 90.0
+DRIVER_S = 10.0
+IMPORT_S = 90.0
 PACKAGES = ("farspan", "torch", "ray", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
@@ -239,7 +241,8 @@ def asked_of_driver(fields: tuple[str, ...]) -> dict[str, Any]:
 
 def gpu(said: dict[str, str]) -> dict[str, Any]:
     """A row of nvidia-smi; what it does not know it writes as "[N/A]"."""
-    memory, capability = said["memory.total"], said.get("compute_cap", "").split(".")
+    memory = said["memory.total"]
+    capability = said.get("compute_cap", "").split(".")
     return {
         "name": said["name"],
         "memory": int(float(memory) * 2**20) if memory.replace(".", "", 1).isdigit() else 0,
@@ -311,14 +314,17 @@ def reach(address: str, port: int, secret: str, deadline: float, pings: int) -> 
         connection = socket.create_connection((ip, port), timeout=deadline)
     except OSError as error:
         return failure(error, f"no answer within {deadline:g} s")
-    rtts, offsets, failed = [], [], {"failed": "timeout", "fact": "connected, then no answer"}
+    rtts = []
+    offsets = []
+    failed = {"failed": "timeout", "fact": "connected, then no answer"}
     with connection:
         end = time.monotonic() + deadline
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(secret.encode() + b"p")
             for _ in range(pings):
-                began, sent = time.perf_counter(), time.time()
+                began = time.perf_counter()
+                sent = time.time()
                 connection.sendall(b".")
                 answer = connection.recv(8)
                 rtt = time.perf_counter() - began

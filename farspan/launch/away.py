@@ -29,7 +29,8 @@ def away(hosts: Sequence[Host]) -> set[str]:
         )
         if not there:
             return set(unreachable)
-        home, others = there[0].name, [host.name for host in there[1:]]
+        home = there[0].name
+        others = [host.name for host in there[1:]]
         pairs = [(home, other) for other in others]
         if len(there) <= MOST_PAIRED:
             pairs += combinations(others, 2)

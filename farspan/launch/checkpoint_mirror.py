@@ -58,7 +58,10 @@ class CheckpointMirror:
         there: RunFolder,
         flaw_of: FlawOf | None = None,
     ) -> None:
-        self._host, self._plan, self._here, self._there = host, plan, here, there
+        self._host = host
+        self._plan = plan
+        self._here = here
+        self._there = there
         self._flaw_of = flaw_of or (lambda path: "")
         #: What is to be copied next, in the background; None where nothing waits.
         self._waiting: tuple[str, ...] | None = None
@@ -85,7 +88,8 @@ class CheckpointMirror:
     def warnings(self) -> list[str]:
         """What went wrong since this was last asked."""
         with self._changed:
-            told, self._warnings = self._warnings, []
+            told = self._warnings
+            self._warnings = []
         return told
 
     def _work(self) -> None:
@@ -100,7 +104,8 @@ class CheckpointMirror:
         """What to copy next, once there is something; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting is not None)
-            names, self._waiting = self._waiting, None
+            names = self._waiting
+            self._waiting = None
             return None if self._closed else names
 
     def _excuse(self, name: str, error: Exception) -> None:
@@ -117,7 +122,8 @@ class CheckpointMirror:
         """Let the copy that is being made come to its end; nothing is copied in the background
         afterwards."""
         with self._changed:
-            self._closed, self._waiting = True, None
+            self._closed = True
+            self._waiting = None
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
@@ -258,7 +264,8 @@ class Bounded:
     nothing for QUIET_S."""
 
     def __init__(self, stream: IO[bytes], plan: Plan) -> None:
-        self._descriptor, self._most = stream.fileno(), most_bytes(plan)
+        self._descriptor = stream.fileno()
+        self._most = most_bytes(plan)
         self._left = self._most
 
     def read(self, size: int) -> bytes:

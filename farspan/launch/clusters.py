@@ -60,7 +60,8 @@ def this_machine() -> Cluster:
 
 
 def _path(name: str) -> Path:
-    path, ours = Path(name).expanduser(), named()
+    path = Path(name).expanduser()
+    ours = named()
     if path.is_file():
         return path
     if path.is_dir():

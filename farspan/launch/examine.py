@@ -27,7 +27,10 @@ DATAGRAM_S = 3.0
 PINGS = 12
 #: Seconds that a stream gets to grow, beside GROW_RTTS round trips; then it is timed so long, or
 #: TIMED_RTTS if longer.
-GROW_S, GROW_RTTS, TIMED_S, TIMED_RTTS = 0.5, 16, 1.0, 20
+GROW_S = 0.5
+GROW_RTTS = 16
+TIMED_S = 1.0
+TIMED_RTTS = 20
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +205,8 @@ def stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
     """As many bytes as arrive at `b` over so many streams from `a`, after they have grown. A lost
     packet holds back what follows it for a round trip: some twenty of them make that a small
     share."""
-    grow, timed = GROW_S + GROW_RTTS * rtt_s, max(TIMED_S, TIMED_RTTS * rtt_s)
+    grow = GROW_S + GROW_RTTS * rtt_s
+    timed = max(TIMED_S, TIMED_RTTS * rtt_s)
     a.ask("stream", **b.target, streams=streams, seconds=grow + timed + 0.1)
     time.sleep(grow)
     first = [agent.ask("received") for agent in (a, b)]

@@ -28,7 +28,8 @@ class ExitReader:
     """Collects the evidence of how workers of one start ended, from all hosts."""
 
     def __init__(self, plan: Plan, run: RunFolder, hosts: Sequence[Host]) -> None:
-        self._plan, self._run = plan, run
+        self._plan = plan
+        self._run = run
         self._hosts = {host.name: host for host in hosts}
         #: Processes that this machine's kernel had killed for memory before the start.
         self._killed_before = machine_kills()
@@ -38,7 +39,8 @@ class ExitReader:
     ) -> Iterator[WorkerExit]:
         """Yield how workers of a process failed: what each wrote on its host, else what its
         launcher has `reported`, with the last words of their log."""
-        host, wrote = process.host, set()
+        host = process.host
+        wrote = set()
         logs = run_folder(host, self._plan, self._run).logs
         for rank in process.ranks:
             where = logs / f"rank-{rank}.problem.json"
@@ -54,7 +56,8 @@ class ExitReader:
     def _with_memory(self, end: WorkerExit) -> WorkerExit:
         """Return the exit of a killed worker with the memory that it held, and what the kernel
         says."""
-        host, on_cpu = self._hosts[end.host], self._plan.devices[end.rank].backend == "cpu"
+        host = self._hosts[end.host]
+        on_cpu = self._plan.devices[end.rank].backend == "cpu"
         folder = run_folder(host, self._plan, self._run)
 
         # What it held at its last step.
@@ -94,8 +97,10 @@ def cause_of(exits: Sequence[WorkerExit], run: RunFolder, *, saved: bool) -> Pro
     problems = [end.problem or _problem_from_outside(end, signalled, run, saved) for end in exits]
 
     def distance(number: int) -> tuple[bool, bool, bool, bool]:
-        problem, wrote = problems[number], exits[number].problem is not None
-        lost, preempted = problem.code == "worker-lost", problem.code == "preempted"
+        problem = problems[number]
+        wrote = exits[number].problem is not None
+        lost = problem.code == "worker-lost"
+        preempted = problem.code == "preempted"
         return lost, preempted, wrote, problem.cause != "own"
 
     return problems[min(range(len(exits)), key=distance)]
@@ -105,8 +110,11 @@ def _problem_from_outside(
     end: WorkerExit, signalled: Mapping[int, str], run: RunFolder, saved: bool
 ) -> Problem:
     """Return what the end of a worker that wrote nothing means to the user."""
-    remedy, words = run.resume(), f"last words: {end.last_words}"
-    code, fact, killed = "worker-lost", end.fact, None
+    remedy = run.resume()
+    words = f"last words: {end.last_words}"
+    code = "worker-lost"
+    fact = end.fact
+    killed = None
     if end.code is not None and end.code < 0:
         killed = signal.Signals(-end.code).name
         fact = f"ended by {killed}"
@@ -130,7 +138,8 @@ def _problem_from_outside(
     if end.killed_for != "other":
         fact += f", as the kernel does when memory runs out{end.memory}"
     if end.killed_for == "memory":
-        code, remedy = "out-of-memory", LESS_MEMORY
+        code = "out-of-memory"
+        remedy = LESS_MEMORY
     return Problem(
         code=code,
         what=f"rank {end.rank} on {end.host} was lost",

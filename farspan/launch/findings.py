@@ -78,10 +78,8 @@ def _unreachable(way: HostPath, examined: Examination, hosts: dict[str, Host]) -
     target = address(hosts[way.b])
     own = examined.hosts[way.a].interfaces.get(way.interface or "", way.a)
     if way.failed == "name":
-        what, remedy = (
-            f"{way.a} does not know the name {target}",
-            f"set address: of {shell_word(way.b)} in the cluster file",
-        )
+        what = f"{way.a} does not know the name {target}"
+        remedy = f"set address: of {shell_word(way.b)} in the cluster file"
     elif back.failed is None:
         what = f"{way.b} refuses connections from {way.a}; the other direction works"
         remedy = f"on {shell_word(way.b)}: sudo ufw allow proto tcp from {shell_word(own)}"
@@ -89,10 +87,8 @@ def _unreachable(way: HostPath, examined: Examination, hosts: dict[str, Host]) -
         what = f"{way.b} refuses connections from {way.a}, though packets arrive"
         remedy = f"on {shell_word(way.b)}: sudo ufw allow proto tcp from {shell_word(own)}"
     elif way.one_way:
-        what, remedy = (
-            f"answers of {way.b} do not reach {way.a}",
-            f"see the link {shell_word(way.b)} -> {shell_word(way.a)}",
-        )
+        what = f"answers of {way.b} do not reach {way.a}"
+        remedy = f"see the link {shell_word(way.b)} -> {shell_word(way.a)}"
     else:
         what = f"the link {way.a} -> {way.b} is cut: nothing of {way.a} arrives at {way.b}"
         remedy = f"on {shell_word(way.a)}: traceroute {shell_word(target)}"
@@ -107,7 +103,8 @@ def _unreachable(way: HostPath, examined: Examination, hosts: dict[str, Host]) -
 
 
 def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
-    facts, where = examined.hosts[host.name], f"host {host.name}"
+    facts = examined.hosts[host.name]
+    where = f"host {host.name}"
     host_word = shell_word(host.name)
     # A system other than Linux names none of its interfaces.
     absent = bool(facts.interfaces) and host.interface not in facts.interfaces

@@ -29,11 +29,13 @@ from farspan.domain.problems import Refusal
 CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up
 #: after CONNECT_S).
-START_S, CONNECT_S = 12.0, 8
+START_S = 12.0
+CONNECT_S = 8
 #: ssh asks a host that says nothing every so many seconds whether it is there, and ends after so
 #: many times without an answer: a line that is cut, or that a router has forgotten, would else be
 #: waited on for hours.
-ALIVE_S, UNANSWERED = 5, 3
+ALIVE_S = 5
+UNANSWERED = 3
 #: A host answers a question about its files within this.
 ANSWER_S = 30.0
 #: An answer of more bytes is none: a host must not fill this machine's memory.
@@ -139,7 +141,8 @@ def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> bytes
     """All that a process prints until it ends; None where that is more than `most` bytes, or is not
     done by then."""
     assert process.stdout is not None
-    content, descriptor = bytearray(), process.stdout.fileno()
+    content = bytearray()
+    descriptor = process.stdout.fileno()
     while True:
         if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
             return None
@@ -248,7 +251,8 @@ class Agent:
         )
 
     def _unreachable(self, cause: str, fact: str) -> Refusal:
-        name, host_word = self.host.name, shell_word(self.host.name)
+        name = self.host.name
+        host_word = shell_word(self.host.name)
         remedy = {
             "name": f"add {host_word} to ~/.ssh/config with its HostName",
             "route": f"ping {host_word}",

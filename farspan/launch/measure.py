@@ -42,7 +42,8 @@ SMALLER = (
 STREAMS = (1, 2, 4, 8, 16)
 PINGS = 40
 #: Datagrams that loss is counted on, and the pause between two.
-DATAGRAMS, GAP_S = 2000, 0.0005
+DATAGRAMS = 2000
+GAP_S = 0.0005
 #: Bytes of the all-reduces: one that only the round trips cost, a bucket, and one that the line
 #: decides.
 ALLREDUCE_BYTES = (8, 4_000_000, 64_000_000)
@@ -54,7 +55,8 @@ SEQUENCES = (1, 2, 4, 8)
 ROWS = {"cpu": 512, "mps": 2048, "cuda": 8192}
 #: Sequences whose activations are sent at once, and bytes of one of their numbers: a microbatch of
 #: a pipeline in bf16.
-SENT_ROWS, SENT_BYTES = 8, 2
+SENT_ROWS = 8
+SENT_BYTES = 2
 #: A single stream is window-limited where several get this much more.
 LIMITED = 1.5
 
@@ -119,7 +121,8 @@ def measure(
 def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
     """(m, k, n) of the model's matrix products: queries with keys and values, output, up, down,
     head."""
-    d, kv = model.d_model, model.kv_heads * (model.d_model // model.heads)
+    d = model.d_model
+    kv = model.kv_heads * (model.d_model // model.heads)
     products = [(d, d + 2 * kv), (d, d), (d, model.d_ff), (model.d_ff, d), (d, model.vocab_size)]
     return [(rows, k, n) for k, n in dict.fromkeys(products)]
 
@@ -270,10 +273,8 @@ def _together(
 ) -> dict[int, float]:
     """Seconds of all-reduces over these devices; of none where one of them fails, which the others
     then do, too."""
-    meeting, problems = (
-        arrange(list({host.name: host for host, _ in ranks}.values())),
-        dict[int, Problem](),
-    )
+    meeting = arrange(list({host.name: host for host, _ in ranks}.values()))
+    problems = dict[int, Problem]()
 
     def ask(rank: int) -> dict[int, float]:
         host, index = ranks[rank]
@@ -340,7 +341,8 @@ def _pairs(cluster: Cluster) -> list[tuple[Host, Host]]:
 
 
 def _link(a: Agent, b: Agent, activation_bytes: int) -> Link:
-    there, back = _working(reach(a, b, PINGS)), _working(reach(b, a, PINGS))
+    there = _working(reach(a, b, PINGS))
+    back = _working(reach(b, a, PINGS))
     rtt = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
     streamed = {count: stream(a, b, count, rtt) for count in STREAMS}
     rates = {count: sent.rate for count, sent in streamed.items()}

@@ -57,7 +57,10 @@ class Probe:
         device: int | None = None,
         remedy: str = SMALLER,
     ) -> None:
-        self._host, self._threads, self._device, self._remedy = host, threads, device, remedy
+        self._host = host
+        self._threads = threads
+        self._device = device
+        self._remedy = remedy
         self._process: subprocess.Popen[bytes] | None = None
         #: Bytes that the process held at most, when it last answered.
         self._peak = 0
@@ -141,7 +144,8 @@ class Probe:
         otherwise."""
         assert self._process is not None
         device = "" if self._device is None else f", device {self._device}"
-        where, code = f"host {self._host.name}{device}", self._process.wait(timeout=10)
+        where = f"host {self._host.name}{device}"
+        code = self._process.wait(timeout=10)
         if late or code not in KILLED:
             fact = f"no answer within {ANSWER_S:.0f} s" if late else f"exit code {code}"
             return Refusal(

@@ -123,7 +123,8 @@ class HostProcess:
         answers: bool = False,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.host, self.ranks = host, ranks
+        self.host = host
+        self.ranks = ranks
         self._held = bool(ranks) and said is None and (hold or by_client(host, device))
         #: Whether it stops by the word alone, without a signal.
         self._stops_by_word = said is not None or self._held
@@ -131,7 +132,8 @@ class HostProcess:
             words = module_command(interpreter(host), "farspan.launch.stop_on_stdin", *words)
             said = f"{secret or ''}\n".encode()
         elif secret is not None:
-            words, said = ["env", f"{SECRET}={ON_STDIN}", *words], f"{secret}\n".encode()
+            words = ["env", f"{SECRET}={ON_STDIN}", *words]
+            said = f"{secret}\n".encode()
         # A session of its own: Ctrl-C reaches only the launcher, which passes it on once. It
         # inherits the run's lock, which holds as long as any worker lives, even without its
         # launcher.

@@ -66,7 +66,8 @@ class RankActor:
     """Runs one worker as a process of the node that the actor lives on."""
 
     def place(self) -> Spot:
-        address, port = ray.util.get_node_ip_address(), int(free_ports(1)["ports"][0])
+        address = ray.util.get_node_ip_address()
+        port = int(free_ports(1)["ports"][0])
         interface = next((name for name, ip in interfaces().items() if ip == address), "")
         ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         names = [
@@ -179,7 +180,8 @@ def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
     ]
     spots = _spots(job, created)
     order = takers(job, spots)
-    actors, places = [created[k] for k in order], [spots[k] for k in order]
+    actors = [created[k] for k in order]
+    places = [spots[k] for k in order]
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank])
         environment |= meeting_environment(
@@ -256,11 +258,14 @@ def watch(job: Job, actors: list[Any]) -> list[WorkerExit]:
     """Return how workers ended, once all have or, after a failure, GRACE_S later: then the others
     are killed, and left out."""
     running = {actor.wait.remote(): rank for rank, actor in enumerate(actors)}
-    exits, until = list[WorkerExit](), math.inf
+    exits = list[WorkerExit]()
+    until = math.inf
     while running and time.monotonic() < until:
         for ended in ray.wait(list(running), timeout=POLL_S)[0]:
             rank = running.pop(ended)
-            code, problem, fact = None, None, ""
+            code = None
+            problem = None
+            fact = ""
             try:
                 code, problem = ray.get(ended)
             except ray.exceptions.RayError as error:
@@ -326,7 +331,8 @@ def main() -> int:
         return 0
     if token := first_line().strip():
         os.environ["RAY_AUTH_TOKEN"] = token
-    secret, requests = first_line().strip(), Requests()
+    secret = first_line().strip()
+    requests = Requests()
     follow_input(stop=requests.say, ended=requests.say)
     job = msgspec.json.decode(sys.argv[1], type=Job)
     try:

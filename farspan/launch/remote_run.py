@@ -46,9 +46,13 @@ class RemoteRun:
         there: RunFolder,
         flaw_of: FlawOf | None = None,
     ) -> None:
-        self._host, self._plan, self._here, self._there = host, plan, here, there
+        self._host = host
+        self._plan = plan
+        self._here = here
+        self._there = there
         self.mirror = CheckpointMirror(host, plan, here, there, flaw_of)
-        self._asked_at, self._pulled = 0.0, 0
+        self._asked_at = 0.0
+        self._pulled = 0
 
     def send(self) -> None:
         """Plan, tokens and what was saved, unless they are there. Raises Refusal
@@ -123,7 +127,8 @@ class RemoteRun:
         (path-missing)."""
         if initial is None:
             return None
-        here, there = Path(initial), self._there.path / "initial"
+        here = Path(initial)
+        there = self._there.path / "initial"
         if not here.is_dir():
             raise missing_path(here)
         files = [
@@ -200,7 +205,8 @@ def _inside(path: Path, folder: Path) -> Path:
     """The file that a name in a model's folder leads to. In the cache of Hugging Face all files are
     links to `blobs` of the same model. Raises Refusal (path-unusable) for a link out of the model,
     which would send what is there."""
-    real, whole = path.resolve(), folder.resolve()
+    real = path.resolve()
+    whole = folder.resolve()
     cached = whole.parent.name == "snapshots" and real.is_relative_to(whole.parent.parent / "blobs")
     if not (real.is_relative_to(whole) or cached):
         raise Refusal(

@@ -35,7 +35,8 @@ SPARE_BYTES = 400 * 10**6
 END_S = 5.0
 #: A spare that does not answer and has not computed for this long stands still. One that still
 #: imports computes; after the second limit a fresh worker is quicker.
-SILENCE_S, IMPORT_S = 3.0, 60.0
+SILENCE_S = 3.0
+IMPORT_S = 60.0
 #: How often a spare that is asked is looked at.
 POLL_S = 0.1
 
@@ -72,7 +73,8 @@ class SpareProcess(HostProcess):
     def is_ready(self) -> bool:
         """Ask it, once, and wait for the answer. False where it has ended or stands still."""
         self.say(SPARE_ASKED)
-        said, computed_s = b"", -1.0
+        said = b""
+        computed_s = -1.0
         began = active = time.monotonic()
         while not said.endswith(SPARE_READY):
             if self._answers in select.select([self._answers], [], [], POLL_S)[0]:
@@ -81,7 +83,8 @@ class SpareProcess(HostProcess):
                 said += piece
             now = time.monotonic()
             if (seconds := self._computed_s()) != computed_s:
-                computed_s, active = seconds, now
+                computed_s = seconds
+                active = now
             if now - active > SILENCE_S or now - began > IMPORT_S:
                 return False
         return True
@@ -108,7 +111,8 @@ class SpareProcess(HostProcess):
         task = SpareTask(
             plan=str(folder.plan), run=str(folder.path), environment=environment, log=str(log)
         )
-        self.ranks, self._stops_by_word = (rank,), False
+        self.ranks = (rank,)
+        self._stops_by_word = False
         self._answers.close()
         self.say(msgspec.json.encode(task) + f"\n{secret}\n".encode())
 
@@ -122,7 +126,8 @@ class Spares:
     def fill(self, plan: Plan, hosts: Sequence[Host], logs: Path, keep_open: int) -> None:
         """Have a spare for each device of a plan with several workers, where it is entered without
         a client and there is memory for it."""
-        by_name, lacking = {host.name: host for host in hosts}, Counter[Seat]()
+        by_name = {host.name: host for host in hosts}
+        lacking = Counter[Seat]()
         for device in plan.devices if len(plan.devices) > 1 else ():
             if not by_client(by_name[device.host], device.index):
                 lacking[Seat(device.host, device.index, device.threads)] += 1

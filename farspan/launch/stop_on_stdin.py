@@ -29,7 +29,8 @@ from farspan.domain.standard_input import KILL, LED, STOP, first_line
 
 #: Of Linux's prctl.h: the signal that a process gets when its parent ends; who adopts what its
 #: descendants leave.
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def follow_input(
@@ -59,7 +60,8 @@ def run(
     it. With `adopt` until all have ended that it leaves behind. With `leads` the command's standard
     input says STOP, and ends with this process. When it is to be asked, `first` is called
     before."""
-    asked, killed = threading.Event(), threading.Event()
+    asked = threading.Event()
+    killed = threading.Event()
 
     def stop() -> None:
         if process.stdin is not None:
@@ -100,7 +102,8 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     """The command, before any other thread runs here, which could hold a lock while its process is
     made."""
-    linux, parent = sys.platform == "linux", os.getpid()
+    linux = sys.platform == "linux"
+    parent = os.getpid()
 
     def follow() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

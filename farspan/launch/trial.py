@@ -47,16 +47,20 @@ from farspan.semantics.identity import plan_key
 WARMUP = 2
 #: Steps between the meetings of replicas in a trial, and how many such rounds are timed after a
 #: first.
-EVERY, ROUNDS = 4, 2
+EVERY = 4
+ROUNDS = 2
 #: Processes have so long to start and meet; steps so many times their predicted time, and a while
 #: for what the first of them open and load.
-START_S, LATE, FIRST_S = 120.0, 4.0, 30.0
+START_S = 120.0
+LATE = 4.0
+FIRST_S = 30.0
 #: What a host lacks of the corpus is sent to it at least so fast, bytes a second. A choice: 10
 #: Mbit/s, shared by few.
 SEND_RATE = 1e6
 #: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast,
 #: bytes a second.
-STATE_BYTES, STATE_RATE = 16, 2e8
+STATE_BYTES = 16
+STATE_RATE = 2e8
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,11 +124,9 @@ def shortened(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
 def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Limits) -> Trial:
     """Run a plan on a prepared corpus; what it dies of is in the Trial. Raises Refusal
     (interrupted) alone."""
-    short, began, key = (
-        shortened(plan, within.steps, within.warmup),
-        time.monotonic(),
-        plan_key(plan),
-    )
+    short = shortened(plan, within.steps, within.warmup)
+    began = time.monotonic()
+    key = plan_key(plan)
     with tempfile.TemporaryDirectory(prefix="farspan-trial-") as folder:
         run = _run_folder(RunFolder(Path(folder, "run")), short, corpus)
         try:
@@ -182,7 +184,8 @@ def _run(
 ) -> list[float]:
     """When each step but the last ended: after the last one the model would be saved and tried.
     Raises Refusal."""
-    wanted, ends = plan.train.steps - 1, list[float]()
+    wanted = plan.train.steps - 1
+    ends = list[float]()
     with launch(launcher, plan, run, cluster) as workers, Deadline(workers, starting_s) as deadline:
         workers.fetches = False
         try:
@@ -222,7 +225,9 @@ class Deadline:
     nothing of them is to be saved."""
 
     def __init__(self, workers: Workers, seconds: float) -> None:
-        self._workers, self.seconds, self.passed = workers, seconds, False
+        self._workers = workers
+        self.seconds = seconds
+        self.passed = False
         self._timer = threading.Timer(seconds, self._pass)
 
     def begin(self, seconds: float) -> None:

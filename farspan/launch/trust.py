@@ -115,7 +115,8 @@ def _links(run: RunFolder) -> Iterator[Path]:
 def _commands(run: RunFolder) -> list[str]:
     """What a run starts beside this Python: how it enters hosts and devices, what it runs there,
     and the Ray cluster that it hands a token to."""
-    cluster, launcher = load_cluster_json(run.cluster), load(run.record, RunRecord).launcher
+    cluster = load_cluster_json(run.cluster)
+    launcher = load(run.record, RunRecord).launcher
     joined = [f"a launcher, {launcher}"] if ":" in launcher else []
     for host in cluster.hosts:
         for device in (None, *range(len(host.devices))):

@@ -96,7 +96,10 @@ class Workers(ABC):
         argument: str = "",
         held: Held | None = None,
     ) -> None:
-        self.plan, self.run, self.cluster, self.argument = plan, run, cluster, argument
+        self.plan = plan
+        self.run = run
+        self.cluster = cluster
+        self.argument = argument
         planned = {device.host for device in plan.devices}
         #: Those that the plan uses, rank 0's first.
         self.hosts = tuple(host for host in cluster.hosts if host.name in planned)
@@ -108,7 +111,8 @@ class Workers(ABC):
                 fact=f"it has {', '.join(host.name for host in cluster.hosts)}",
                 remedy="farspan train run.yaml",
             )
-        first, self._away = self.hosts[0], None
+        first = self.hosts[0]
+        self._away = None
         if first.folder is not None and self.sends:
             flaw_of = None if held is None else held.flaw_of
             self._away = RemoteRun(first, plan, run, run_folder(first, plan, run), flaw_of)
@@ -123,7 +127,8 @@ class Workers(ABC):
         run.require_there()
         run.logs.mkdir(exist_ok=True)
         #: Whether the lease ends with these workers: one that is held goes on.
-        self._ends_lease, lease = held is None, Lease(run) if held is None else held.lease
+        self._ends_lease = held is None
+        lease = Lease(run) if held is None else held.lease
         self._held = held or Held(lease, lease.begin(), Spares())
         for kind in RECORDS:
             for stale in run.logs.glob(f"rank-*.{kind}.json"):
@@ -333,7 +338,8 @@ class Workers(ABC):
         raise Refusal.of(cause)
 
     def _interrupted(self, what: str, fact: str) -> Refusal:
-        where, remedy = self.run.path, self.run.resume()
+        where = self.run.path
+        remedy = self.run.resume()
         return Refusal("interrupted", what=what, where=where, fact=fact, remedy=remedy)
 
     @property

@@ -127,7 +127,8 @@ def from_config(config: Config) -> ModelSpec:
     demand(config, "scale_attn_weights", (True,))
     demand(config, "scale_attn_by_inverse_layer_idx", (False,))
     demand(config, "add_cross_attention", (False,))
-    d_model, heads = require(config, "n_embd"), require(config, "n_head")
+    d_model = require(config, "n_embd")
+    heads = require(config, "n_head")
     return ModelSpec(
         family="gpt2",
         layers=require(config, "n_layer"),
@@ -148,10 +149,12 @@ def from_config(config: Config) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    d, maps = spec.d_model, [table("tok", "transformer.wte", spec.vocab_size)]
+    d = spec.d_model
+    maps = [table("tok", "transformer.wte", spec.vocab_size)]
     maps.append(table("pos", "transformer.wpe", spec.context))
     for i in range(spec.layers):
-        ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
+        ours = f"blocks.{i}"
+        theirs = f"transformer.h.{i}"
         maps += norm(spec, f"{ours}.attn_norm", f"{theirs}.ln_1")
         maps += linear(
             spec, f"{ours}.attn.qkv", (f"{theirs}.attn.c_attn",), (3 * d,), transpose=True

@@ -136,7 +136,8 @@ def from_config(config: Config) -> ModelSpec:
     """The spec of a config.json; a Refusal names what farspan does not compute."""
     demand(config, "hidden_act", ("silu", "swish"))
     demand(config, "partial_rotary_factor", (1.0,))
-    d_model, heads = require(config, "hidden_size"), require(config, "num_attention_heads")
+    d_model = require(config, "hidden_size")
+    heads = require(config, "num_attention_heads")
     demand(config, "head_dim", (d_model // heads, None))
     bias = config.get("attention_bias", False)
     if config.get("mlp_bias", False) != bias:
@@ -170,11 +171,14 @@ def from_config(config: Config) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    d, kv = spec.d_model, spec.kv_heads * spec.head_dim
+    d = spec.d_model
+    kv = spec.kv_heads * spec.head_dim
     maps = [table("tok", "model.embed_tokens", spec.vocab_size)]
     for i in range(spec.layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        ours = f"blocks.{i}"
+        theirs = f"model.layers.{i}"
+        attention = f"{theirs}.self_attn"
+        mlp = f"{theirs}.mlp"
         maps += norm(spec, f"{ours}.attn_norm", f"{theirs}.input_layernorm")
         qkv = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
         maps += linear(spec, f"{ours}.attn.qkv", qkv, (d, kv, kv))

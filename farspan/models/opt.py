@@ -135,11 +135,13 @@ def from_config(config: Config) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    d, decoder = spec.d_model, "model.decoder"
+    d = spec.d_model
+    decoder = "model.decoder"
     maps = [table("tok", f"{decoder}.embed_tokens", spec.vocab_size)]
     maps.append(table("pos", f"{decoder}.embed_positions", spec.context + spec.extra_positions))
     for i in range(spec.layers):
-        ours, theirs = f"blocks.{i}", f"{decoder}.layers.{i}"
+        ours = f"blocks.{i}"
+        theirs = f"{decoder}.layers.{i}"
         attention = f"{theirs}.self_attn"
         qkv = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
         maps += norm(spec, f"{ours}.attn_norm", f"{theirs}.self_attn_layer_norm")

@@ -94,7 +94,8 @@ def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
 
 def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
     preset = models.preset(str(config.model.preset))
-    base, knobs = preset.spec, _knobs(config)
+    base = preset.spec
+    knobs = _knobs(config)
     if config.model.family not in (None, base.family):
         fact = f"preset {preset.name} is of family {base.family}"
         raise out_of_range("model.family", config.model.family, fact, "remove model.family")
@@ -122,14 +123,16 @@ def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
 def _from_size(
     config: RunConfig, corpus: CorpusManifest, cluster: Cluster, matmul_flops: Callable[[], float]
 ) -> ChosenModel:
-    family, knobs = config.model.family or DEFAULT_FAMILY, _knobs(config)
+    family = config.model.family or DEFAULT_FAMILY
+    knobs = _knobs(config)
     origin = {
         "model.family": given_or(config.model.family, "default"),
         "model.vocab_size": "corpus: its tokenizer's",
         **{f"model.{key}": "run.yaml" for key in knobs},
     }
     if "layers" in knobs and "d_model" in knobs:
-        target, origin["model.size"] = None, "run.yaml: model.layers and model.d_model"
+        target = None
+        origin["model.size"] = "run.yaml: model.layers and model.d_model"
     else:
         target, origin["model.size"] = _target(config, corpus, cluster, matmul_flops)
     context, origin["model.context"] = _context(config, corpus, target)
@@ -252,7 +255,8 @@ def _remedy(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
     """How a corpus comes to fill its windows: a larger share is held out where that is enough, else
     text is added."""
     needed = seq_len + 1
-    train, val = corpus.train, corpus.val
+    train = corpus.train
+    val = corpus.val
     asked_percent = 100 * parse_fraction(config.data_config.val)
     for percent in (10, 20, 30):
         held = (train.tokens + val.tokens) * percent / 100

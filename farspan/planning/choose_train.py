@@ -31,7 +31,8 @@ from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, 
 
 #: A run has about so many validations, and spends about this share of its compute on them (forward
 #: is a third).
-VALIDATIONS, VALIDATION_SHARE = 12, 0.05
+VALIDATIONS = 12
+VALIDATION_SHARE = 0.05
 #: Validations in a row, each clearly worse than the best, after which a run that reads its text
 #: again and again ends: a quarter of the run. A choice, not a fit.
 PATIENCE = 3
@@ -59,7 +60,8 @@ def batch_tokens(run_tokens: float) -> float:
 def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
     """What the probe trains to measure this model on one device: all that run.yaml settles by
     itself; `batch` is the sequences that the device is likely to get at a time."""
-    asked, seq_len = config.train, chosen.seq_len
+    asked = config.train
+    seq_len = chosen.seq_len
     rows = asked.batch.per_device or FEWEST_BATCH_TOKENS // seq_len
     if asked.batch.global_ is not None:
         rows = asked_rows(asked.batch.global_, seq_len) // workers
@@ -89,9 +91,12 @@ def choose_train(
 ) -> tuple[TrainSpec, dict[str, str], tuple[str, ...]]:
     """The drafted training made concrete, where each value came from, and warnings. The tightest of
     steps, tokens, epochs, time and dollars decides the length."""
-    asked, seq_len, workers = config.train, chosen.seq_len, len(cluster.devices)
+    asked = config.train
+    seq_len = chosen.seq_len
+    workers = len(cluster.devices)
     precision, precision_from = _precision(config, cluster, probe)
-    speed, end_s = probe.speeds[precision], deadline_s(config, cluster)
+    speed = probe.speeds[precision]
+    end_s = deadline_s(config, cluster)
     limits = _limits(config, chosen.model, corpus, timed=end_s is not None)
     seconds = math.inf if end_s is None else (1 - RESERVE) * end_s
     in_time = seconds / step_seconds(1, seq_len, speed, cluster) * workers * seq_len
@@ -181,22 +186,19 @@ def _batch(
     config: RunConfig, chosen: ChosenModel, corpus: CorpusManifest, workers: int, run_tokens: float
 ) -> tuple[int, str]:
     """Sequences of a step over all devices, and where the number came from."""
-    windows, asked = (corpus.train.tokens - 1) // chosen.seq_len, config.train.batch
+    windows = (corpus.train.tokens - 1) // chosen.seq_len
+    asked = config.train.batch
     if asked.global_ is None and asked.per_device is None:
         return _auto_batch(chosen, windows, workers, run_tokens, corpus.source)
     if asked.per_device is not None:
-        rows, key, value = (
-            asked.per_device * workers,
-            "train.batch.per_device",
-            str(asked.per_device),
-        )
+        rows = asked.per_device * workers
+        key = "train.batch.per_device"
+        value = str(asked.per_device)
     else:
         assert asked.global_ is not None
-        rows, key, value = (
-            asked_rows(asked.global_, chosen.seq_len),
-            "train.batch.global",
-            str(asked.global_),
-        )
+        rows = asked_rows(asked.global_, chosen.seq_len)
+        key = "train.batch.global"
+        value = str(asked.global_)
     if rows > windows:
         fact = (
             f"a step would read {counted(rows, 'sequence')} of {chosen.seq_len} tokens, the "
@@ -240,7 +242,8 @@ def _steps(
     """Steps within every limit, one at least, and within `seconds`, which even one step may
     exceed; steps within the limits alone, which a run may make that is faster than `step_s`; and
     where the first came from."""
-    asked, budget = config.train, config.budget
+    asked = config.train
+    budget = config.budget
     step_limits = [(max(1, int(tokens // step_tokens)), why) for tokens, why in limits]
     if asked.steps is not None:
         step_limits = [pair for pair in step_limits if not pair[1].startswith("default")]
@@ -279,7 +282,9 @@ def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> i
 
 
 def _warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tuple[str, ...]:
-    count, seen, warnings = parameters(model), train.steps * train.tokens_per_step, []
+    count = parameters(model)
+    seen = train.steps * train.tokens_per_step
+    warnings = []
     epochs = seen / corpus.train.tokens
     fits = max(SMALLEST, min(FRESH_EPOCHS * corpus.train.tokens, seen) / TOKENS_PER_PARAMETER)
     if seen / count < FAR_TOO_FEW and count > fits * (1 + TOLERANCE):

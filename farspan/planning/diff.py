@@ -134,8 +134,10 @@ def _figures(
     side: PlanSide, cluster: Cluster, to: str
 ) -> dict[str, tuple[float | None, Callable[[float], str]]]:
     """Return each figure of a plan, and how it is written."""
-    estimate, queue_s = side.estimate, side.queue_s
-    scale, (low_s, high_s) = estimate.equal_loss_factor, estimate.equal_loss_interval_s
+    estimate = side.estimate
+    queue_s = side.queue_s
+    scale = estimate.equal_loss_factor
+    (low_s, high_s) = estimate.equal_loss_interval_s
     bubble_s = estimate.bubble_s if estimate.bubble_s > 1e-9 * estimate.step_s else 0.0
     usd = None if estimate.usd is None else estimate.usd * scale
     kwh = None if estimate.kwh is None else estimate.kwh * scale

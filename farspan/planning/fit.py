@@ -39,9 +39,13 @@ Asked = Literal["model", "batch", "memory"]
 QUICK = ("fsdp", "hsdp", "zero2", "zero1", "data")
 #: Neighbouring rungs of models and of memory differ by about so much; they are three digits long,
 #: to be typed. More than MOST_RUNGS of them no ladder has.
-MODEL_STEP, MEMORY_STEP, MOST_RUNGS = 0.02, 0.01, 1200
+MODEL_STEP = 0.02
+MEMORY_STEP = 0.01
+MOST_RUNGS = 1200
 #: The smallest model that is tried, and the least and the most memory.
-LEAST_PARAMETERS, LEAST_MEMORY, MOST_MEMORY = 1_000_000, 64_000_000, 4_000_000_000_000
+LEAST_PARAMETERS = 1_000_000
+LEAST_MEMORY = 64_000_000
+MOST_MEMORY = 4_000_000_000_000
 #: Sequences a device at once that are tried at most.
 MOST_ROWS = 2**16
 #: A plan that lacks memory is looked for on devices up to so many times larger.
@@ -274,7 +278,8 @@ def climb(ground: Ground, ladder: Ladder) -> Fit | None:
     order.sort(key=lambda limit: -ladder.hardness(limit.amount))
 
     # The next rung, and what is lacking there.
-    best, used = order[0], len(order[0].places)
+    best = order[0]
+    used = len(order[0].places)
     index = search.after(best.amount, used)
     at_end = index == ladder.length
     return Fit(

@@ -32,9 +32,11 @@ from farspan.planning.why import costs_of
 #: Standard deviations of logarithms: of one trial's step from the next one's, and of the
 #: estimator's rates from what a plan meets. Choices: repeats in benchmarks/results/wan.jsonl differ
 #: by 3 %; rates that nobody probed are known worse.
-NOISE, DOUBT = 0.05, {"device": 0.25, "link": 0.25, "way": 0.2}
+NOISE = 0.05
+DOUBT = {"device": 0.25, "link": 0.25, "way": 0.2}
 #: Steps of the search, and the change of a pace's logarithm that slopes are taken over.
-ROUNDS, STEP = 4, 0.02
+ROUNDS = 4
+STEP = 0.02
 
 Paces = npt.NDArray[np.float64]
 

@@ -38,7 +38,8 @@ SHORTEST = 128
 MOST_SEARCHED = 16
 #: How many times each host's devices and hosts are multiplied when more devices are proposed, and
 #: how many devices that may make at most.
-TIMES, MOST_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64), 512
+TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+MOST_DEVICES = 512
 
 
 class Misfit(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +97,8 @@ def largest_tried(
     """The largest model of the family that fits by what plans showed that ran out of memory though
     they were predicted to fit (`held`); None where none that is smaller does."""
     out = [candidate for candidate, trial in tried if trial.status == "oom"]
-    less, model = held(cluster, asked.engine, out), asked.model
+    less = held(cluster, asked.engine, out)
+    model = asked.model
     ground = Ground(less, asked.engine, lambda model, cluster: asked.train, asked.allow)
     fit = climb(ground, model_ladder(ground, model.family, model.vocab_size, model.context))
     return None if fit is None or fit.best.amount >= parameters(model) else fit.best

@@ -49,7 +49,8 @@ def hourly_price(cluster: Cluster) -> float | None:
 def on_one_device(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: Engine) -> Estimate:
     """What one worker on the cluster's first device would take for `train.batch` sequences at a
     time."""
-    host, device = cluster.machines[0], cluster.devices[0]
+    host = cluster.machines[0]
+    device = cluster.devices[0]
     graph = models.graph(model)
     stage = Stage(
         units=(0, graph.units),
@@ -108,7 +109,8 @@ def calibrated(
     """The cluster whose devices of the first one's kind keep the pace and the memory that a trial
     measured there."""
     tried = msgspec.structs.replace(train, batch=probe.rows, seq_len=probe.seq_len)
-    speed, alone = probe.speeds[train.precision], on_one_device(model, tried, cluster, engine)
+    speed = probe.speeds[train.precision]
+    alone = on_one_device(model, tried, cluster, engine)
     kind = cluster.devices[0].kind
     # A trial saves nothing.
     elsewhere = alone.memory_bytes - round(alone.memory[0].framework + alone.memory[0].snapshot)

@@ -36,7 +36,8 @@ def trial_line(candidate: Candidate, trial: Trial) -> str:
 
 def why(selection: Selection) -> str:
     """Return the choice, the next plan, the number of trials, and why they ended."""
-    ranking, tried = selection.ranking, selection.tried
+    ranking = selection.ranking
+    tried = selection.tried
     spent = f" in {format_seconds(selection.spent_s)}" if tried else ""
     trials = f"{len(tried)} of {len(ranking.candidates)} plans tried{spent}"
     parts = [f"{trials}; {ENDED[selection.ended]}."]
@@ -50,7 +51,8 @@ def why(selection: Selection) -> str:
         if candidate is not chosen and candidate.eligible and (candidate.trial or not ran)
     ]
     for rival in rivals[:1]:
-        step, devices = short_time(rival.estimate.step_s), counted(len(rival.places), "device")
+        step = short_time(rival.estimate.step_s)
+        devices = counted(len(rival.places), "device")
         parts.insert(0, f"Next: {called(rival)}, {step} on {devices}, {verdict(ranking, rival)}.")
     how = "measured" if chosen.trial is not None else "predicted"
     step = f"{short_time(chosen.estimate.step_s)} a step {how}"
@@ -87,7 +89,8 @@ def nothing_runs(
 
     # The largest model that fits, by predictions or by what the trials needed.
     limit = largest_tried(ranking.cluster, asked, tried)
-    fits, remedy = "no smaller model of its family fits", "farspan rent"
+    fits = "no smaller model of its family fits"
+    remedy = "farspan rent"
     if limit is not None:
         size = format_count(limit.amount)
         fits = f"{size} parameters fit, with {limit.technique} on {limit.where}"

@@ -23,7 +23,9 @@ Number = TypeVar("Number", int, float)
 
 #: The least and the most of anything, of a time, and of a model's parameters: beyond them it is a
 #: slip of the pen. What follows from them still fits 64 bits.
-ANY, TIMES, PARAMETERS = ("0", "1e15"), ("1ms", "100y"), ("1", "100T")
+ANY = ("0", "1e15")
+TIMES = ("1ms", "100y")
+PARAMETERS = ("1", "100T")
 #: Names of the size dial: parameters in all, embeddings included.
 SIZES = {
     "tiny": 3_000_000,
@@ -44,10 +46,8 @@ def out_of_range(
     key: str, value: object, fact: str, remedy: str, file: str = "run.yaml"
 ) -> Refusal:
     """The refusal of one value of a file, or of a flag."""
-    what, where = (
-        f"{key} = {value} cannot be used",
-        key if key.startswith("--") else f"{file}, key {key}",
-    )
+    what = f"{key} = {value} cannot be used"
+    where = key if key.startswith("--") else f"{file}, key {key}"
     own = key if where == f"run.yaml, key {key}" else None
     return Refusal("out-of-range", what=what, where=where, fact=fact, remedy=remedy, key=own)
 
@@ -61,7 +61,8 @@ def setting_remedy(key: str, value: str) -> str:
 
 def _setting_unit_remedy(key: str, value: Quantity) -> str:
     """The remedy for a time without a unit: its writer knows whether it is minutes or seconds."""
-    minutes, seconds = f"{value}m", f"{value}s"
+    minutes = f"{value}m"
+    seconds = f"{value}s"
     if key.startswith("--"):
         return any_of((minutes, seconds), key)
     return f"set {key_word(key)}: {any_of((minutes, seconds))}"
@@ -165,7 +166,8 @@ def time_budget_s(config: RunConfig) -> float | None:
 def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
     """Seconds that the budget's time and dollars pay for, the fewer of both. Refuses dollars
     without a price."""
-    seconds, budget = time_budget_s(config), config.budget
+    seconds = time_budget_s(config)
+    budget = config.budget
     if budget.usd is None:
         return seconds
     price = budget.usd_per_hour or hourly_price(cluster)
@@ -202,7 +204,8 @@ def check(config: RunConfig) -> None:
         )
     if config.train.tokens is not None:
         asked_tokens(config.train.tokens, 1)
-    model, batch = config.model, config.train.batch
+    model = config.model
+    batch = config.train.batch
     if batch.global_ is not None:
         asked_rows(batch.global_, 1)
     if model.path is not None and not (folder := Path(model.path).expanduser()).exists():

@@ -47,7 +47,8 @@ def rank(
 
     Raises Refusal for an unknown technique, or an objective in money where no price is known.
     """
-    graph, names = models.graph(model), tuple(allow) or techniques.names()
+    graph = models.graph(model)
+    names = tuple(allow) or techniques.names()
     memo: dict[object, object] = {}
 
     def answers_on(part: ClusterPart) -> _Answers:
@@ -64,7 +65,8 @@ def rank(
         answers_on, all_parts(cluster) if parts else (whole(cluster),), several, _Answers
     )
     priced = [answer for answers in found for answer in answers.priced]
-    refused, (candidates, chosen) = _planless(found), ordered(priced, objective, tolerance)
+    refused = _planless(found)
+    (candidates, chosen) = ordered(priced, objective, tolerance)
     return Ranking(
         model=model,
         cluster=cluster,
@@ -188,10 +190,12 @@ def _cost(candidate: Candidate) -> float:
 def _loss_per_dollar(candidate: Candidate) -> float:
     """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a
     scaling law's loss). For the order alone the law is also followed outside its range."""
-    usd, model = candidate.estimate.usd, candidate.plan.model
+    usd = candidate.estimate.usd
+    model = candidate.plan.model
     if usd is None:
         return math.inf
     law_loss = loss(parameters(model), candidate.estimate.tokens_done)
-    gained, spent = math.log(model.vocab_size) - law_loss, usd + 1e-9 * candidate.time_s
+    gained = math.log(model.vocab_size) - law_loss
+    spent = usd + 1e-9 * candidate.time_s
     # So few tokens that the law knows of no gain: by dollars, and after all that gain.
     return spent / gained if gained > 0 else NO_GAIN * (1 + spent)

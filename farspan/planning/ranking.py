@@ -178,7 +178,8 @@ def html(ranking: Ranking) -> str:
 
 def question(ranking: Ranking) -> str:
     """`gpt2, 24 layers x 1024, 355 M parameters; 16.8 M tokens ...; 4 a30 at gat and amst`."""
-    model, cluster = ranking.model, ranking.cluster
+    model = ranking.model
+    cluster = ranking.cluster
     text = (
         f"{model.family}, {model.layers} layers x {model.d_model}, "
         f"{format_count(parameters(model))} parameters"
@@ -198,7 +199,8 @@ def question(ranking: Ranking) -> str:
 def candidate_cells(ranking: Ranking, index: int) -> list[str]:
     """A cell for each of HEADS."""
     candidate = ranking.candidates[index]
-    priced, plan = candidate.estimate, candidate.plan
+    priced = candidate.estimate
+    plan = candidate.plan
     ranks = sorted(
         rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
     )

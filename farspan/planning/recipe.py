@@ -49,13 +49,15 @@ PLAIN = Recipe(
 )
 #: Muon's peak learning rate at so many parameters (docs/log.md, one size); by others' it goes as
 #: AdamW's does.
-MUON_RATE, MUON_PARAMETERS = 6e-3, 2.9e6
+MUON_RATE = 6e-3
+MUON_PARAMETERS = 2.9e6
 
 
 #: Weight decay of a text that is read E times: DECAY sqrt(E), as of MOST_EPOCHS where it is more.
 #: [fitted] on 2.9 M parameters (benchmarks/results/many_epochs.jsonl): of 0.1, 0.5, 1.0 and 1.5
 #: best was 0.5 at 4 epochs, 0.5 or 1.0 at 10, 1.5 at 40.
-DECAY, MOST_EPOCHS = 0.25, 40.0
+DECAY = 0.25
+MOST_EPOCHS = 40.0
 #: What a moving average of the weights reaches back, of the run. Beyond FRESH_EPOCHS it is what is
 #: validated: where the weights themselves begin to fit the text's noise, it lies up to 0.4 nats
 #: below them (the same results).
@@ -103,7 +105,8 @@ def applied(
 ) -> tuple[TrainSpec, dict[str, str]]:
     """The training with its recipe, for a text that is read so many times by devices that read so
     many tokens a step each; and where each value came from."""
-    own, base = asked.optimizing, PLAIN if asked.recipe == "plain" else studied(epochs, train.steps)
+    own = asked.optimizing
+    base = PLAIN if asked.recipe == "plain" else studied(epochs, train.steps)
     given: dict[str, Any] = {
         "optimizer": own.kind,
         "weight_decay": own.weight_decay,
@@ -136,7 +139,8 @@ def applied(
         train = msgspec.structs.replace(
             train, optimizer=msgspec.structs.replace(train.optimizer, lr=lr)
         )
-        name, count = "Muon" if muon else "AdamW", format_count(parameters(model))
+        name = "Muon" if muon else "AdamW"
+        count = format_count(parameters(model))
         origin["train.lr"] = f"default: recipe {asked.recipe}, {name} at {count} parameters"
     regular = Regularization(dropout=recipe.dropout, mask=recipe.mask, reshuffle=recipe.reshuffle)
     return msgspec.structs.replace(

@@ -243,11 +243,13 @@ class _Renting(NamedTuple):
         revised = list(offers)
         if self.allow and SEARCHED not in self.allow:
             return revised
-        bounds, left = [self._bound(offer) for offer in revised], EFFORT
+        bounds = [self._bound(offer) for offer in revised]
+        left = EFFORT
         for place in sorted(
             range(len(revised)), key=lambda place: bounds[place] ** 2 * revised[place].usd_per_hour
         ):
-            offer, least = revised[place], bounds[place]
+            offer = revised[place]
+            least = bounds[place]
             near = offer.time_s <= (1 + GAIN) * least
             if offer.count == 1 or near or offer.count > left or _beaten(offer, least, revised):
                 continue
@@ -263,7 +265,8 @@ class _Renting(NamedTuple):
         the sums of all gradients cross."""
         train = self.train_for(self.model, offer.cluster)
         alone = on_one_device(self.model, train, offer.cluster, self.engine)
-        step_s, hosts = alone.compute_s / offer.count, len(offer.cluster.hosts)
+        step_s = alone.compute_s / offer.count
+        hosts = len(offer.cluster.hosts)
         if hosts > 1:
             activations = (
                 self.graph.size("bsd", b=train.batch, s=train.seq_len) * BYTES[train.precision]

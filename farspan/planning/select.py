@@ -32,7 +32,8 @@ from farspan.planning.ranking import Ranking, bounds
 from farspan.semantics.identity import plan_key
 
 #: Trials take this share of the run that they are for, and at least so many seconds.
-SHARE, LEAST_S = 0.03, 60.0
+SHARE = 0.03
+LEAST_S = 60.0
 #: A plan that could be better by less than this is not tried: repeats of one plan differ by as
 #: much.
 SAME = 0.03
@@ -40,7 +41,8 @@ SAME = 0.03
 #: and links that all took part in a trial. Choices that hold the median repeat (2 % apart) and
 #: nearly all predictions (5 % off in the median, 22 % at most with a small model) of
 #: benchmarks/results/wan.jsonl.
-MEASURED, LEARNED = (0.95, 1.05), (0.8, 1.3)
+MEASURED = (0.95, 1.05)
+LEARNED = (0.8, 1.3)
 #: A plan that was not tried is chosen if its prediction is better than the best trial by more than
 #: this.
 UNTRIED = 0.15
@@ -131,7 +133,8 @@ def select(
     fails is a result: its plan is not chosen.
     """
     tried: dict[str, tuple[Candidate, Trial]] = {}
-    ranking, spent = asked.rank(cluster), 0.0
+    ranking = asked.rank(cluster)
+    spent = 0.0
     ended: Ended = "clear"
     while contenders := _contenders(ranking, asked):
         took = [

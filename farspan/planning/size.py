@@ -20,7 +20,8 @@ TOLERANCE = 0.1
 
 #: What `size: auto` chooses between. Below the least the embedding of a usual vocabulary is nearly
 #: all of the model: a choice, not a fit. The most is the range farspan is made for.
-SMALLEST, LARGEST = 3_000_000, 2_000_000_000
+SMALLEST = 3_000_000
+LARGEST = 2_000_000_000
 
 #: Single knobs that a user may fix, by their names in `model:`.
 KNOBS = ("layers", "d_model", "heads", "kv_heads", "d_ff", "tied")
@@ -53,7 +54,8 @@ def shape_for(
         shape = abs(math.log(spec.d_model / d_fit)) + abs(math.log(spec.layers / layers_fit))
         return max(0.0, miss - TOLERANCE / 2), shape
 
-    build, shapes = models.family(family).shape, []
+    build = models.family(family).shape
+    shapes = []
     problem = ValueError("no shape")
     for fixed in _neighbours(target, knobs):
         try:

@@ -145,7 +145,8 @@ def _against(ranking: Ranking, chosen: Candidate) -> list[Reason]:
 
 
 def _row(ranking: Ranking, candidate: Candidate, plan: str) -> Reason:
-    estimate, cluster = candidate.estimate, ranking.cluster
+    estimate = candidate.estimate
+    cluster = ranking.cluster
     parts = (estimate.compute_s, estimate.communication_s, estimate.bubble_s)
     # Sums of floats leave some 1e-16 of a step where nothing waits.
     shown = [short_time(part) if part > 1e-9 * estimate.step_s else "0 s" for part in parts]
@@ -161,7 +162,9 @@ def _row(ranking: Ranking, candidate: Candidate, plan: str) -> Reason:
 def _facts(ranking: Ranking, candidate: Candidate) -> dict[str, bool]:
     """Return what may be said of a plan's place in the order, devices and division of the work,
     and whether it holds."""
-    plan, worth, cluster = candidate.plan, candidate.estimate.token_efficiency, ranking.cluster
+    plan = candidate.plan
+    worth = candidate.estimate.token_efficiency
+    cluster = ranking.cluster
     sheets = [cluster.devices[place].sheet.flops for place in candidate.places]
     peaks = [flops.get(plan.train.precision, 0.0) for flops in sheets]
     longest = max(plan.replicas, key=lambda replica: (len(replica.stages), replica.microbatches))
@@ -184,10 +187,12 @@ def _facts(ranking: Ranking, candidate: Candidate) -> dict[str, bool]:
 
 def exchange_row(exchange: Exchange, costs: Costs) -> tuple[str, str, str, str, str, str]:
     """Return (purpose, between, bytes a step, rate, latency, seconds) of its slowest link."""
-    purpose, seconds = PURPOSE_NAMES[exchange.purpose], short_time(exchange.seconds)
+    purpose = PURPOSE_NAMES[exchange.purpose]
+    seconds = short_time(exchange.seconds)
     if not exchange.by_hosts:
         return purpose, "inside one host", "", "", "", seconds
-    network, streams = costs.network, costs.engine.streams
+    network = costs.network
+    streams = costs.engine.streams
 
     # Hosts of the same two sites share the path between these.
     sizes: dict[tuple[str, str], float] = {}
@@ -243,9 +248,11 @@ def _few(names: Sequence[str]) -> str:
 def _unused(cluster: Cluster, places: Sequence[int]) -> list[tuple[str, set[int]]]:
     """Return what of a cluster is left out, in the largest pieces: sites, hosts of used sites,
     devices of used hosts."""
-    pieces, place = list[tuple[str, set[int]]](), 0
+    pieces = list[tuple[str, set[int]]]()
+    place = 0
     for site in cluster.sites:
-        hosts, first = list[tuple[str, set[int]]](), place
+        hosts = list[tuple[str, set[int]]]()
+        first = place
         for host in site.hosts:
             end = place + len(host.devices)
             rest = set(range(place, end)).difference(places)

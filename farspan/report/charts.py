@@ -9,11 +9,17 @@ from typing import Literal
 
 import msgspec
 
-WIDTH, HEIGHT = 560, 330
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 46
+WIDTH = 560
+HEIGHT = 330
+LEFT = 58
+RIGHT = 14
+TOP = 14
+BOTTOM = 46
 #: Pixels above a picture of its own: its title, a row of its legend, and a letter's width at 12
 #: pixels.
-TITLE, LINE, LETTER = 32, 18, 6.6
+TITLE = 32
+LINE = 18
+LETTER = 6.6
 #: A chart draws at most the lowest and the highest point of so many groups of neighbours: about one
 #: a pixel.
 GROUPS = 320
@@ -92,13 +98,16 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
     """The horizontal and the vertical scale, with room around the values."""
     values = [value for series in chart.series for value in series.values if value is not None]
     values += [level for _, level in chart.levels]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if chart.scale == "log":
-        low, high = max(low, LEAST) / 1.25, max(high, LEAST) * 1.25
+        low = max(low, LEAST) / 1.25
+        high = max(high, LEAST) * 1.25
     else:
         low = 0.0 if chart.scale == "zero" else low
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        low, high = (0.0 if 0 <= low < room else low - room), high + room
+        low = 0.0 if 0 <= low < room else low - room
+        high = high + room
     far = max(chart.x.values) or 1.0
     x = Scale(min(chart.x.values) if chart.x.log else 0.0, far, LEFT, WIDTH - RIGHT, chart.x.log)
     return x, Scale(low, high, HEIGHT - BOTTOM, TOP, chart.scale == "log")
@@ -108,11 +117,13 @@ def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str,
     """Height above a picture that is a file of its own, and where its legend's (name, tint) stand
     in it: rows that are as wide as the picture, above 0. A single series needs no legend."""
     spots: list[tuple[str, str, float, int]] = []
-    x, row = float(LEFT), 0
+    x = float(LEFT)
+    row = 0
     for name, tint in named if len(named) > 1 else ():
         wide = 17 + LETTER * len(name) + 16
         if x + wide > WIDTH and x > LEFT:
-            x, row = float(LEFT), row + 1
+            x = float(LEFT)
+            row = row + 1
         spots.append((name, tint, x, row))
         x += wide
     height = TITLE + LINE * (row + 1 if spots else 0)
@@ -139,7 +150,8 @@ def ticks(scale: Scale, most: int) -> list[float]:
     rough = (scale.high - scale.low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
-    first, last = math.ceil(scale.low / step - 1e-9), math.floor(scale.high / step + 1e-9)
+    first = math.ceil(scale.low / step - 1e-9)
+    last = math.floor(scale.high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 

@@ -131,7 +131,8 @@ def step_spread(run: RunHistory) -> tuple[float, float, float]:
 
 def compare_to_prediction(run: RunHistory) -> Comparison | None:
     """Return None for a run of one device, or without a step or an estimate of its devices."""
-    estimate, plan = run.history.estimate, run.plan
+    estimate = run.history.estimate
+    plan = run.plan
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     stage_of = {rank: number for number, stage in enumerate(stages) for rank in stage.mesh.ranks}
     if len(stage_of) < 2 or estimate is None or not run.history.steps:
@@ -140,7 +141,8 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
         return None
 
     # The prediction of each device; a cluster of another version may not be readable.
-    costs, notes = None, []
+    costs = None
+    notes = []
     try:
         costs = predicting.costs_of_run(RunFolder(run.folder), plan)
     except Refusal as refusal:
@@ -153,7 +155,9 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
     shown = traces.steps[-1] if traces.steps else None
     rows = []
     for rank, memory in zip(sorted(stage_of), estimate.memory, strict=True):
-        device, history, expected = plan.devices[rank], run.histories.get(rank), devices.get(rank)
+        device = plan.devices[rank]
+        history = run.histories.get(rank)
+        expected = devices.get(rank)
         words = part_words(plan, stage_of[rank])
         if expected is not None and len(stages[expected.stage].rows) > 1:
             words += f"; {counted(expected.rows, 'row')}"
@@ -172,7 +176,8 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
         rows.append(row)
 
     # The parts of the slowest device's step, where every device's spans end as its work does.
-    slowest, parts = None, list[StepPart]()
+    slowest = None
+    parts = list[StepPart]()
     in_step = all(plan.devices[row.rank].backend in IN_STEP for row in rows)
     if shown is not None and in_step and all(row.measured for row in rows):
         slowest = max(rows, key=lambda row: traces.parts(row.rank, shown)["compute"])
@@ -263,7 +268,8 @@ def compare_runs(runs: Sequence[RunHistory]) -> Versus:
 
 def configuration(run: RunHistory) -> dict[str, str]:
     """Return every setting of a run by a dotted name."""
-    plan, starts = run.plan, run.history.starts
+    plan = run.plan
+    starts = run.history.starts
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     devices = [f"{device.backend} {device.index} of {device.host}" for device in plan.devices]
     numbered = enumerate(stages, start=1)
@@ -391,7 +397,8 @@ def _step_lines(runs: Sequence[RunHistory], *, ranked: bool) -> list[Line]:
         least = min(known)
         if all(spread[1] > least[2] for spread in known if spread is not least):
             best = spreads.index(least)
-    shown, ratios = list[str](), list[str]()
+    shown = list[str]()
+    ratios = list[str]()
     for run, spread in zip(runs, spreads, strict=True):
         estimate = run.history.estimate
         texts = [short_time(seconds) for seconds in spread or ()]

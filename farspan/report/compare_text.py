@@ -70,7 +70,8 @@ def figure_rows(run: RunHistory, measured: Measurement | None) -> list[Row]:
     The predicted time and money of a run that ended early are those of the steps that it did; under
     a deadline fewer may have been predicted than the plan has.
     """
-    estimate, train = run.history.estimate, run.plan.train
+    estimate = run.history.estimate
+    train = run.plan.train
     if estimate is None or measured is None:
         return []
     steps = train.steps
@@ -90,13 +91,16 @@ def figure_rows(run: RunHistory, measured: Measurement | None) -> list[Row]:
 def _loss_rows(run: RunHistory) -> list[Row]:
     """Return the loss of a run that has ended as it was predicted before, and after the first
     fifth; the last column is the difference."""
-    forecast, end, steps = run.forecast, losses.last(run), run.history.steps
+    forecast = run.forecast
+    end = losses.last(run)
+    steps = run.history.steps
     if forecast is None or end is None or run.history.reason not in COMPLETE:
         return []
     predicted = {"validation loss": forecast.loss}
     whole = steps[-1].step.steps or run.plan.train.steps
     for event in run.history.validations:
-        share, schedule = event.step / whole, run.plan.train.schedule
+        share = event.step / whole
+        schedule = run.plan.train.schedule
         later = revised(forecast, schedule, share, event.loss, event.bigram_nats)
         if later is not None:
             predicted[f"the same, from step {event.step:,}"] = later[0]
@@ -145,7 +149,8 @@ def timeline(comparison: Comparison, width: int) -> Iterator[Line]:
         name = max(len("predicted"), *(len(_label(row)) for row in drawn))
         cells = width - name - 2
         for row in drawn[:MOST]:
-            own, predicted = f"{_label(row):{name}}  ", f"{'predicted':>{name}}  "
+            own = f"{_label(row):{name}}  "
+            predicted = f"{'predicted':>{name}}  "
             yield [(own, ""), *filled(row.measured, row.stage, comparison.ends, cells)]
             if row.predicted:
                 marks = filled(row.predicted, row.stage, comparison.ends, cells)

@@ -190,7 +190,8 @@ def _sums(
 ) -> Iterator[Drift]:
     """What the sums of a stage's gradients add to a step, as the device sees it that waits least
     for the others."""
-    stage, last = replica.stages[index], len(replica.stages) - 1
+    stage = replica.stages[index]
+    last = len(replica.stages) - 1
     hosts = list(dict.fromkeys(costs.network.hosts[rank] for rank in stage.mesh.ranks))
     if len(hosts) < 2 or (last and costs.graph.tied and index in (0, last)):
         return  # Inside a host, or together with the table that a pipeline's ends share.

@@ -76,7 +76,8 @@ def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[in
     """The devices of one stage. A stage's time is that of its slowest batch coordinate; others wait
     for it."""
     devices: dict[int, Expected] = {}
-    stage, slowest = replica.stages[index], timed_stage(replica, index, costs)
+    stage = replica.stages[index]
+    slowest = timed_stage(replica, index, costs)
     rows = {rank: stage.rows[c] for c, ranks in enumerate(stage.mesh.batch) for rank in ranks}
     for rank, own in stage_devices(replica, index, costs).items():
         marks = _own_marks(lane.marks, slowest.passes, own.passes, replica)
@@ -92,7 +93,8 @@ def _own_marks(
     if slowest.forward_wait or slowest.backward_wait or not slowest.forward:
         return marks
     shares = {"forward": own.forward / slowest.forward, "backward": own.backward / slowest.backward}
-    own_marks, at = [], 0.0
+    own_marks = []
+    at = 0.0
     for mark in marks:
         if mark.kind in shares:
             start = at if len(replica.stages) == 1 else mark.start

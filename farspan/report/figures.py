@@ -86,7 +86,8 @@ def _last_validation(run: RunHistory) -> tuple[Series, ...]:
 def _axes(run: RunHistory) -> tuple[Axis, Axis]:
     """Tokens, and time in the largest unit of which the run has at least three; where it was
     resumed is marked."""
-    steps, run_s = run.history.steps, run.history.run_s
+    steps = run.history.steps
+    run_s = run.history.run_s
     units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
     seconds, unit = next((size, name) for size, name in units if run_s >= 3 * size or name == "s")
     tokens_at = {timed.step.step: timed.tokens for timed in steps}
@@ -119,7 +120,9 @@ def _both(name: str, values: Sequence[float | None], tint: str) -> tuple[Series,
 def smooth(values: Sequence[float]) -> list[float]:
     """Each value's mean with its neighbours, as many before as after so that nothing lags."""
     sums = [0.0, *accumulate(values)]
-    reach, last, means = math.ceil(len(values) * _SMOOTHING), len(values) - 1, []
+    reach = math.ceil(len(values) * _SMOOTHING)
+    last = len(values) - 1
+    means = []
     for index in range(len(values)):
         near = min(reach, index, last - index)
         means.append((sums[index + near + 1] - sums[index - near]) / (2 * near + 1))

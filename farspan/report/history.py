@@ -147,11 +147,9 @@ def open_run(path: Path) -> RunHistory:
             fact="no worker has written an event",
             remedy=command("resume", path),
         )
-    history, plan, record = (
-        trace(read_events(folder.events)),
-        folder.load_plan(),
-        load(folder.record, RunRecord),
-    )
+    history = trace(read_events(folder.events))
+    plan = folder.load_plan()
+    record = load(folder.record, RunRecord)
     warned = (warning.message for warning in lasting_warnings(history))
     return RunHistory(
         folder=path,
@@ -188,7 +186,9 @@ def trace(events: Iterable[Event]) -> History:
     samples: list[Sampled] = []
     traced: list[Traced] = []
     starts: list[tuple[Started, float]] = []
-    lost_steps, run_s, ended_at = 0, 0.0, 0.0
+    lost_steps = 0
+    run_s = 0.0
+    ended_at = 0.0
     for started, part in _starts(recorded):
         # Where it went on by itself the machines were the run's meanwhile.
         run_s += sum(
@@ -232,12 +232,14 @@ def _of(kind: type[E], events: Iterable[object]) -> list[E]:
 def _starts(events: Iterable[Event]) -> Iterator[tuple[Started, list[Event]]]:
     """Each start, and the events from it to the next; no warnings, which a worker may also give
     before it starts."""
-    started, part = None, list[Event]()
+    started = None
+    part = list[Event]()
     for event in events:
         if isinstance(event, Started):
             if started is not None:
                 yield started, part
-            started, part = event, []
+            started = event
+            part = []
         if not isinstance(event, Warned):
             part.append(event)
     if started is not None:

@@ -19,7 +19,8 @@ STEADIER = "a lower train.optimizer.lr: it was better before"
 LOWER_RATE = "a lower train.optimizer.lr: the training loss rose"
 #: A model is called overfitted that has read its text at least so many times, and whose training
 #: loss is so many nats below the validation loss. Choices, not fits.
-OVERFITTED_EPOCHS, OVERFITTED_NATS = 2.0, 1.0
+OVERFITTED_EPOCHS = 2.0
+OVERFITTED_NATS = 1.0
 #: Nats by which a training loss ends above its lowest mean where it is said to have risen: means of
 #: several steps vary by less. A choice, not a fit.
 ROSE_NATS = 0.3
@@ -77,10 +78,13 @@ def last(run: RunHistory) -> Validated | None:
 def notes(run: RunHistory, measured: Measurement) -> list[str]:
     """Which weights were kept, where they are not the last ones, and that a model has learned too
     little."""
-    lines, validations, end = [], run.history.validations, last(run)
+    lines = []
+    validations = run.history.validations
+    end = last(run)
     best = next((event for event in reversed(validations) if event.best), None)
     if best is not None and end is not None and best.step < end.step:
-        (least, tokens, of), (final, _, _) = compared(best), compared(end)
+        (least, tokens, of) = compared(best)
+        (final, _, _) = compared(end)
         lines.append(
             f"that is of the last step, {end.step:,}; embed, generate and export load the best "
             "weights, of step "
@@ -94,7 +98,8 @@ def notes(run: RunHistory, measured: Measurement) -> list[str]:
 
 def shortfall(run: RunHistory, measured: Measurement) -> str | None:
     """What a model above the unigram entropy is called, and what would help."""
-    loss, unigram = measured.val_loss, measured.unigram_nats
+    loss = measured.val_loss
+    unigram = measured.unigram_nats
     if loss is None or unigram is None or loss <= unigram:
         return None
     epochs = measured.tokens / max(1, run.corpus.train.tokens)

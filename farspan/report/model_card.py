@@ -102,8 +102,10 @@ def _head(
     more: Sequence[tuple[str, str]] = (),
 ) -> str:
     """What a card says above how the folder is loaded."""
-    plan, corpus = run.plan, run.corpus
-    train, source = plan.train, corpus.source
+    plan = run.plan
+    corpus = run.corpus
+    train = plan.train
+    source = corpus.source
     read = step * train.tokens_per_step
     rows = [
         (

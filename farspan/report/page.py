@@ -131,7 +131,8 @@ def chart_style(*more: Path) -> str:
 
 def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
     """(when, what, more) of starts, saves and ends, oldest first."""
-    history, rows = run.history, list[tuple[float, str, str]]()
+    history = run.history
+    rows = list[tuple[float, str, str]]()
     for started, before_s in history.starts:
         after = f" · after step {started.step:,}, {format_seconds(before_s)} of work"
         facts = counted(started.world, "worker") + (after if before_s else "")

@@ -33,19 +33,23 @@ class SoFar:
         self.finished: Finished | None = None
         #: The last step that was made, and the steps of the whole run as its time budget has it
         #: now.
-        self.step, self.steps = 0, train.steps
+        self.step = 0
+        self.steps = train.steps
         #: When the last event was, in seconds since the epoch.
         self.at = 0.0
         #: Steps of this start, and the seconds that its validations took; saves go on beside steps.
-        self._made, self._pauses_s = 0, 0.0
+        self._made = 0
+        self._pauses_s = 0.0
 
     def take(self, event: Event) -> None:
         self.at = event.at
         self.finished = event if isinstance(event, Finished) else None
         match event:
             case Started():
-                self.started, self.step = event, event.step
-                self._made, self._pauses_s = 0, 0.0
+                self.started = event
+                self.step = event.step
+                self._made = 0
+                self._pauses_s = 0.0
                 self.recent.clear()
                 # A later one is gone: its disk was lost, or it was damaged.
                 self._saves = [saved for saved in self._saves if saved.step <= event.step]
@@ -54,10 +58,12 @@ class SoFar:
             case Step():
                 # Counted first: who looks divides by it as soon as there is a step.
                 self._made += 1
-                self.step, self.steps = event.step, event.steps or self.steps
+                self.step = event.step
+                self.steps = event.steps or self.steps
                 self.recent.append(event)
             case Validated():
-                self.validated, self._pauses_s = event, self._pauses_s + event.seconds
+                self.validated = event
+                self._pauses_s = self._pauses_s + event.seconds
             case Saved():
                 self._saves.append(event)
 

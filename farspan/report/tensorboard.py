@@ -37,7 +37,8 @@ class TensorBoard:
             self._file = self._folder / f"events.out.tfevents.{event.at:017.6f}.farspan"
             # A session that starts at a step tells TensorBoard to forget what it read of that step
             # and later ones.
-            version, session = _bytes(3, b"brain.Event:2"), _bytes(7, _number(1, 1))
+            version = _bytes(3, b"brain.Event:2")
+            session = _bytes(7, _number(1, 1))
             with open_own(self._file, "wb") as file:
                 file.write(
                     _message(event.at, 0, version) + _message(event.at, event.step + 1, session)
@@ -74,7 +75,8 @@ def _scalar(tag: str, value: float) -> bytes:
 
 def _text(tag: str, text: str) -> bytes:
     metadata = _bytes(9, _bytes(1, _bytes(1, b"text")))
-    dtype_string, one_value = _number(1, 7), _bytes(2, _bytes(2, _number(1, 1)))
+    dtype_string = _number(1, 7)
+    one_value = _bytes(2, _bytes(2, _number(1, 1)))
     tensor = dtype_string + one_value + _bytes(8, text.encode())
     return _bytes(1, _bytes(1, tag.encode()) + metadata + _bytes(8, tensor))
 

@@ -35,7 +35,8 @@ UNIGRAM_GLOSS = "the loss of token frequencies alone; 1 nat is 1.44 bits"
 def model_line(plan: Plan) -> str:
     """`gpt2-like, 6 layers x 384, 13.9 M parameters`."""
     model = plan.model
-    layers, count = counted(model.layers, "layer"), format_count(parameters(model))
+    layers = counted(model.layers, "layer")
+    count = format_count(parameters(model))
     return f"{model.family}-like, {layers} x {model.d_model}, {count} parameters"
 
 
@@ -112,7 +113,8 @@ def tokens_line(measured: Measurement) -> str:
 
 
 def _resumed(run: RunHistory) -> str:
-    history, times = run.history, len(run.history.starts) - 1
+    history = run.history
+    times = len(run.history.starts) - 1
     if times < 1:
         return ""
     alone = len(history.recoveries)
@@ -144,7 +146,8 @@ def references(run: RunHistory, measured: Measurement | None) -> list[tuple[str,
     """Rows (reference, its entropy, validation loss, loss minus entropy), in nats a token."""
     if measured is None or measured.val_loss is None:
         return []
-    loss, entropies = measured.val_loss, losses.entropies(run, losses.last(run))
+    loss = measured.val_loss
+    entropies = losses.entropies(run, losses.last(run))
     return [
         (name, f"{nats:.3f}", f"{loss:.3f}", f"{loss - nats:+.3f}")
         for name, nats in entropies.items()

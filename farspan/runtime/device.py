@@ -52,10 +52,8 @@ def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.
         return torch.device("cpu")
     if planned.backend == "mps" and torch.backends.mps.is_available():
         return torch.device("mps")
-    index, gpus = (
-        int(os.environ.get(GIVEN, planned.index)),
-        usable_gpus() if planned.backend == "cuda" else (),
-    )
+    index = int(os.environ.get(GIVEN, planned.index))
+    gpus = usable_gpus() if planned.backend == "cuda" else ()
     if index < len(gpus):
         check_kind(planned, torch.cuda.get_device_name(gpus[index]))
         torch.cuda.set_device(gpus[index])
@@ -106,7 +104,8 @@ def usable_gpus() -> tuple[int, ...]:
 def installed() -> Wheel:
     """What this PyTorch was built for, and the GPUs that it sees."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    error, seen = "", list[TorchGpu]()
+    error = ""
+    seen = list[TorchGpu]()
     with warnings.catch_warnings(
         record=True
     ) as caught:  # A driver that is too old is said as a warning.
@@ -224,7 +223,8 @@ def free_memory(device: torch.device, allowed: int) -> int:
     """Bytes that this process can still take: of those `allowed` to it, of the device's, and of
     what control groups leave."""
     if device.type == "cuda":
-        held, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+        held = torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0]
         return int(min(allowed - held, free + torch.cuda.memory_reserved(device) - held))
     left = [cap.limit - cap.used for cap in caps()]
     return min(

@@ -39,7 +39,8 @@ def load(run: RunFolder) -> Trained:
     """The weights of the best validation loss, or the newest whole checkpoint's where there was no
     validation. Raises Refusal (checkpoint-corrupt), also where the best are damaged and a
     checkpoint, which others may be in, is whole."""
-    plan, faults = run.load_plan(), list[str]()
+    plan = run.load_plan()
+    faults = list[str]()
     best = [run.best] if os.path.lexists(run.best) else []
     for path in (*best, *checkpoint.newest_first(run.checkpoints)):
         try:
@@ -68,7 +69,8 @@ def load(run: RunFolder) -> Trained:
 def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -> Trained:
     """The model on a device of this machine, `auto` being the fastest kind that there is. Raises
     Refusal (device-missing) for one that is not there."""
-    gpus, apple = usable_gpus(), torch.backends.mps.is_available()
+    gpus = usable_gpus()
+    apple = torch.backends.mps.is_available()
     here = {"cuda": bool(gpus), "mps": apple, "cpu": True}
     chosen = next(kind for kind, there in here.items() if there) if device == "auto" else device
     if not here[chosen]:

@@ -60,10 +60,8 @@ def matmul_rate(request: MatmulQuery) -> dict[str, float]:
         device = open_device(request.device, precision)
         dtype = WORKING_DTYPES[precision]
         m, k, n = (2048, 384, 1536) if device.type == "cpu" else (8192, 2048, 8192)
-        a, b = (
-            torch.ones(m, k, dtype=dtype, device=device),
-            torch.ones(k, n, dtype=dtype, device=device),
-        )
+        a = torch.ones(m, k, dtype=dtype, device=device)
+        b = torch.ones(k, n, dtype=dtype, device=device)
         times = [_timed(lambda a=a, b=b: a @ b, device) for _ in range(12)]
         rates[precision] = 2 * m * k * n / statistics.median(times[2:])
     return rates

@@ -16,7 +16,9 @@ class Spans:
         self, settled: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.time
     ) -> None:
         """`settled` waits until a device has done what it was told, where it does so later."""
-        self._settled, self._clock, self._found = settled, clock, list[Span]()
+        self._settled = settled
+        self._clock = clock
+        self._found = list[Span]()
         self.on = False
 
     @contextmanager
@@ -32,5 +34,6 @@ class Spans:
 
     def take(self) -> tuple[Span, ...]:
         """The spans since the last time."""
-        spans, self._found = tuple(self._found), []
+        spans = tuple(self._found)
+        self._found = []
         return spans

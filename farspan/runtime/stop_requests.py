@@ -22,7 +22,8 @@ class Launcher:
     read."""
 
     def __init__(self) -> None:
-        self._parent, self._poll = os.getppid(), select.poll()
+        self._parent = os.getppid()
+        self._poll = select.poll()
         self._leads = os.environ.get(SECRET) == ON_STDIN or LED in os.environ
         if self._leads:
             self._poll.register(0, select.POLLHUP)
@@ -43,7 +44,8 @@ class StopRequests:
     """From now on signals are kept, and looked at between steps."""
 
     def __init__(self, launcher: Launcher) -> None:
-        self._launcher, self._signals = launcher, list[int]()
+        self._launcher = launcher
+        self._signals = list[int]()
         for number in SIGNALS:
             signal.signal(number, lambda received, _: self._signals.append(received))
 

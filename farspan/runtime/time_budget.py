@@ -18,21 +18,26 @@ from farspan.domain.train import TrainSpec
 
 #: A step's weight in the pace, and how often the pace it counts for at most: one slow step is no
 #: trend. Choices, not fits.
-WEIGHT, OUTLIER = 0.1, 3.0
+WEIGHT = 0.1
+OUTLIER = 3.0
 #: A new number of steps stands until the run would end by this share of the deadline earlier or
 #: later. In the last LATE of the deadline the number follows each step.
-CALM, LATE = 0.02, 0.1
+CALM = 0.02
+LATE = 0.1
 #: Another number of steps is reported once a pace was kept for the first share of the deadline, and
 #: differs by the second.
-RELIABLE, TOLD = 0.1, 0.05
+RELIABLE = 0.1
+TOLD = 0.05
 #: Shares of the deadline that the last validation and the sample text may take.
-VALIDATION, SAMPLES = 0.1, 0.02
+VALIDATION = 0.1
+SAMPLES = 0.02
 #: Kept back is what takes more than this share of the deadline; and so much of a step may be beyond
 #: it.
 NOTHING = 1e-3
 #: Until it is measured: bytes a second to a disk, and a token's forward pass as a share of its part
 #: of a step, of whose arithmetic it is a third.
-DISK_BYTES_PER_S, FORWARD = 2e8, 0.5
+DISK_BYTES_PER_S = 2e8
+FORWARD = 0.5
 #: The best weights are a third of a checkpoint.
 BEST = 1 / 3
 #: Tokens that sample text takes the time of: two texts of 80 tokens, each a pass over about 50 in a
@@ -76,8 +81,10 @@ class TimeBudget:
 
     def __init__(self, train: TrainSpec, work: RunWork, elapsed: Callable[[], float]) -> None:
         self._deadline_s = train.deadline_s or 0.0
-        self._planned, self._limit = train.steps, train.step_limit
-        self._work, self._elapsed = work, elapsed
+        self._planned = train.steps
+        self._limit = train.step_limit
+        self._work = work
+        self._elapsed = elapsed
         self._limited = train.deadline_s is not None
         self.resume(0, BudgetState())
 
@@ -109,12 +116,14 @@ class TimeBudget:
         Returns whether it is not known yet how long a validation takes: the same on all workers."""
         if not self._limited:
             return False
-        elapsed_s, state = self._elapsed(), self.state
+        elapsed_s = self._elapsed()
+        state = self.state
         if state.began_s is None:
             state.began_s = elapsed_s
         if self._since is not None:
             first, since_s = self._since
-            taken_s, before_s = (elapsed_s - since_s) / (step - first), state.step_s
+            taken_s = (elapsed_s - since_s) / (step - first)
+            before_s = state.step_s
             if before_s is not None:
                 weight = 1 - (1 - WEIGHT) ** (step - first)
                 taken_s = before_s + weight * (min(taken_s, OUTLIER * before_s) - before_s)
@@ -144,7 +153,8 @@ class TimeBudget:
     def say(self, step: int, steps: int, save: bool) -> tuple[int, float, bool]:
         """On rank 0, after `step` of so far `steps` in all: return the steps in all, the share of
         the time for them that is used, and whether to save."""
-        elapsed_s, proposed = self._elapsed(), steps if self._proposed is None else self._proposed
+        elapsed_s = self._elapsed()
+        proposed = steps if self._proposed is None else self._proposed
         if not self._limited:
             return proposed, 0.0, save
         self._proposed = self._fitting(step, elapsed_s, proposed)
@@ -171,7 +181,8 @@ class TimeBudget:
         share = self.state.share
         if share == 0.0:  # Nothing was proposed yet, or there is no time budget.
             return 0.0
-        left, gone = steps - 1 - self._share_at, step - self._share_at
+        left = steps - 1 - self._share_at
+        gone = step - self._share_at
         # The last step is at 1, and so are those after it for which there was time after all.
         self.state.share = share + (1 - share) * gone / left if gone < left else 1.0
         self._share_at = step
@@ -183,7 +194,8 @@ class TimeBudget:
         and so would one slow measurement: the less of both counts."""
         if not self._limited:
             return left
-        token_s, save_s = self._token_s, self._save_s
+        token_s = self._token_s
+        save_s = self._save_s
         if self._newest_token_s is not None:
             token_s = min(token_s, self._newest_token_s)
         if self._newest_save_s is not None:
@@ -249,7 +261,8 @@ class TimeBudget:
 
     def _differs(self, elapsed_s: float) -> bool:
         """Whether a person should know of the proposed steps instead of the plan's."""
-        state, steps = self.state, self._proposed or 0
+        state = self.state
+        steps = self._proposed or 0
         if state.step_s is None or state.began_s is None:
             return False
         sure = elapsed_s - state.began_s >= RELIABLE * self._deadline_s

@@ -69,7 +69,8 @@ from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.trainer import Trainer
 
 #: Tokens of sample text that a finished run writes, and of the prompt before it.
-SAMPLE_TOKENS, PROMPT_TOKENS = 80, 8
+SAMPLE_TOKENS = 80
+PROMPT_TOKENS = 8
 
 
 def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None]) -> Worker:
@@ -87,7 +88,8 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     folder = find.require_corpus(run, manifest.hash)
     remedy = find.mending_command(run, folder)
     read, held_out = (TokenFile.open(folder, split, manifest, remedy) for split in SPLITS)
-    train, val = windows(read, plan.train), Windows(held_out.tokens, plan.train.seq_len)
+    train = windows(read, plan.train)
+    val = Windows(held_out.tokens, plan.train.seq_len)
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
     worker = Worker(
@@ -267,7 +269,9 @@ def start(
         )
     worker = build(plan, run, group, emit)
     requests = StopRequests(launcher)
-    worker.stop, worker.preempted, worker.epoch = requests.asked, requests.preempted, epoch
+    worker.stop = requests.asked
+    worker.preempted = requests.preempted
+    worker.epoch = epoch
     trainer = Trainer(worker, began=began)
     trainer.restore()
     group.introduce()
@@ -289,7 +293,8 @@ def start(
 
 
 def started(trainer: Trainer, world: int) -> Started:
-    plan, run = trainer.worker.plan, trainer.worker.run
+    plan = trainer.worker.plan
+    run = trainer.worker.run
     machine = environment(trainer.worker.group.device)
     return Started(
         at=time.time(),
@@ -499,8 +504,11 @@ def main() -> int:
     # PyTorch 2.13 gives collectives names that 2.11 lacks; the last words of a log are for what
     # went wrong.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
-    rank, world, launcher = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Launcher()
+    run = RunFolder(Path(sys.argv[2]).expanduser())
+    plan = None
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    launcher = Launcher()
     epoch = epochs.given(os.environ) or Epoch(number=epochs.readable_ledger(run.epochs).epoch)
     leave_group(run, rank)
     try:

@@ -112,7 +112,8 @@ def check_techniques(matrix: Matrix) -> None:
 def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: str = "") -> Case:
     """The plan of a cell, priced on its cluster. Raises Refusal for what the matrix says that
     cannot be."""
-    model, available = spec_of(matrix.models[cell.model]), places_of(cluster, cell.devices)
+    model = spec_of(matrix.models[cell.model])
+    available = places_of(cluster, cell.devices)
     places = () if isinstance(available, Problem) else available
     seq_len = seq_len_of(cell, model)
     batch = cell.batch * max(1, len(places))

@@ -13,7 +13,8 @@ from farspan.domain.codec import content_hash, save
 from farspan.domain.corpus import CorpusManifest, Split
 
 #: Of every ten tokens nine follow from the one before, so that a model has something to learn.
-FOLLOWS, JUMP = 0.9, 7
+FOLLOWS = 0.9
+JUMP = 7
 #: Bytes of text that a token stands for; nothing depends on it.
 TOKEN_BYTES = 3
 
@@ -22,7 +23,8 @@ def make(folder: Path, vocab: int, tokens: int, seed: int = 0) -> CorpusManifest
     """A corpus of so many tokens for training, and a twentieth more for validation; the same
     arguments make the same files."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng, splits = np.random.default_rng(seed), dict[str, Split]()
+    rng = np.random.default_rng(seed)
+    splits = dict[str, Split]()
     dtype: Literal["uint16", "uint32"] = "uint16" if vocab <= 2**16 else "uint32"
     for name, count in (("train", tokens + 1), ("val", tokens // 20 + 1)):
         jumps = np.where(rng.random(count) < FOLLOWS, JUMP, rng.integers(0, vocab, count))

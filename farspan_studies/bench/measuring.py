@@ -43,7 +43,8 @@ from farspan_studies.papers.published import alpa_tflops
 
 #: A matrix of more cells, or of more seconds, asks first; so many of them, drawn by its seed, say
 #: what all would take.
-MANY, LONG_S = 200, 3600.0
+MANY = 200
+LONG_S = 3600.0
 #: Tokens of the made-up corpus that every cell trains on.
 TOKENS = 2_000_000
 #: Steps that are predicted to take longer than this together are made fewer times: one that warms
@@ -58,11 +59,9 @@ class Results:
     Parquet table."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path, self.table = (
-            folder,
-            folder / "rows.jsonl",
-            folder / "results.parquet",
-        )
+        self.folder = folder
+        self.path = folder / "rows.jsonl"
+        self.table = folder / "results.parquet"
         self.trials = folder / "trials"
 
     def read(self) -> list[Row]:
@@ -168,10 +167,12 @@ def measure(
     positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
     with contextlib.ExitStack() as stack:
         stack.enter_context(results.held())  # Before anything that would disturb who measures here.
-        rows, wanted = results.read(), cells(matrix)
+        rows = results.read()
+        wanted = cells(matrix)
         refuse_other_versions(results, rows)
         known = {row.key for row in rows if not (retry and may_pass(row))}
-        some, many = wanted, not agreed and len(wanted) - len(known) > MANY
+        some = wanted
+        many = not agreed and len(wanted) - len(known) > MANY
         if many:
             some = random.Random(matrix.seed).sample(wanted, MANY)
         say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
@@ -266,7 +267,8 @@ def refuse_changed(clusters: There, rows: Sequence[Row]) -> None:
 
 def meant(matrix: Matrix, cell: Cell, described: tuple[Cluster, str], paces: TriedPaces) -> Todo:
     """A cell as a plan, priced on its cluster as far as that was tried."""
-    (cluster, cluster_hash), entry = described, matrix.clusters[cell.cluster]
+    (cluster, cluster_hash) = described
+    entry = matrix.clusters[cell.cluster]
     launcher = reached_by(entry) or "local" if isinstance(entry, str) else "local"
     folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
     priced = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
@@ -301,7 +303,8 @@ def corpus(vocab: int, seed: int) -> tuple[Path, CorpusManifest]:
 
 def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
     """One cell, run; or the row of one that has no plan."""
-    priced, at = todo.case, datetime.now(UTC).isoformat(timespec="seconds")
+    priced = todo.case
+    at = datetime.now(UTC).isoformat(timespec="seconds")
     if not isinstance(priced.made, Plan) or priced.estimate is None:
         assert isinstance(priced.made, Problem)
         short = priced.made.code == "out-of-memory"
@@ -323,10 +326,8 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         status=result.status,
         cause="" if result.problem is None else told(result.problem),
     )
-    environment, signal = (
-        result.environment,
-        None if result.problem is None else result.problem.signal,
-    )
+    environment = result.environment
+    signal = None if result.problem is None else result.problem.signal
     peak = max(result.memory_bytes.values(), default=None)
     row = msgspec.structs.replace(row, took_s=result.took_s, memory_bytes=peak, signal=signal)
     if environment is not None:
@@ -347,7 +348,8 @@ def reprice(results: Results, every: Sequence[Todo]) -> None:
     """What was measured at other prices, or at none, is told at those that the matrix has now."""
     known = {row.key: row for row in results.read()}
     for item in every:
-        row, usd = known.get(item.key), hourly_price(item.case.cluster.only(item.case.places))
+        row = known.get(item.key)
+        usd = hourly_price(item.case.cluster.only(item.case.places))
         if row is not None and row.usd_per_hour != usd:
             row = msgspec.structs.replace(row, usd_per_hour=usd)
             derived = {} if row.step_s is None else msgspec.structs.asdict(figures(row, row.step_s))
@@ -362,7 +364,8 @@ def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
 
 def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -> Row:
     """A row before anything was measured: what the cell means, and its prediction."""
-    priced, estimate = todo.case, todo.case.estimate
+    priced = todo.case
+    estimate = todo.case.estimate
     plan = priced.made if isinstance(priced.made, Plan) else None
     low, high = estimate.interval if estimate is not None else (1.0, 1.0)
     step_s = None if estimate is None else estimate.step_s

@@ -42,13 +42,16 @@ class TriedPaces:
     in `folder`, so that a matrix that goes on is priced as it was begun."""
 
     def __init__(self, folder: Path, matrix: Matrix, clusters: There) -> None:
-        self._folder, self._matrix, self._there = folder, matrix, clusters
+        self._folder = folder
+        self._matrix = matrix
+        self._there = clusters
         self._known: dict[Path, DeviceTrial] = {}
 
     def cluster(self, cell: Cell) -> Cluster:
         """The cell's cluster, with the pace and the memory of its model's trial where there is
         one."""
-        plain, model = self._there[cell.cluster][0], spec_of(self._matrix.models[cell.model])
+        plain = self._there[cell.cluster][0]
+        model = spec_of(self._matrix.models[cell.model])
         train = TrainSpec(
             steps=1,
             batch=cell.batch,
@@ -127,10 +130,8 @@ def tried(case: Case, plain: Cluster) -> DeviceTrial:
     """A few steps of a case's model on the first device, of as many of its sequences as fit
     there."""
     wanted = msgspec.structs.replace(case.train, batch=case.cell.batch, steps=1)
-    train, at = (
-        model_speed.fitting(case.model, wanted, plain, engine("farspan")),
-        first_device(plain),
-    )
+    train = model_speed.fitting(case.model, wanted, plain, engine("farspan"))
+    at = first_device(plain)
     if isinstance(train, Problem):
         return DeviceTrial(why=f"{train.what}: {train.fact}")
     try:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from farspan_studies.papers.algorithm1 import Candidate, Found
 
 #: What is run of each plan, and by how much one must exceed the other.
-EPSILON, DELTA = "10 steps", 0.1
+EPSILON = "10 steps"
+DELTA = 0.1
 #: Steps of a candidate at most: what takes longer is no trial.
 MOST_STEPS = 1_000_000
 
@@ -71,7 +72,8 @@ def select(
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan that the algorithm chooses, and all that it measured. Raises Refusal where it
     chooses nothing."""
-    delta, steps = _delta(given), epsilon(given.epsilon or EPSILON)(resolved)
+    delta = _delta(given)
+    steps = epsilon(given.epsilon or EPSILON)(resolved)
     from farspan.app import choosing, clusters
     from farspan.app.trial_cache import TrialCache
     from farspan.launch.trial import limits
@@ -96,7 +98,8 @@ def select(
     console.say(paragraph(sentence(result, delta)))
     answer = {"algorithm": "paper", **msgspec.to_builtins(result)}
     if result.plan is None:
-        what, failed = "Algorithm 1 chooses nothing", failures(result)
+        what = "Algorithm 1 chooses nothing"
+        failed = failures(result)
         # A worker that the kernel killed is lost, as problems go, and out of memory as a trial.
         killed = any(
             candidate.trial is not None and candidate.trial.status == "oom"
@@ -144,11 +147,14 @@ def said(candidate: Candidate) -> str:
 
 def sentence(result: Found, delta: float) -> str:
     """Why the algorithm chose what it chose, with its numbers."""
-    tp, tz, chosen = result.speeds.tp, result.speeds.tz, result.decision
+    tp = result.speeds.tp
+    tz = result.speeds.tz
+    chosen = result.decision
     if chosen.step == "1":
         return f"Pipeshard on both: (Tp - Tz) / Tz = {(tp - tz) / tz:.2f} > {delta:g}."
     if chosen.step == "2":
-        name, share = str(chosen.technique).capitalize(), (tz - tp) / tp
+        name = str(chosen.technique).capitalize()
+        share = (tz - tp) / tp
         return f"{name} on machine {chosen.machine}: (Tz - Tp) / Tp = {share:.2f} > {delta:g}."
     if tp > 0 and tz > 0:
         reason = (

@@ -57,7 +57,8 @@ def paper(name: str, console: Console, *, predicted: bool) -> bool:
     from farspan_studies.pages.paper_rows import SOURCES, as_plotted, rows, sizes
 
     if name in SOURCES:
-        title, fabric = f"{name}, {SOURCES[name]}", name == "fabric"
+        title = f"{name}, {SOURCES[name]}"
+        fabric = name == "fabric"
         shown_rows = rows(name) if fabric or predicted else as_plotted(rows(name))
         show(
             shown_rows,

@@ -37,10 +37,13 @@ def _fabric(console: Console) -> None:
     from farspan_studies.papers import fabric_study, findings
     from farspan_studies.papers.published import fabric, mean_error
 
-    used, published = engine("alpa2022"), fabric()
+    used = engine("alpa2022")
+    published = fabric()
     cells = fabric_study.cells(used, best_plan)
-    scored, left_out = fabric_study.score(cells), fabric_study.leave_one_out(used)
-    known, moved = fabric_study.one_cell_known(used), fabric_study.sensitivity(used)
+    scored = fabric_study.score(cells)
+    left_out = fabric_study.leave_one_out(used)
+    known = fabric_study.one_cell_known(used)
+    moved = fabric_study.sensitivity(used)
     known_median = statistics.median(abs(error) for by in known.values() for error in by.values())
     errors = [abs(cell.error) for cell in cells if cell.counted and cell.error is not None]
     open_cells = fabric_study.open_cells(cells)
@@ -129,7 +132,8 @@ def _say_fabric(console: Console, answer: dict[str, Any], cells: Sequence[Any]) 
 
 
 def _fabric_summary(answer: dict[str, Any]) -> list[str]:
-    score, known = answer["verdicts"], answer["one_cell_known"]
+    score = answer["verdicts"]
+    known = answer["one_cell_known"]
     out = ", ".join(f"{name} {error:.1%}" for name, error in answer["leave_one_out"].items())
     links = "; ".join(
         f"{name} " + ", ".join(f"{kind} {error:+.0%}" for kind, error in by.items())
@@ -154,8 +158,10 @@ def _slm_cost(console: Console) -> None:
     from farspan_studies.papers import cost_study
     from farspan_studies.papers.published import cost_study as published
 
-    used, study = engine("torch2024"), published()
-    cells, surface = cost_study.study_cells(used), cost_study.surface(used)
+    used = engine("torch2024")
+    study = published()
+    cells = cost_study.study_cells(used)
+    surface = cost_study.surface(used)
     errors = [abs(cell.error) for cell in cells if cell.held_out]
     answer = {
         "cells": cells,
@@ -201,7 +207,8 @@ def _published(console: Console) -> None:
     """Runs that nothing was fitted to, each priced as a user gets it: from the catalogue alone."""
     from farspan_studies.papers import unseen_runs
 
-    rows, blocks = unseen_runs.unseen_runs(), unseen_runs.unseen_blocks()
+    rows = unseen_runs.unseen_runs()
+    blocks = unseen_runs.unseen_blocks()
     table = Table("run", "GPUs", "plan", "", "engine", ">measured", ">predicted", ">error", "")
     for row in rows:
         table.add(

@@ -66,7 +66,8 @@ class Bars(msgspec.Struct, frozen=True):
             known = [(bars[place].value, name) for name, bars in self.series]
             values = [(value, name) for value, name in known if value is not None]
             if values:
-                low, high = min(values), max(values)
+                low = min(values)
+                high = max(values)
                 parts.append(
                     f"{group}: least {low[0]:.4g} ({low[1]}), most {high[0]:.4g} ({high[1]})"
                 )
@@ -134,7 +135,8 @@ def lines(group: str, chart: Bars) -> list[str]:
 
 
 def dot_scales(chart: Dots) -> tuple[Scale, Scale]:
-    xs, ys = [dot.x for dot in chart.dots], [dot.y for dot in chart.dots]
+    xs = [dot.x for dot in chart.dots]
+    ys = [dot.y for dot in chart.dots]
     if chart.equal:
         xs = ys = [*xs, *ys]
     room = 1.3

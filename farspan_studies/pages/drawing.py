@@ -31,7 +31,8 @@ def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[D
     from farspan_studies.bench.trials import as_tried
     from farspan_studies.pages.drawn import Drawn
 
-    results, drawings = Results(folder), list[Drawn]()
+    results = Results(folder)
+    drawings = list[Drawn]()
     for name in dict.fromkeys(row.cell.cluster for row in rows):
         own_rows = [row for row in rows if row.cell.cluster == name]
         cluster = results.cluster(own_rows[0].cluster_hash)
@@ -44,7 +45,8 @@ def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[D
         if top is None or top.plan_hash is None:
             drawings.append(Drawn(name, cluster))
         else:
-            caption, plan = f"{top.cell.technique} of {top.cell.model}", results.plan(top.plan_hash)
+            caption = f"{top.cell.technique} of {top.cell.model}"
+            plan = results.plan(top.plan_hash)
             drawings.append(
                 _drawn(
                     name, plan, as_tried(results.trials, cluster, top.cluster_hash, plan), caption

@@ -66,10 +66,12 @@ def sizes() -> list[tuple[str, float, float, float]]:
 
 def fabric(engine: Engine) -> list[Row]:
     """arXiv 2602.02632: every row of its tables and figures, on both machines and on one."""
-    settings, table_rows = published().settings, []
+    settings = published().settings
+    table_rows = []
     run = float(settings.epochs * settings.tokens_per_epoch)
     for case, cell in zip(fabric_study.cases(), fabric_study.cells(engine), strict=True):
-        train, devices = case.plan.train, case.row.devices
+        train = case.plan.train
+        devices = case.row.devices
         flops = 1e12 * alpa_tflops(case.model, train.batch, train.seq_len, 1.0, 1)
         steps = run / train.tokens_per_step
         step_s = None
@@ -117,7 +119,8 @@ def fabric(engine: Engine) -> list[Row]:
 
 def slm_cost(engine: Engine) -> list[Row]:
     """arXiv 2410.19456: its grid as predicted, and the points of its figure 3 as printed."""
-    paper, grid_rows = study(), []
+    paper = study()
+    grid_rows = []
     printed = {(point.model, point.scheme, point.devices): point.plotted for point in paper.points}
     tops = {
         (cell.model, cell.scheme, cell.devices, cell.batch, cell.attention): cell.published

@@ -23,7 +23,8 @@ from farspan_studies.pages.bars import Bar, Bars, Dot, Dots, spread, tint
 MOST_GROUPS = 12
 #: Budgets on a figure's axis, and tokens a parameter that its ends buy: a choice, an order of
 #: magnitude about the 20 that are compute-optimal.
-BUDGETS, SPENT = 60, (2.0, 200.0)
+BUDGETS = 60
+SPENT = (2.0, 200.0)
 #: What a bench may vary beside cluster, model, devices and technique, as tables head it.
 SETTINGS: dict[str, Callable[[Row], object]] = {
     "a device": lambda row: row.cell.batch,
@@ -163,7 +164,8 @@ def bars(
 ) -> Bars | None:
     """A bar for every pair of settings: the best of its points, or a cross that says why there is
     none."""
-    groups, names = distinct(points, group), distinct(points, series)
+    groups = distinct(points, group)
+    names = distinct(points, series)
     series_bars = []
     for label in names:
         row = []
@@ -412,7 +414,8 @@ def frontier(points: Sequence[Point]) -> Dots | None:
         for point in points
         if point.minutes is not None and point.row.usd_per_hour
     ]
-    names, dots = tuple(distinct((point for point, _, _ in known), _model)), []
+    names = tuple(distinct((point for point, _, _ in known), _model))
+    dots = []
     for number, model in enumerate(names):
         cheapest = math.inf
         for point, minutes, usd in sorted(
@@ -478,11 +481,14 @@ def lasting(points: Sequence[Point]) -> list[Table]:
             for point in points
             if (_model(point.row), _devices(point.row)) == (model, devices)
         ]
-        lines, marks, varied = [], [], _varied(own)
+        lines = []
+        marks = []
+        varied = _varied(own)
         for line in dict.fromkeys(_line(point.row, varied) for point in own):
             row = [point for point in own if _line(point.row, varied) == line]
             trips = [point.row.rtt_s for point in row if point.row.rtt_s is not None]
-            cells, values = [], []
+            cells = []
+            values = []
             for technique in techniques:
                 mine = [point for point in row if point.row.cell.technique == technique]
                 top = best(mine, lambda point: point.minutes, most=False)
@@ -491,7 +497,8 @@ def lasting(points: Sequence[Point]) -> list[Table]:
             known = [value for value in values if value is not None]
             marks.append(len(line) + 1 + values.index(min(known)) if known else None)
             lines.append((line[0], "" if not trips else f"{1e3 * trips[0]:.4g}", *line[1:], *cells))
-        title, heads = f"{model} on {devices}, minutes", ("", "RTT ms", *varied, *techniques)
+        title = f"{model} on {devices}, minutes"
+        heads = ("", "RTT ms", *varied, *techniques)
         printed.append(Table(title, heads, tuple(lines), tuple(marks)))
     return printed
 
@@ -507,9 +514,12 @@ def bought(points: Sequence[Point]) -> list[Table]:
             for point in points
             if (_model(point.row), _devices(point.row)) == (model, devices)
         ]
-        lines, marks, varied = [], [], _varied(own)
+        lines = []
+        marks = []
+        varied = _varied(own)
         for line in dict.fromkeys(_line(point.row, varied) for point in own):
-            cells, values = [], []
+            cells = []
+            values = []
             for technique in techniques:
                 mine = [
                     point

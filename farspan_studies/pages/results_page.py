@@ -35,7 +35,8 @@ def write_results(
     their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     name = "predicted" if predicted else "report"
-    page, tables = folder / f"{name}.html", folder / f"{name}-tables.md"
+    page = folder / f"{name}.html"
+    tables = folder / f"{name}-tables.md"
     html = results_page(rows, title, predicted=predicted, kind=kind, drawn=drawn, more=more)
     write_atomically(page, html.encode())
     printed = [clusters(drawn), *results.tables(results.points(rows, predicted=predicted))]

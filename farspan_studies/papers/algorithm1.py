@@ -64,7 +64,8 @@ def algorithm1(speeds: Speeds, delta: float, zero2_runs: Callable[[], bool]) -> 
     (0, 1]."""
     if not 0 < delta <= 1:
         raise ValueError(f"delta is {delta}, not in (0, 1]")
-    tp, tz = speeds.tp, speeds.tz
+    tp = speeds.tp
+    tz = speeds.tz
     if tz > 0 and (tp - tz) / tz > delta:
         return Decision(technique="pipeshard", machine=0, step="1")
     if tp > 0 and (tz - tp) / tp > delta:
@@ -195,7 +196,8 @@ def _candidate(
             problem=planned,
             tflops=0.0,
         )
-    trial, train = measure(planned, price(planned, task.costs, brief=True).step_s), question.train
+    trial = measure(planned, price(planned, task.costs, brief=True).step_s)
+    train = question.train
     speed = 0.0
     if trial.step_s is not None:
         seconds = fmean(trial.steps or (trial.step_s,))

@@ -78,7 +78,8 @@ class StudyCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _plan(model: str, scheme: str, cluster: Cluster, batch: int, attention: str) -> Plan:
-    study, spec = cost_study(), models.preset(model).spec
+    study = cost_study()
+    spec = models.preset(model).spec
     devices = planned_devices(cluster)
     train = TrainSpec(
         steps=10,
@@ -163,7 +164,8 @@ def best(grid: Iterator[Setting] | Sequence[Setting]) -> Setting | None:
 
 def study_cells(engine: Engine) -> tuple[StudyCell, ...]:
     """Every published point beside the best setting that fits."""
-    study, cells = cost_study(), []
+    study = cost_study()
+    cells = []
     for point in study.points:
         own = best(settings(engine, "a100-80", point.model, point.scheme, point.devices))
         predicted = own.plotted if own else 0.0

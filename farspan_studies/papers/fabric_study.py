@@ -126,9 +126,11 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 @functools.cache
 def cases() -> tuple[Case, ...]:
     """Every row of the published file with its plan."""
-    built, published = [], fabric()
+    built = []
+    published = fabric()
     for row in published.rows:
-        model, cluster = models.preset(row.model).spec, published.cluster(row.slice, row.devices)
+        model = models.preset(row.model).spec
+        cluster = published.cluster(row.slice, row.devices)
         plan = published_plan(
             row.technique, published.plans[row.technique], model, cluster, published.settings
         )
@@ -159,7 +161,8 @@ def minutes(case: Case, engine: Engine) -> float:
 
 
 def _cell(case: Case, engine: Engine) -> Cell:
-    row, train = case.row, case.plan.train
+    row = case.row
+    train = case.plan.train
     priced = estimate(case.plan, case.graph, case.cluster, engine)
     took = train.steps * priced.step_s / 60
     short = shortage(case, priced, engine)
@@ -357,7 +360,8 @@ def one_cell_known(engine: Engine) -> dict[str, dict[str, float]]:
 def _round_trip(case: Case, engine: Engine) -> float:
     """Seconds of a round trip with which the case takes its published minutes, by bisection between
     0.1 ms and 10 s."""
-    low, high = math.log(1e-4), math.log(10.0)
+    low = math.log(1e-4)
+    high = math.log(10.0)
     for _ in range(40):
         middle = (low + high) / 2
         fast = minutes(_with_round_trip(case, math.exp(middle)), engine) < (case.row.minutes or 0.0)

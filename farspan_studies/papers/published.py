@@ -199,7 +199,8 @@ def published_plan(
 ) -> Plan:
     """A published plan on the devices of a slice. Raises ValueError where it divides what does not
     divide evenly."""
-    devices, graph = planned_devices(cluster), models.graph(model)
+    devices = planned_devices(cluster)
+    graph = models.graph(model)
     train = settings.train(len(devices))
     sync = GradSync(bucket_bytes=2 * graph.parameters(), bits=16)
     cuts = equal_cuts(graph, recipe.stages, settings.sequence)
@@ -249,7 +250,8 @@ def equal_cuts(graph: OpGraph, stages: int, seq_len: int) -> list[int]:
         sum(forward_flops(graph, op, 1, seq_len) for op in graph.unit(i))
         for i in range(graph.units)
     ]
-    total, cuts = math.fsum(flops), [0]
+    total = math.fsum(flops)
+    cuts = [0]
     for i in range(1, stages):
         sums = [
             abs(math.fsum(flops[:unit]) - i * total / stages) for unit in range(graph.units + 1)
@@ -263,7 +265,8 @@ def alpa_tflops(
 ) -> float:
     """TFLOP/s a GPU as the paper prints them: `alpa.util.compute_gpt_tflops` without recomputation,
     `72 B S L H^2 (1 + S / 6H) + 6 B S H V`."""
-    tokens, width = sequences * seq_len, model.d_model
+    tokens = sequences * seq_len
+    width = model.d_model
     blocks = 72 * tokens * model.layers * width**2 * (1 + seq_len / (6 * width))
     return (blocks + 6 * tokens * width * model.vocab_size) / step_s / devices / 1e12
 

@@ -140,9 +140,12 @@ def software(run: Run | Block) -> str:
 def run_plan(run: Run) -> tuple[Plan, Cluster]:
     """A run's plan, Megatron-LM's order of ranks: tensor axis, data axis, stages; on hosts in a
     row."""
-    cluster, spec = _cluster(run), model_spec(run.model)
-    graph, parts = models.graph(spec), run.batch // (run.data * run.microbatch)
-    each, layers = run.data * run.tensor, spec.layers
+    cluster = _cluster(run)
+    spec = model_spec(run.model)
+    graph = models.graph(spec)
+    parts = run.batch // (run.data * run.microbatch)
+    each = run.data * run.tensor
+    layers = spec.layers
     axes: dict[Axis, int] = (
         {"data": run.data, "tensor": run.tensor} if run.tensor > 1 else {"data": run.data}
     )
@@ -214,7 +217,8 @@ def model_spec(shape: Shape) -> ModelSpec:
 
 def _cluster(run: Run) -> Cluster:
     """A site of as many hosts as the run had, with what its source states of the network."""
-    count, device = -(-run.gpus // run.gpus_per_host), gpu(run.gpu)
+    count = -(-run.gpus // run.gpus_per_host)
+    device = gpu(run.gpu)
     hosts = tuple(
         Host(
             name=f"h{i}",
@@ -309,8 +313,10 @@ def _tells(other: Block, block: Block) -> bool:
 def block_s(block: Block) -> float:
     """Predicted seconds of what a published time covers: forward, and backward where it was
     measured."""
-    used, spec = engine(software(block)), model_spec(block.model)
-    graph, device = models.graph(spec), gpu(block.gpu)
+    used = engine(software(block))
+    spec = model_spec(block.model)
+    graph = models.graph(spec)
+    device = gpu(block.gpu)
     train = TrainSpec(
         steps=1,
         batch=block.batch,

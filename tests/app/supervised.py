@@ -44,10 +44,13 @@ class Watched:
         at_step: Callable[[Watched, int], None] = lambda watched, step: None,
         at_fault: Callable[[Watched], None] = lambda watched: None,
     ) -> None:
-        self.run, self.faulted, self.events = run, list[Faulted](), list[Event]()
+        self.run = run
+        self.faulted = list[Faulted]()
+        self.events = list[Event]()
         #: Lines for people.
         self.notes = list[str]()
-        self._at_step, self._at_fault = at_step, at_fault
+        self._at_step = at_step
+        self._at_fault = at_fault
         self.supervisor = Supervisor(run, self._told, self.events.append)
 
     def train(self) -> Problem | Finished | None:

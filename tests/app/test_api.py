@@ -68,7 +68,8 @@ def test_train_runs_the_plan_chosen_by_select(papers: Path) -> None:
 def test_in_a_thread_it_trains_and_leaves_signals_alone(
     papers: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    handlers, updates = signal.getsignal(signal.SIGINT), list[object]()
+    handlers = signal.getsignal(signal.SIGINT)
+    updates = list[object]()
     ended: list[farspan.Run | BaseException] = []
 
     def work() -> None:
@@ -147,7 +148,8 @@ def workers(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words, at = entry.read_bytes(), str((entry.parent / "cwd").readlink())
+            words = entry.read_bytes()
+            at = str((entry.parent / "cwd").readlink())
         except OSError:
             continue
         if b"farspan.runtime.worker" in words and at == str(folder):

@@ -65,7 +65,9 @@ def test_host_unreachable_before_the_first_step_ends_the_run_at_once():
 def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
     """Whatever comes: it ends at the third that is the same, or at the first beyond RESTARTS within
     an hour, and with the fault's own cause."""
-    faults, at, times = Faults(), 0.0, list[tuple[float, tuple[int, int]]]()
+    faults = Faults()
+    at = 0.0
+    times = list[tuple[float, tuple[int, int]]]()
     for step, rank, after in history:
         at += after
         times.append((at, (step, rank)))

@@ -125,7 +125,8 @@ def mutated(value: Any, data: st.DataObject) -> Any:
 
 def priced(run: RunFolder) -> None:
     """As a plan in a file is run."""
-    plan, cluster = read_plan(run.plan), load_cluster_json(run.cluster)
+    plan = read_plan(run.plan)
+    cluster = load_cluster_json(run.cluster)
     check_cluster(plan, cluster, run.plan, "farspan plan")
     estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
 
@@ -152,10 +153,8 @@ def test_a_file_in_which_anything_was_changed_is_read_or_refused(
     path = run.path / name
     before = path.read_bytes()
     if raw == 0:  # Bytes, not values.
-        at, byte = (
-            data.draw(st.integers(0, len(before) - 1)),
-            data.draw(st.binary(min_size=0, max_size=2)),
-        )
+        at = data.draw(st.integers(0, len(before) - 1))
+        byte = data.draw(st.binary(min_size=0, max_size=2))
         content = before[:at] + byte + before[at + 1 :]
     elif name in JSON:
         content = json.dumps(mutated(json.loads(before), data)).encode()

@@ -61,7 +61,8 @@ def orphan(run: RunFolder) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_workers_that_a_killed_job_has_left_are_named_and_waited_for(run, orphan):
-    said, waiting = list[str](), list[bool]()
+    said = list[str]()
+    waiting = list[bool]()
 
     def wait() -> None:
         wait_for_orphans(run, said.append)

@@ -77,11 +77,13 @@ def test_run_resumed_with_another_technique_reaches_the_same_losses(tmp_path: Pa
     assert moved.returncode == 0, moved.stderr
     assert f"{400 - saved} steps to go by pipeshard on 3 devices" in moved.stdout
     assert "(before, by zero2 on 2 devices: " in moved.stdout
-    ours, wanted = losses(Path("moved")), losses(Path("whole"))
+    ours = losses(Path("moved"))
+    wanted = losses(Path("whole"))
     assert ours.keys() == wanted.keys()
     assert all(ours[step] == pytest.approx(wanted[step], rel=1e-5) for step in range(1, saved + 51))
     assert ours[400] == pytest.approx(wanted[400], rel=1e-3)
-    run, first = RunFolder(Path("moved")), farspan.Run("whole").folder.load_plan()
+    run = RunFolder(Path("moved"))
+    first = farspan.Run("whole").folder.load_plan()
     assert [file.stem for file in run.plans.iterdir()] == [first.hash]
     assert run.load_plan().technique == "pipeshard" and run.load_plan().train == first.train
     parallel = load_yaml(run.config, RunConfig).parallel

@@ -68,10 +68,8 @@ def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(
     ending = watched.train()
     assert isinstance(ending, Finished) and ending.reason == "done"
     assert watched.losses == calm
-    (fault,), (again,) = (
-        watched.faulted,
-        [event for event in watched.events if isinstance(event, Recovered)],
-    )
+    (fault,) = watched.faulted
+    (again,) = [event for event in watched.events if isinstance(event, Recovered)]
     assert (
         fault.problem.code == "worker-lost"
         and fault.problem.rank == rank
@@ -272,7 +270,8 @@ def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
     run = made(tmp_path / "run", TWO)
     cluster = tiny.this_machine(TWO)
     with Lease(run) as lease:
-        spares, apart = Spares(), (TWO.devices[0], replace(TWO.devices[1], index=1))
+        spares = Spares()
+        apart = (TWO.devices[0], replace(TWO.devices[1], index=1))
         spares.fill(replace(TWO, devices=apart), cluster.hosts, run.logs, lease.keep_open)
         waiting = [spare.pid for (spare,) in spares._waiting.values()]
         held = Held(lease, lease.begin(), spares)

@@ -26,7 +26,8 @@ def test_cause_of_a_failed_run_is_raised_though_its_report_cannot_be_written(tmp
 
 @pytest.mark.slow
 def test_run_goes_on_where_nothing_can_be_written_for_tensorboard(tmp_path):
-    run, notes = made(tmp_path / "run", tiny.plan(replace(TRAIN, steps=6))), list[str]()
+    run = made(tmp_path / "run", tiny.plan(replace(TRAIN, steps=6)))
+    notes = list[str]()
     run.tensorboard.write_text("in the way")
     report = training.train(
         run, lambda update: notes.append(update.text) if isinstance(update, Note) else None

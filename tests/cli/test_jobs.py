@@ -189,7 +189,8 @@ def test_a_killed_job_is_lost_and_its_workers_save(call: Farspan, going: RunFold
 def test_resume_waits_for_the_workers_of_a_killed_job(
     call: Farspan, going: RunFolder, environment: dict[str, str]
 ):
-    job, (worker,) = jobs.job_of(going), workers(going)
+    job = jobs.job_of(going)
+    (worker,) = workers(going)
     assert job is not None
     os.kill(worker, signal.SIGSTOP)
     os.kill(job.pid, signal.SIGKILL)
@@ -231,7 +232,8 @@ def test_a_worker_that_is_killed_is_followed_by_another(call: Farspan, going: Ru
 def test_the_problem_of_a_job_is_kept(call: Farspan, stopped: RunFolder):
     stopped.config.write_text(stopped.config.read_text() + "on_fault: stop\n")
     assert call("resume", str(stopped.path), "--detach").returncode == 0
-    (worker,), going = workers(stopped), stopped
+    (worker,) = workers(stopped)
+    going = stopped
     os.kill(worker, signal.SIGKILL)
     wait_for(lambda: not jobs.goes_on(going), "the job's end")
     found = state(call, going)
@@ -279,7 +281,8 @@ def test_stop_reports_a_job_that_does_not_end_in_time_as_busy(call: Farspan, goi
 def test_a_terminal_that_goes_while_it_waits_takes_nothing_along(
     office: Path, held: dict[str, str], tmp_path: Path, call: Farspan
 ):
-    run, (ours, theirs) = RunFolder(office / "runs" / "left"), pty.openpty()
+    run = RunFolder(office / "runs" / "left")
+    (ours, theirs) = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "farspan", "train", "--detach", "--run", str(run.path)],
         cwd=office,
@@ -329,7 +332,8 @@ def test_ctrl_c_while_it_waits_stops_what_was_started(
 
 def test_detached_train_is_refused_with_the_same_message_as_attached(call: Farspan, office: Path):
     words = ("train", "--set", "data=nothing", "--run", "runs/refused")
-    plain, detached = call(*words), call(*words, "--detach")
+    plain = call(*words)
+    detached = call(*words, "--detach")
     assert (detached.returncode, detached.stderr) == (
         plain.returncode,
         plain.stderr,

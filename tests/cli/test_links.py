@@ -54,7 +54,8 @@ def foreign(own: Path) -> Path:
 def test_a_run_from_elsewhere_that_holds_links_is_refused(
     here: Farspan, foreign: Path, diary: Path, words: tuple[str, ...], name: str
 ) -> None:
-    link, target = foreign / name, diary.parent if name == "checkpoints" else diary
+    link = foreign / name
+    target = diary.parent if name == "checkpoints" else diary
     link.parent.mkdir(parents=True, exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(target)
@@ -101,7 +102,9 @@ def test_no_file_is_written_through_a_link_also_in_a_run_that_is_trusted(
 def test_a_user_s_own_linked_folders_go_on_working(
     farspan: Farspan, own: Path, tmp_path: Path
 ) -> None:
-    disk, scratch, other = tmp_path / "disk", tmp_path / "scratch", tmp_path / "other"
+    disk = tmp_path / "disk"
+    scratch = tmp_path / "scratch"
+    other = tmp_path / "other"
     for folder in (disk, scratch, other):
         folder.mkdir()
     own = own.rename(disk / "docs")
@@ -121,7 +124,8 @@ def test_a_user_s_own_linked_folders_go_on_working(
 
 
 def test_prepared_text_is_for_its_user_alone(here: Farspan, tmp_path: Path) -> None:
-    home, cache = tmp_path / "home", tmp_path / "home" / ".cache" / "farspan"
+    home = tmp_path / "home"
+    cache = tmp_path / "home" / ".cache" / "farspan"
     (cache / "corpora").mkdir(parents=True)  # As an earlier version left it.
     cache.chmod(0o755)
     done = here("prepare", FARSPAN_CACHE="", XDG_CACHE_HOME="", HOME=str(home))

@@ -125,7 +125,8 @@ def test_a_runs_own_plan_is_trained_again_on_the_same_cluster(
 def test_a_runs_own_plan_is_trained_again_on_this_machine(
     farspan: Farspan, desk: Path, tmp_path: Path
 ) -> None:
-    first, again = tmp_path / "first", tmp_path / "again"
+    first = tmp_path / "first"
+    again = tmp_path / "again"
     assert farspan("train", "run.yaml", "--run", str(first)).returncode == 0
     done = farspan(
         "train", str(first / "run.yaml"), "--plan", str(first / "plan.json"), "--run", str(again)

@@ -57,7 +57,8 @@ def test_the_table_fits_its_terminal_and_names_every_technique(
 
 
 def test_plan_table_counts_hidden_rows_and_names_the_all_option(farspan: Farspan) -> None:
-    short, whole = said(farspan), said(farspan, "--all")
+    short = said(farspan)
+    whole = said(farspan, "--all")
     rows = [
         len(re.findall(r"^ *\d+ (?:data|zero2|diloco) ", text, re.MULTILINE))
         for text in (short, whole)
@@ -69,7 +70,8 @@ def test_plan_table_counts_hidden_rows_and_names_the_all_option(farspan: Farspan
 def test_reasons_pictures_difference_page_and_plan_come_at_once(
     farspan: Farspan, tmp_path: Path
 ) -> None:
-    page, plan = tmp_path / "plan.html", tmp_path / "plan.json"
+    page = tmp_path / "plan.html"
+    plan = tmp_path / "plan.json"
     text = said(
         farspan, "--why", "--show", "--diff", "data", "1", "--html", str(page), "-o", str(plan)
     )

@@ -46,7 +46,9 @@ def lines_of(console: Console) -> list[str]:
 
 
 def test_plain_lines_come_by_time_and_at_every_validation_save_warning_and_end():
-    plan, clock, console = make_plan(400), Clock(), piped()
+    plan = make_plan(400)
+    clock = Clock()
+    console = piped()
     events = train_events(plan, first=0, last=400, at=START, reason="done")
     events.insert(
         50,
@@ -75,7 +77,9 @@ def test_plain_lines_come_by_time_and_at_every_validation_save_warning_and_end()
 
 @pytest.mark.parametrize(("peak_flops", "shown"), [(None, "MFU n/a"), (1e12, None)])
 def test_facts_by_hand(peak_flops, shown):
-    plan, clock, console = make_plan(100), Clock(), piped()
+    plan = make_plan(100)
+    clock = Clock()
+    console = piped()
     with TrainingDisplay(plan, console, clock) as progress:
         progress.show(started(START, 0, plan, peak_flops=peak_flops))
         for number in range(1, 12):
@@ -99,7 +103,8 @@ def test_facts_by_hand(peak_flops, shown):
 
 
 def test_time_left_is_hardly_changed_by_a_few_slow_steps():
-    plan, clock = make_plan(1000), Clock()
+    plan = make_plan(1000)
+    clock = Clock()
     progress = TrainingDisplay(plan, piped(), clock)
     progress.show(started(START, 0, plan))
     for number in range(1, 101):
@@ -115,7 +120,8 @@ class Overtaken:
     its own thread."""
 
     def __init__(self, step: Step, progress: TrainingDisplay) -> None:
-        self._step, self._progress = step, progress
+        self._step = step
+        self._progress = progress
 
     def __getattr__(self, name: str) -> object:
         self._progress.show(one_step(START, 3))
@@ -132,7 +138,8 @@ def test_steps_may_arrive_while_the_display_is_drawn():
 
 
 def test_display_of_a_resumed_run_names_the_step_resumed_from():
-    plan, console = make_plan(1000), piped()
+    plan = make_plan(1000)
+    console = piped()
     with TrainingDisplay(plan, console, Clock()) as progress:
         progress.show(started(START, 400, plan))
         progress.show(one_step(START, 401))
@@ -142,7 +149,8 @@ def test_display_of_a_resumed_run_names_the_step_resumed_from():
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
 def test_the_live_display_is_one_line_of_the_terminal_whose_facts_are_whole(width):
-    plan, clock = make_plan(1400), Clock()
+    plan = make_plan(1400)
+    clock = Clock()
     console = Console(
         file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None
     )
@@ -177,7 +185,8 @@ def test_the_live_display_is_one_line_of_the_terminal_whose_facts_are_whole(widt
 
 
 def test_a_terminal_keeps_what_happened_and_drops_the_display():
-    plan, clock = make_plan(100), Clock()
+    plan = make_plan(100)
+    clock = Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     with TrainingDisplay(plan, console, clock) as progress:
         for event in train_events(plan, first=0, last=100, at=START, reason="done"):
@@ -249,7 +258,9 @@ def timed(steps: int, most: int | None) -> Plan:
     ],
 )
 def test_progress_of_a_time_budget_goes_forward_whatever_fits_at_the_speed_of_now(most, places):
-    plan, clock, console = timed(1000, most), Clock(), piped()
+    plan = timed(1000, most)
+    clock = Clock()
+    console = piped()
     shares = []
     with TrainingDisplay(plan, console, clock) as progress:
         progress.show(started(START, 0, plan))
@@ -265,7 +276,8 @@ def test_progress_of_a_time_budget_goes_forward_whatever_fits_at_the_speed_of_no
 
 
 def test_time_to_go_of_a_time_budget_is_that_of_its_steps_where_they_end_earlier():
-    plan, progress = timed(100, None), None
+    plan = timed(100, None)
+    progress = None
     progress = TrainingDisplay(plan, piped(), Clock())
     progress.show(started(START, 0, plan))
     progress.show(one_step(START + 1, 50, step_s=0.1))

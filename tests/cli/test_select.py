@@ -125,7 +125,8 @@ def test_values_out_of_range(here, words, fact):
 def test_a_model_that_no_device_holds_whole_is_measured_by_its_plans(desk):
     """What one device would take of it is predicted, and plans that divide it are tried; alone it
     is refused."""
-    config, spec = load_yaml(desk / "run.yaml", RunConfig), models.presets()["gpt2-medium"].spec
+    config = load_yaml(desk / "run.yaml", RunConfig)
+    spec = models.presets()["gpt2-medium"].spec
     train = TrainSpec(steps=1, batch=1, seq_len=1024, precision="fp32")
     small = msgspec.structs.replace(FAST, memory=4 * 10**9)
 

@@ -214,7 +214,8 @@ def test_text_is_printed_through_the_filter_alone():
     raw = []
     for folder in ("farspan", "farspan_exports", "farspan_lab", "farspan_studies"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            name, source = str(path.relative_to(ROOT)), path.read_text()
+            name = str(path.relative_to(ROOT))
+            source = path.read_text()
             if name in PRINTERS | PIPES or not re.search(r"print\(|std(out|err)|Console\(", source):
                 continue
             raw += [

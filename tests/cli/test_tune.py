@@ -18,7 +18,8 @@ def test_tune_judges_by_queries_of_ones_own(run: Path, tmp_path: Path, here: Far
     found = json.loads(here("search", "time", "--run", str(path), "-k", "12", "--json").stdout)[
         "answer"
     ]["results"]
-    queries, qrels = tmp_path / "queries.jsonl", tmp_path / "qrels.tsv"
+    queries = tmp_path / "queries.jsonl"
+    qrels = tmp_path / "qrels.tsv"
     queries.write_text(
         "".join(f'{{"_id": {n}, "text": "time number {n}"}}\n' for n in range(len(found)))
     )

@@ -160,7 +160,8 @@ def test_whoever_reads_the_text_again_is_told_what_is_left_out(tmp_path: Path) -
         (folder / f"{number}.txt").write_text(f"the text number {number} of these")
     (folder / "rows.jsonl").write_text('{"text": \n')
     data = DataConfig(source=str(folder), val="50%")
-    words, root = TokenizerConfig(vocab=300), tmp_path / "cache"
+    words = TokenizerConfig(vocab=300)
+    root = tmp_path / "cache"
     _, made = corpus.prepare(data, words, root, workers=1, say=lambda line: None)
     for count in (20, 21):
         said: list[str] = []
@@ -271,7 +272,8 @@ def test_values_of_json_are_found_wherever_the_stream_is_cut(read_bytes: int) ->
             self.rest = content
 
         def read(self, size: int) -> bytes:
-            piece, self.rest = self.rest[:read_bytes], self.rest[read_bytes:]
+            piece = self.rest[:read_bytes]
+            self.rest = self.rest[read_bytes:]
             return piece
 
     rows = [{"text": 'x\\"]},[' * n, "more": [[], {}, [[n]]]} for n in range(6)]
@@ -369,7 +371,8 @@ def test_a_gz_line_and_a_text_of_128_mib_are_never_held(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures memory through /proc")
 def test_a_row_of_many_small_values_is_left_out_and_never_decoded(tmp_path: Path) -> None:
-    begin, end = b'{"text": "a"}\n{"text": "x", "n": [', b'0]}\n{"text": "b"}'
+    begin = b'{"text": "a"}\n{"text": "x", "n": ['
+    end = b'0]}\n{"text": "b"}'
     write_zst(tmp_path / "a.jsonl.zst", begin, b"[],", MAX_DOCUMENT_BYTES - 2**20, end)
     documents, skipped, grown_bytes = measured(tmp_path)
     assert (documents, skipped) == (2, ["its fields beside the text are longer than 1 MiB"])
@@ -400,7 +403,8 @@ def test_a_page_that_is_too_long_is_left_out_and_a_text_is_read_in_parts(tmp_pat
 def test_parquet_files_that_unpack_to_gigabytes_are_read_within_bounded_memory(
     tmp_path: Path,
 ) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     kib = 2**10
     tables = {
         # The same 10 MiB in each row, which the file holds once.
@@ -477,7 +481,8 @@ def test_a_reader_that_takes_too_much_is_ended_and_the_next_file_is_read(
 
 
 def test_each_folder_is_read_once_also_behind_links(tmp_path: Path) -> None:
-    docs, target = tmp_path / "docs", tmp_path / "target"
+    docs = tmp_path / "docs"
+    target = tmp_path / "target"
     for folder, count in ((docs / "sub", 2), (target, 3)):
         folder.mkdir(parents=True)
         for number in range(count):

@@ -58,8 +58,10 @@ def test_cache_probabilities_are_those_counted_in_the_piece_so_far():
     pieces = np.random.default_rng(0).integers(0, V * V, (3, PIECE))
     single, pair = cache_probabilities(pieces)
     for i in [*range(0, 3 * PIECE, 97), PIECE, PIECE + 1]:
-        piece, at = pieces[i // PIECE].tolist(), i % PIECE
-        seen, last = Counter(piece[:at]), piece[at - 1] if at else None
+        piece = pieces[i // PIECE].tolist()
+        at = i % PIECE
+        seen = Counter(piece[:at])
+        last = piece[at - 1] if at else None
         follows = Counter(piece[j + 1] for j in range(at - 1) if piece[j] == last)
         assert single[i] == pytest.approx(seen[piece[at]] / max(1, at))
         assert pair[i] == pytest.approx(follows[piece[at]] / max(1, follows.total()))

@@ -22,7 +22,8 @@ def triples(text: str) -> set[tuple[str, ...]]:
 
 
 def true_jaccard(a: str, b: str) -> float:
-    one, two = triples(a), triples(b)
+    one = triples(a)
+    two = triples(b)
     return len(one & two) / len(one | two)
 
 
@@ -74,7 +75,8 @@ def test_jaccard_is_exact_for_short_and_close_for_long_documents() -> None:
     for length, tolerance in ((40, 0.0), (1500, 0.0), (30_000, 0.02)):
         words = [f"w{rng.randrange(10**6)}" for _ in range(length)]
         changed = [w if rng.random() > 0.03 else "x" for w in words] + words[: length // 20]
-        a, b = " ".join(words), " ".join(changed)
+        a = " ".join(words)
+        b = " ".join(changed)
         found = dedup.jaccard(*(dedup.shingles(text)[: dedup.MAX_SHINGLES] for text in (a, b)))
         assert abs(found - true_jaccard(a, b)) <= tolerance
 

@@ -30,7 +30,8 @@ def markdown(text: str) -> list[tuple[int, str]]:
 
 def reference(text: str) -> list[tuple[int, str]]:
     """Headings outside quotations that say something."""
-    headings, quotes = [], 0
+    headings = []
+    quotes = 0
     tokens = MarkdownIt("commonmark").parse(text)
     for token, after in zip(tokens, [*tokens[1:], tokens[-1]] if tokens else [], strict=True):
         quotes += {"blockquote_open": 1, "blockquote_close": -1}.get(token.type, 0)

@@ -67,10 +67,8 @@ def made(
 
 
 def kept(folder: Path, split: str = "all") -> list[Document]:
-    documents, train = (
-        list(read_documents(folder)),
-        load(folder / "corpus.json", CorpusManifest).train.documents,
-    )
+    documents = list(read_documents(folder))
+    train = load(folder / "corpus.json", CorpusManifest).train.documents
     return {"train": documents[:train], "val": documents[train:], "all": documents}[split]
 
 
@@ -140,7 +138,8 @@ def test_the_split_is_by_content_not_by_order(texts: list[str], tmp_path: Path) 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
 def test_the_validation_share_is_what_was_asked_for(share: float, tmp_path: Path) -> None:
-    rng, count = random.Random(3), 3000
+    rng = random.Random(3)
+    count = 3000
     lines = [" ".join(str(rng.randrange(10**9)) for _ in range(5)) for _ in range(count)]
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
     _, manifest = made(tmp_path / "text.jsonl", tmp_path / "root", val=share)
@@ -197,7 +196,8 @@ def test_interrupted_work_is_resumed_where_it_was(
     source = write(tmp_path / "text", texts)
     expected, _ = made(source, tmp_path / "whole")
     owner = module.dedup if victim == "sign" else pack
-    original, calls = getattr(owner, victim), Counter[str]()
+    original = getattr(owner, victim)
+    calls = Counter[str]()
 
     def counted(*arguments: object) -> object:
         calls["all"] += 1
@@ -233,7 +233,8 @@ def number_of_shards(texts: list[str]) -> int:
 
 
 def test_abandoned_work_is_removed(texts: list[str], tmp_path: Path) -> None:
-    root, long_ago = tmp_path / "root", time.time() - 30 * 86_400
+    root = tmp_path / "root"
+    long_ago = time.time() - 30 * 86_400
     for name in (".work-old", ".work-held", ".work-young"):
         (root / name).mkdir(parents=True)
         (root / name / "00000.docs").write_bytes(b"x")
@@ -253,11 +254,9 @@ def test_old_work_that_is_resumed_is_kept(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pack, "encode_shard", encode_shard)
-    source, root, long_ago = (
-        write(tmp_path / "text", texts),
-        tmp_path / "root",
-        time.time() - 30 * 86_400,
-    )
+    source = write(tmp_path / "text", texts)
+    root = tmp_path / "root"
+    long_ago = time.time() - 30 * 86_400
     with pytest.raises(KeyboardInterrupt):
         made(source, root)
     (work,) = root.glob(".work-*")
@@ -326,7 +325,8 @@ prepare(DataConfig(source={source!r}, val="20%"), TokenizerConfig(vocab=600), Pa
 )
 def test_entropies_are_those_counted_by_hand(train: list[int], val: list[int]) -> None:
     vocab = 7
-    singles, pairs = Counter(train), Counter(itertools.pairwise(train))
+    singles = Counter(train)
+    pairs = Counter(itertools.pairwise(train))
     p1 = {t: (singles[t] + 1) / (len(train) + vocab) for t in range(vocab)}
     unigram = -sum(math.log(p1[t]) for t in val) / len(val)
     bigram = min(
@@ -360,7 +360,8 @@ def test_a_given_tokenizer_is_used_and_kept(texts: list[str], tmp_path: Path) ->
 def test_tokenizers_that_differ_in_the_end_of_text_alone_make_two_corpora(
     named: str, texts: list[str], tmp_path: Path
 ) -> None:
-    source, folder = write(tmp_path / "text", texts), tmp_path / "words"
+    source = write(tmp_path / "text", texts)
+    folder = tmp_path / "words"
     folder.mkdir()
     tokenizers.train(texts, 400).save(folder / "tokenizer.json")
     config = TokenizerConfig(use=str(folder / named))

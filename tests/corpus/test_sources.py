@@ -154,7 +154,8 @@ def test_a_document_knows_the_line_and_page_of_its_source_on_which_it_begins(
 
 
 def test_parquet_and_pdf(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     pypdf = pytest.importorskip("pypdf")
     table = pyarrow.table({"content": [f"row {i}" for i in range(1000)], "year": list(range(1000))})
     parquet.write_table(table, tmp_path / "a.parquet")
@@ -222,7 +223,8 @@ def pdf_with_text(text: str) -> bytes:
         b"<</Length %d>>stream\n%s\nendstream" % (len(content), content),
         b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
     ]
-    file, offsets = b"%PDF-1.4\n", []
+    file = b"%PDF-1.4\n"
+    offsets = []
     for number, body in enumerate(objects, 1):
         offsets.append(len(file))
         file += b"%d 0 obj%s endobj\n" % (number, body)

@@ -85,7 +85,8 @@ def test_ids_are_those_of_tokenizers_on_random_slices(trained: tokenizer.Tokeniz
     rng = random.Random(0)
     slices = []
     for _ in range(400):
-        start, length = rng.randrange(len(TEXT)), int(10 ** rng.uniform(0, 3.5))
+        start = rng.randrange(len(TEXT))
+        length = int(10 ** rng.uniform(0, 3.5))
         noise = "".join(rng.choices(PIECES, k=rng.randrange(20)))
         slices.append(noise + TEXT[start : start + length] + noise)
     assert trained.encode_batch(slices) == [by_tokenizers(trained, text) for text in slices]
@@ -106,7 +107,8 @@ def test_any_merge_list_either_gives_equal_ids_or_is_refused(
 ) -> None:
     """Random merges over three letters, in any order: many are no BPE that tiktoken could
     follow."""
-    tokens, merges = ["a", "b", "c"], []
+    tokens = ["a", "b", "c"]
+    merges = []
     for left, right in picks:
         pair = tokens[left % len(tokens)], tokens[right % len(tokens)]
         if "".join(pair) not in tokens:
@@ -165,7 +167,8 @@ def test_tokenizer_with_unsupported_encoding_options_is_not_converted_to_tiktoke
     normalized.normalizer = normalizers.NFC()
     unsplit.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     added.add_tokens(["ab"])
-    dropout, ignoring = hand_made(merges, dropout=0.1), hand_made(merges, ignore_merges=True)
+    dropout = hand_made(merges, dropout=0.1)
+    ignoring = hand_made(merges, ignore_merges=True)
     for inner in (prefixed, normalized, unsplit, added, dropout, ignoring):
         assert as_tiktoken(inner, 0) is None
 
@@ -277,7 +280,8 @@ def test_gaps_in_the_ids_of_a_tokenizer_are_refused(
     last_id: int, content: dict[str, Any], tmp_path: Path
 ) -> None:
     vocab = content["model"]["vocab"]
-    last, missing = max(vocab, key=vocab.__getitem__), len(vocab) - 1
+    last = max(vocab, key=vocab.__getitem__)
+    missing = len(vocab) - 1
     content["model"]["vocab"] = vocab | {last: last_id}
     problem = refusal_of(content, tmp_path)
     assert problem.code == "tokenizer-unreadable"

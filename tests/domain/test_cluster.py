@@ -67,7 +67,8 @@ def test_prices_of_a_device_a_site_and_the_file_go_before_the_catalogue_in_that_
 
 def test_gpus_come_before_the_other_devices_of_their_host(tmp_path):
     """Their places are what CUDA numbers them by."""
-    least, more = "{kind: cpu-avx2, memory: 1GB}", "{kind: cpu-avx2, memory: 2GB}"
+    least = "{kind: cpu-avx2, memory: 1GB}"
+    more = "{kind: cpu-avx2, memory: 2GB}"
     cluster = read(
         tmp_path, f"sites: {{a: {{hosts: {{x: {{devices: [{least}, t4, {more}, a30]}}}}}}}}"
     )

@@ -13,7 +13,8 @@ CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CPU = Wheel(torch="2.13.0+cpu", cuda=None)
 NEW = Wheel(torch="2.13.0+cu130", cuda="13.0", archs=CU130)
 OLD = Wheel(torch="2.13.0+cu126", cuda="12.6", archs=CU126)
-INSTALL, INDEX = "pip install torch==2.13.0", "--index-url https://download.pytorch.org/whl/"
+INSTALL = "pip install torch==2.13.0"
+INDEX = "--index-url https://download.pytorch.org/whl/"
 UPDATE = "update the NVIDIA driver to"
 H100 = Gpu(name="NVIDIA H100 80GB HBM3", driver="550.90.07", capability=(9, 0), uuid="GPU-aa")
 GTX1080 = Gpu(name="NVIDIA GeForce GTX 1080", driver="580.95.05", capability=(6, 1), uuid="GPU-bb")

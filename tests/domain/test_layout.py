@@ -59,7 +59,8 @@ def test_nothing_is_sent_twice_or_further_than_it_must(layout):
     held, wanted, site = layout
     held = complete(held, wanted)
     first, second = transfer(held, wanted, site.__getitem__)
-    having, lacking = elements(held), elements(wanted) - elements(held)
+    having = elements(held)
+    lacking = elements(wanted) - elements(held)
     assert sorted((target, i) for _, target, i in moves(first + second)) == sorted(lacking)
     assert all((source, i) in having for source, _, i in moves(first))
     at_home = {(site[rank], i) for rank, i in having}
@@ -189,7 +190,8 @@ def test_transfer_of_a_range_that_no_rank_holds_is_an_error():
 def test_hundreds_of_ranks_with_disjoint_parts():
     """From 200 to 300 shards in six sites, by way of shuffled ranks: every element is sent to its
     one wanter, once."""
-    rng, size = random.Random(0), 10**9
+    rng = random.Random(0)
+    size = 10**9
     ranks = rng.sample(range(500), 500)
     bounds = {count: [size * i // count for i in range(count + 1)] for count in (200, 300)}
     held, wanted = (

@@ -228,7 +228,8 @@ def _replicas(draw: st.DrawFn, ranks: tuple[int, ...], spec: ModelSpec) -> Repli
     graph = models.graph(spec)
     count = draw(st.integers(1, min(3, len(ranks))))
     cuts = _cut(draw, list(range(graph.units)), count)
-    microbatches, stages = draw(st.sampled_from([1, 2, 4])), []
+    microbatches = draw(st.sampled_from([1, 2, 4]))
+    stages = []
     for units, group in zip(cuts, _cut(draw, list(ranks), count), strict=True):
         stages.append(
             draw(
@@ -271,7 +272,8 @@ def _stages(
         bucket_bytes=draw(st.sampled_from([None, 20_000])),
         topology=draw(st.sampled_from(["flat", "hierarchical"])),
     )
-    zero, recompute = draw(st.integers(0, 3)), draw(st.booleans())
+    zero = draw(st.integers(0, 3))
+    recompute = draw(st.booleans())
     # Stages of one pipeline read the same sequences as each microbatch, which operators may divide
     # further.
     by_rows = "b" in splits.values()

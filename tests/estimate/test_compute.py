@@ -77,7 +77,8 @@ def test_power_holds_arithmetic_down():
 
 def test_fp32_products_use_tf32_if_plan_or_engine_asks_and_device_supports_it():
     ampere = device(flops={"fp32": 1e12, "tf32": 4e12})
-    usual, allowing = plain(), plain(tf32=True)
+    usual = plain()
+    allowing = plain(tf32=True)
     for one, dtype, using, seconds in (
         (ampere, "fp32", usual, 4.0),
         (ampere, "tf32", usual, 1.0),
@@ -182,7 +183,10 @@ def worked(
 
 
 def test_products_and_attention_of_a_block_by_hand():
-    rows, s, d, f = 3, 16, 64, 256
+    rows = 3
+    s = 16
+    d = 64
+    f = 256
     forward, backward = worked(TIED, "mlp.up", engine=plain())
     assert forward == OperatorWork(
         2 * rows * s * d * f, 4 * (rows * s * (d + f) + d * f + f), rows * s, d, f
@@ -204,8 +208,14 @@ def test_products_and_attention_of_a_block_by_hand():
 
 @pytest.mark.parametrize("width", [4, 2])
 def test_bytes_moved_by_memory_bound_kernels_equal_those_counted_by_hand(width):
-    rows, s, d, f, v, heads = 3, 16, 64, 256, 96, 4
-    tokens, cast = rows * s, 0 if width == 4 else 4 + width
+    rows = 3
+    s = 16
+    d = 64
+    f = 256
+    v = 96
+    heads = 4
+    tokens = rows * s
+    cast = 0 if width == 4 else 4 + width
 
     def moved(name, spec=TIED, **given):
         return tuple(one.apart + one.composed for one in worked(spec, name, width=width, **given))
@@ -218,7 +228,8 @@ def test_bytes_moved_by_memory_bound_kernels_equal_those_counted_by_hand(width):
     assert back[0] == pytest.approx(cast * (d * f + d) + 3 * width * tokens * d)
     assert moved("mlp.act") == (2 * width * tokens * f, 3 * width * tokens * f)
     assert moved("attn_norm") == (2 * 4 * tokens * d, 5 * 4 * tokens * d)
-    scores, q = rows * heads * s * s, tokens * d
+    scores = rows * heads * s * s
+    q = tokens * d
     vanilla = moved("attn", keys=16)
     assert vanilla[0] == pytest.approx((4 * width + 2 * 4 + 2 * cast) * scores + 8 * width * q)
     assert vanilla[1] == pytest.approx((6 * width + 3 * 4 + 2 * cast) * scores + 8 * width * q)
@@ -248,8 +259,12 @@ def test_bytes_moved_by_memory_bound_kernels_equal_those_counted_by_hand(width):
 
 def test_a_device_of_a_tensor_axis_reads_and_writes_whole_what_its_split_does_not_divide():
     """By hand, over two devices: 48 tokens, 64 wide, 256 in the MLP, 4-byte numbers."""
-    tokens, d, f = 48, 64, 256
-    weights, stream, inner = d * f, tokens * d, tokens * f
+    tokens = 48
+    d = 64
+    f = 256
+    weights = d * f
+    stream = tokens * d
+    inner = tokens * f
     products = plain()
     # A column split reads all of its input, and writes half of the output.
     up = worked(TIED, "mlp.up", split="f", ways=2, engine=products)[0]
@@ -268,10 +283,8 @@ def test_residuals_norms_and_launches_are_not_divided_by_a_tensor_axis():
             for name in ("residual", "layernorm", "rmsnorm", "bias", "lookup")
         }
     )
-    alone, both = (
-        worked(TIED, "attn_norm", engine=launched),
-        worked(TIED, "attn_norm", ways=4, engine=launched),
-    )
+    alone = worked(TIED, "attn_norm", engine=launched)
+    both = worked(TIED, "attn_norm", ways=4, engine=launched)
     assert alone == both
     for spec, name, split in ((TIED, "mlp.down", "f"), (TIED, "attn.out", "n"), (TIED, "tok", "v")):
         alone = worked(spec, name, engine=launched)
@@ -318,7 +331,8 @@ def test_recomputing_a_block_runs_all_but_its_last_product_again():
     there = cluster([[device()]])
     using = costs(there, plain())
     one, again = (stage(mesh(0), (8,), recompute=recompute) for recompute in (False, True))
-    usual, replay = using.passes(one, [2]), using.passes(again, [2])
+    usual = using.passes(one, [2])
+    replay = using.passes(again, [2])
     block = [using.op_s(0, op, 2, "", 1)[0] for op in using.graph.block]
     assert replay.forward == usual.forward
     assert replay.backward - usual.backward == pytest.approx(4 * sum(block[:-1]))

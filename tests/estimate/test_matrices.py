@@ -37,7 +37,9 @@ def test_priced_matrix_updates_equal_those_of_the_busiest_worker(number):
     whole = block_matrices(graph)
     for replica in plan.replicas:
         for stage in replica.stages:
-            priced, held, flops = owned_matrices(graph, stage), list[int](), list[float]()
+            priced = owned_matrices(graph, stage)
+            held = list[int]()
+            flops = list[float]()
             for rank in stage.mesh.ranks:
                 buckets, names, slices = held_by(Topology(plan, rank))
                 held.append(sum(length(bucket) for bucket in buckets if bucket.matrices))
@@ -68,7 +70,8 @@ def test_priced_matrix_updates_equal_those_of_the_busiest_worker(number):
 
 def held_by(topology: Topology):
     """A worker's buckets, the names of its parameters, and those of which it has a slice."""
-    stage, data = topology.stage, topology.group("data")
+    stage = topology.stage
+    data = topology.group("data")
     axis = TensorAxis(None, stage.mesh.size("tensor"), topology.tensor, stage.splits)
     with torch.device("meta"):
         model = Decoder(topology.plan.model, units=stage.units, axis=axis)

@@ -32,7 +32,11 @@ from tests.estimate.parts import (
     train,
 )
 
-S, D, V, H, F = 16, 64, 96, 4, 256
+S = 16
+D = 64
+V = 96
+H = 4
+F = 256
 #: What a GPT-2 block keeps of one sequence in fp32 beside scores: two norms' inputs, inputs of four
 #: matrices (the last of F), q, k, v, and the activation's input.
 GPT2_BLOCK = 4 * S * (2 * D + 3 * D + F + 3 * D + F)
@@ -121,7 +125,8 @@ def test_splits_divide_what_they_name():
 
 
 def test_a_tied_table_counts_once_on_one_stage_and_at_both_ends_of_a_pipeline():
-    graph, table = models.graph(TIED), V * D
+    graph = models.graph(TIED)
+    table = V * D
     positions = 32 * D
     assert local_parameters(graph, (0, 6), {}, 1) == graph.parameters()
     assert local_parameters(graph, (0, 1), {}, 1) == table + positions
@@ -221,7 +226,8 @@ def test_zero_divides_the_outer_optimizer_state_of_replicas():
     there = cluster(
         [[device()] * 2], [[device()] * 2], links=(Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6),)
     )
-    graph, took = models.graph(TIED), []
+    graph = models.graph(TIED)
+    took = []
     for zero in (0, 1):
         replicas = [pipeline([stage(mesh(a, a + 1), (2, 2), zero=zero)], 1, (1,)) for a in (0, 2)]
         meeting = estimate(

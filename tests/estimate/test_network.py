@@ -141,7 +141,8 @@ def test_hosts_of_a_site_have_ways_out_of_their_own_and_devices_of_a_host_ports(
 
 def test_inside_a_host_and_inside_a_site():
     there = network(cluster([[device()] * 2, [device()]]))
-    local, near = there.wire(0, 1, collective=False), there.wire(0, 2, collective=False)
+    local = there.wire(0, 1, collective=False)
+    near = there.wire(0, 2, collective=False)
     assert (local.delay_s, local.rate, local.local) == (LOCAL_DELAY_S, 1e10, True)
     assert (near.delay_s, near.rate, near.local) == (SITE_RTT_S / 2, SITE_BANDWIDTH, False)
 
@@ -159,7 +160,8 @@ V100 = 150e9  # Bytes a second of its six links together, of which a pair has tw
 @pytest.mark.parametrize(("devices", "rate"), [(2, 0.27), (4, 0.8), (8, 0.8)])
 def test_a_ring_inside_a_host_has_the_rate_of_rings_of_its_size(devices, rate):
     there = network(catalogued(*["v100-16"] * 8))
-    ring, size = tuple(range(devices)), 8e9
+    ring = tuple(range(devices))
+    size = 8e9
     moved = 2 * (devices - 1) * size / devices
     assert there.ring_rate(ring) == pytest.approx(rate * V100)
     assert there.all_reduce_s(ring, size) == pytest.approx(moved / (rate * V100), rel=1e-3)
@@ -261,7 +263,8 @@ def test_rings_of_one_kind_are_as_fast_wherever_they_lie_and_a_full_one_is_the_h
 @given(st.integers(2, 16), st.floats(1e3, 1e10), st.sampled_from(["reduce", "gather"]))
 def test_a_larger_ring_of_the_same_rate_never_takes_less(devices, size, kind):
     there = network(cluster([[device()] * 17]))
-    smaller, larger = tuple(range(devices)), tuple(range(devices + 1))
+    smaller = tuple(range(devices))
+    larger = tuple(range(devices + 1))
     assert there.ring_rate(smaller) == there.ring_rate(larger)
     took = there.all_reduce_s if kind == "reduce" else there.all_gather_s
     assert took(smaller, size) <= took(larger, size)
@@ -313,7 +316,8 @@ def test_a_ring_that_crosses_a_line_twice_shares_it():
 def test_hierarchical_all_reduce_crosses_the_wide_area_once():
     link = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6)
     there = network(cluster([[device()] * 4], [[device()] * 4], links=(link,)))
-    group, size = tuple(range(8)), 8e6
+    group = tuple(range(8))
+    size = 8e6
     # Inside: 3 steps of a quarter at 1e10, twice. Across: one rank of each site, which is ready, is
     # sent all of the other's sum.
     inside = 3 * LOCAL_DELAY_S + 3 / 4 * size / 1e10
@@ -347,7 +351,8 @@ def simulated_ring(delays, busy, steps):
     """When the last part arrives: each rank passes on what it received before, over a wire that
     carries one part at a time."""
     n = len(delays)
-    arrived, free = [0.0] * n, [0.0] * n
+    arrived = [0.0] * n
+    free = [0.0] * n
     for _ in range(steps):
         left = [max(arrived[i], free[i]) for i in range(n)]
         free = [left[i] + busy[i] for i in range(n)]
@@ -367,10 +372,12 @@ def test_rings_against_a_simulation_of_every_part(n, data, kind):
     ]
     links = links[: 1 if n == 2 else n]
     there = network(cluster(*([[device()]] for _ in range(n)), links=tuple(links)))
-    size, steps = 1e6, (n - 1) * (2 if kind == "all_reduce" else 1)
+    size = 1e6
+    steps = (n - 1) * (2 if kind == "all_reduce" else 1)
     found = getattr(there, f"{kind}_s")(range(n), size)
     if n == 2:
-        rtts, rates = rtts[:1] * 2, rates[:1] * 2
+        rtts = rtts[:1] * 2
+        rates = rates[:1] * 2
     exact = simulated_ring(
         [rtt / 2 + 1e-3 for rtt in rtts], [size / n / rate for rate in rates], steps
     )
@@ -384,7 +391,8 @@ def test_a_ring_of_gloo_waits_for_an_answer_at_every_step():
     link = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e7)
     there = cluster([[device(), device()]], [[device(), device()]], links=(link,))
     gloo = {"ring_answered": True, "collectives": 2, "message_s": 0.0}
-    found, ranks = network(there, **gloo), (0, 1, 2, 3)
+    found = network(there, **gloo)
+    ranks = (0, 1, 2, 3)
     # The answer, then a quarter of the bytes; unless so few may be under way that their round trips
     # take longer.
     assert found.all_reduce_s(ranks, 4e6) == pytest.approx(6 * (0.1 + 0.1))
@@ -430,7 +438,8 @@ def test_no_faster_local_network_or_card_makes_a_plan_slower(
     better = figures | {
         what: figures[what] / times if what == "lan_rtt_s" else figures[what] * times
     }
-    graph, engine = models.graph(made.model), named(name)
+    graph = models.graph(made.model)
+    engine = named(name)
 
     def step_s(known: dict[str, float]) -> float:
         site = {key: value for key, value in known.items() if key != "nic"}

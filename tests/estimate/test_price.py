@@ -230,10 +230,8 @@ def test_overlap_hides_all_but_the_last_bucket():
         costs(there, plain(overlap=share), seq_len=length)
         for share, length in ((0, 16), (0.5, 16), (0.5, 128))
     )
-    summed, cover = (
-        stage_time(plainly, one, [4, 4], 1).exposed,
-        plainly.passes(one, [4, 4]).backward,
-    )
+    summed = stage_time(plainly, one, [4, 4], 1).exposed
+    cover = plainly.passes(one, [4, 4]).backward
     buckets = -(-4 * plainly.graph.parameters() // 100_000)
     assert summed - cover / 2 > summed / buckets
     assert stage_time(hidden, one, [4, 4], 1).exposed == pytest.approx(summed - cover / 2)
@@ -244,7 +242,8 @@ def test_overlap_hides_all_but_the_last_bucket():
 def test_zero_levels_exchange_when_and_what_they_must():
     using = costs(sites(), plain())
     gradients = weights = 4 * using.graph.parameters()
-    scatter, gather = HOP + gradients / 2e6, HOP + weights / 2e6
+    scatter = HOP + gradients / 2e6
+    gather = HOP + weights / 2e6
     usual = using.passes(stage(mesh(0, 1), (4, 4)), [2, 2])
 
     def times(zero, microbatches):
@@ -438,17 +437,16 @@ def test_replicas_exchange_their_changes_every_so_often():
     assert priced(every=5).communication_s == pytest.approx(took / 5)
     assert priced(overlap=True).communication_s == pytest.approx(max(0.0, took - 10 * alone) / 10)
     assert priced(every=1000, overlap=True).step_s <= alone + took / 1000
-    found, expected = (
-        priced(every=30),
-        token_efficiency(plan(there, *replicas, sync=Sync(every=30)), graph.parameters()),
-    )
+    found = priced(every=30)
+    expected = token_efficiency(plan(there, *replicas, sync=Sync(every=30)), graph.parameters())
     assert (found.token_efficiency, found.token_efficiency_interval, found.evidence) == expected
     assert not found.evidence  # Nobody published so small a model.
     assert found.tokens_done == pytest.approx(100 * 8 * 16 * found.token_efficiency)
 
 
 def test_loss_is_predicted_within_the_range_of_the_fit_alone():
-    there, graph = cluster([[device()]]), models.graph(TIED)
+    there = cluster([[device()]])
+    graph = models.graph(TIED)
     tiny = estimate(plan(there, single(mesh(0), (8,))), graph, there, plain())
     assert tiny.loss is None
     assert loss(graph.parameters(), tiny.tokens_done) > 70  # Which no text is as hard as.
@@ -517,7 +515,8 @@ def test_speed_counts_the_models_arithmetic_over_the_data_sheets():
 
 def test_plans_for_other_clusters_and_models_are_refused():
     there = sites()
-    made, graph = plan(there, single(mesh(0, 1), (4, 4))), models.graph(TIED)
+    made = plan(there, single(mesh(0, 1), (4, 4)))
+    graph = models.graph(TIED)
     with pytest.raises(KeyError):
         estimate(made, graph, cluster([[device()]]), plain())
     with pytest.raises(NoLink):
@@ -584,7 +583,8 @@ def faster_host(there: Cluster, name: str, what: str) -> Cluster:
 @given(plans(), st.sampled_from(ENGINES), st.data())
 def test_no_faster_link_or_device_makes_a_plan_slower(case, name, data):
     there, made = case
-    engine, graph = named(name), models.graph(made.model)
+    engine = named(name)
+    graph = models.graph(made.model)
     if there.links and data.draw(st.booleans()):
         place = data.draw(st.integers(0, len(there.links) - 1))
         link = faster_link(

@@ -32,10 +32,12 @@ def reference(forward, backward, down, up, microbatches, depths, awaited):
     """Another simulation of the same rules, by the clock: at each moment what has ended is sent,
     and what can start starts; then the clock goes on to the next moment at which anything is
     due."""
-    stages, clock = len(forward), 0.0
+    stages = len(forward)
+    clock = 0.0
     queues = [pass_order(microbatches, depth) for depth in depths]
     arrived = {(0, "forward", i): 0.0 for i in range(microbatches)}
-    idle, wire = [0.0] * stages, {}
+    idle = [0.0] * stages
+    wire = {}
     running = {}
     while any(queues) or running:
         changed = True
@@ -74,7 +76,8 @@ def seconds(least=0.0):
 
 @st.composite
 def pipelines(draw):
-    stages, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    stages = draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 6))
 
     def hops():
         return [Hop(draw(seconds()), draw(seconds())) for _ in range(stages - 1)]

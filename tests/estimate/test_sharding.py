@@ -24,7 +24,9 @@ from farspan.semantics.tensor_sharding import (
 )
 from tests.estimate.parts import TIED, cluster, costs, device, mesh, plain, stage
 
-WAYS, ROWS, POSITIONS = 2, 4, 3
+WAYS = 2
+ROWS = 4
+POSITIONS = 3
 LLAMA = models.family("llama").shape(
     d_model=8, layers=1, heads=4, kv_heads=2, d_ff=6, vocab_size=10, context=8
 )
@@ -56,21 +58,25 @@ def moved(parts, dims, have, want, names):
     for name in names:
         if name == "all_reduce":
             assert have == PARTIAL
-            parts, have = [sum(parts)] * WAYS, COPY
+            parts = [sum(parts)] * WAYS
+            have = COPY
         elif name == "reduce_scatter":
             assert have == PARTIAL
-            parts, have = np.split(sum(parts), WAYS, axis=dims.index(want)), want
+            parts = np.split(sum(parts), WAYS, axis=dims.index(want))
+            have = want
         elif name == "all_gather":
-            parts, have = [np.concatenate(parts, axis=dims.index(have))] * WAYS, COPY
+            parts = [np.concatenate(parts, axis=dims.index(have))] * WAYS
+            have = COPY
         else:
             assert name == "all_to_all"
             whole = np.concatenate(parts, axis=dims.index(have))
-            parts, have = np.split(whole, WAYS, axis=dims.index(want)), want
+            parts = np.split(whole, WAYS, axis=dims.index(want))
+            have = want
     if have == COPY and want not in (COPY, PARTIAL):
-        parts, have = (
-            [np.split(part, WAYS, axis=dims.index(want))[rank] for rank, part in enumerate(parts)],
-            want,
-        )
+        parts = [
+            np.split(part, WAYS, axis=dims.index(want))[rank] for rank, part in enumerate(parts)
+        ]
+        have = want
     assert have == want
     return parts
 
@@ -82,8 +88,10 @@ def moved(parts, dims, have, want, names):
 def test_collectives_between_two_layouts_move_values_there_and_gradients_back(
     writes, reads, gradient
 ):
-    rng, dims = np.random.default_rng(0), "bsf"
-    value, slope = rng.normal(size=(4, 2, 6)), rng.normal(size=(4, 2, 6))
+    rng = np.random.default_rng(0)
+    dims = "bsf"
+    value = rng.normal(size=(4, 2, 6))
+    slope = rng.normal(size=(4, 2, 6))
     forward, backward = between(writes, reads, gradient)
     parts = moved(split(value, dims, writes, rng), dims, writes, reads, forward)
     np.testing.assert_allclose(joined(parts, dims, reads), value)
@@ -94,7 +102,9 @@ def test_collectives_between_two_layouts_move_values_there_and_gradients_back(
 
 
 def test_collectives_are_there_only_where_ranks_lack_something():
-    rng, dims, needing = np.random.default_rng(0), "bf", 0
+    rng = np.random.default_rng(0)
+    dims = "bf"
+    needing = 0
     value = rng.normal(size=(4, 6))
     for writes in (COPY, PARTIAL, "b", "f"):
         for reads, gradient in ((COPY, COPY), (COPY, PARTIAL), ("b", "b"), ("f", "f")):
@@ -113,15 +123,15 @@ class Linear:
     them, which splits alike."""
 
     def __init__(self, op, graph, rng):
-        self.op, self.graph = op, graph
+        self.op = op
+        self.graph = graph
         self.dims = op.inputs[0] + ("v" if op.kind == "lookup" else "")
         self.weight = rng.normal(size=self.shape(op.weights[0].dims)) if op.weights else None
-        out, weight = op.output, op.inputs[-1]
+        out = op.output
+        weight = op.inputs[-1]
         self.forward_sum = f"{self.dims},{weight}->{out}"
-        self.input_sum, self.weight_sum = (
-            f"{out},{weight}->{self.dims}",
-            f"{self.dims},{out}->{weight}",
-        )
+        self.input_sum = f"{out},{weight}->{self.dims}"
+        self.weight_sum = f"{self.dims},{out}->{weight}"
 
     def shape(self, dims):
         return tuple(self.graph.size(dim, b=ROWS, s=POSITIONS) for dim in dims)
@@ -144,7 +154,8 @@ class Linear:
 def chain(graph, residual, splits):
     """The operators in order with the layouts around them: (operator, strategy, layout written to
     it, and of what it writes to)."""
-    found, writes = [], residual
+    found = []
+    writes = residual
     for op in (*graph.embedding, *graph.block, *graph.head):
         plan = strategy(op, splits[op.name])
         found.append((op, plan, writes))
@@ -154,7 +165,8 @@ def chain(graph, residual, splits):
 
 @given(st.data(), st.sampled_from([LLAMA, GPT2]))
 def test_a_model_whose_operators_are_split_anyhow_computes_what_the_whole_one_does(data, spec):
-    graph, rng = models.graph(spec), np.random.default_rng(0)
+    graph = models.graph(spec)
+    rng = np.random.default_rng(0)
     residual = data.draw(st.sampled_from([COPY, "b"]))
     splits = {
         op.name: data.draw(
@@ -168,9 +180,11 @@ def test_a_model_whose_operators_are_split_anyhow_computes_what_the_whole_one_do
     ]
     tokens = rng.integers(0, spec.vocab_size, size=(ROWS, POSITIONS))
     whole = np.eye(spec.vocab_size)[tokens]
-    parts, tape = None, []
+    parts = None
+    tape = []
     for linear, plan, writes in todo:
-        op, dims = linear.op, linear.dims
+        op = linear.op
+        dims = linear.dims
         if op.kind == "lookup":
             # Each rank knows the tokens and looks up what it holds.
             reads = plan.split if plan.split in ("b", "v") else COPY
@@ -204,7 +218,8 @@ def test_a_model_whose_operators_are_split_anyhow_computes_what_the_whole_one_do
 
 def backward_agrees(tape, residual, slope, slopes):
     for linear, plan, writes, x, xs, weights in reversed(tape):
-        op, dims = linear.op, linear.dims
+        op = linear.op
+        dims = linear.dims
         if returns_to_residual(op):
             needed = COPY if plan.writes == PARTIAL else plan.writes
             slopes = moved(
@@ -222,7 +237,8 @@ def backward_agrees(tape, residual, slope, slopes):
             )
         if op.kind == "lookup":
             return
-        slope, slopes = into, [rank[0] for rank in found]
+        slope = into
+        slopes = [rank[0] for rank in found]
         np.testing.assert_allclose(joined(slopes, dims, plan.gradient), slope, atol=1e-9)
         needed = COPY if writes == PARTIAL else writes
         slopes = moved(

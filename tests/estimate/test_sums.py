@@ -15,7 +15,8 @@ from tests.estimate.parts import cluster, costs, device, mesh, pipeline, plain, 
 CPU = device(kind="cpu", backend="cpu", bandwidth=1e9, flops={"fp32": 1e9})
 #: A byte keeps a host busy for 10 ns.
 LINK = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e7, busy_s=1e-8)
-MOVE_COST, PASSES = 1.5, {32: 3.0, 8: 10.0}
+MOVE_COST = 1.5
+PASSES = {32: 3.0, 8: 10.0}
 
 
 def sites(*counts, **changes):
@@ -99,7 +100,8 @@ def test_unmeasured_link_takes_the_cpu_time_that_the_engine_assumes_per_core():
         ).busy
 
     whole = 4 * costs(cluster([[CPU]]), plain()).graph.parameters()
-    inside, carried = whole / 1e8, 2 * whole * 1e-8
+    inside = whole / 1e8
+    carried = 2 * whole * 1e-8
     assert busy(0.25, 2) == pytest.approx(inside + carried / 0.5)
     assert busy(1.0, 1) == pytest.approx(inside + carried)
     assert busy(1.0, 2) == pytest.approx(inside + carried / 2)

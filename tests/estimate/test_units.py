@@ -62,7 +62,8 @@ def test_unit_times_of_another_model_dtype_length_or_unit_are_ignored():
 
 
 def test_unit_times_are_those_measured_with_as_many_co_located_workers():
-    alone, together = timed(2, 0.1, 0.2), timed(2, 0.15, 0.5, together=2)
+    alone = timed(2, 0.1, 0.2)
+    together = timed(2, 0.15, 0.5, together=2)
     assert block_s(alone, together, rows=2) == pytest.approx((0.15, 0.5))
     # Three were timed together, two are at work: threads and cores say what they get.
     crowd = timed(2, 0.9, 0.9, together=3)
@@ -71,7 +72,8 @@ def test_unit_times_are_those_measured_with_as_many_co_located_workers():
 
 def test_operators_and_their_parts_share_a_units_time_as_the_roofline_has_it():
     splits = {"mlp.up": "f", "mlp.act": "f", "mlp.down": "f"}
-    usual, divided = block_s(rows=2), block_s(rows=2, splits=splits, ways=2)
+    usual = block_s(rows=2)
+    divided = block_s(rows=2, splits=splits, ways=2)
     found = block_s(timed(2, 0.1, 0.2), rows=2, splits=splits, ways=2)
     assert found == pytest.approx((0.1 * divided[0] / usual[0], 0.2 * divided[1] / usual[1]))
 

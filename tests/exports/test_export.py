@@ -43,7 +43,8 @@ def export(plan: Plan, system: str) -> Exported:
 
 def planned(name: str = "fsdp", model: str = "slm-1b", devices: int = 8, batch: int = 256) -> Plan:
     """A technique's own plan on A100s of one host."""
-    cluster, spec = clusters.find(f"slm-cost/a100-80:{devices}"), model_of(model)
+    cluster = clusters.find(f"slm-cost/a100-80:{devices}")
+    spec = model_of(model)
     train = train_of(Question(model=model, tokens="100M", batch=str(batch)), spec, cluster)
     made = technique(name).plan(Task(spec, models.graph(spec), cluster, train, ENGINE))
     assert isinstance(made, Plan)
@@ -105,7 +106,8 @@ def test_deepspeed_gets_the_plans_own_numbers(name: str, level: int) -> None:
     config = json.loads(export(plan, "deepspeed").text)
     (replica,) = plan.replicas
     assert replica.microbatches > 1
-    micro, parts = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    micro = config["train_micro_batch_size_per_gpu"]
+    parts = config["gradient_accumulation_steps"]
     assert micro * parts * 4 == config["train_batch_size"] == plan.train.batch == replica.batch
     assert (micro, parts) == (replica.micro_rows(0, 0), replica.microbatches)
     assert config["zero_optimization"]["stage"] == level == replica.stages[0].zero
@@ -114,7 +116,8 @@ def test_deepspeed_gets_the_plans_own_numbers(name: str, level: int) -> None:
         == replica.stages[0].grad_sync.bucket_bytes
     )
     assert config["bf16"]["enabled"] and not config["fp16"]["enabled"]
-    adam, params = plan.train.optimizer, config["optimizer"]["params"]
+    adam = plan.train.optimizer
+    params = config["optimizer"]["params"]
     assert params == {
         "lr": adam.lr,
         "betas": [adam.beta1, adam.beta2],
@@ -171,7 +174,8 @@ def test_torchtitan_gets_the_plans_own_numbers(
     name: str, replicate: int, shard: int, reshard: str | None
 ) -> None:
     plan = planned(name)
-    found, (replica,) = titan(plan), plan.replicas
+    found = titan(plan)
+    (replica,) = plan.replicas
     assert found["ParallelismConfig.data_parallel_replicate_degree"] == replicate
     assert found["ParallelismConfig.data_parallel_shard_degree"] == shard
     assert found.get("ParallelismConfig.fsdp_reshard_after_forward") == reshard
@@ -283,7 +287,8 @@ def test_export_refuses_heterogeneous_stages(name: str) -> None:
 
 
 def test_each_refusal_of_one_system() -> None:
-    llama, gpt = planned("fsdp"), planned("fsdp", "gpt2m", 4)
+    llama = planned("fsdp")
+    gpt = planned("fsdp", "gpt2m", 4)
     tied: ModelSpec = REPLACE(llama.model, tied=True)
     cases = (
         ("torchtitan", gpt, "it has no gpt2 model"),

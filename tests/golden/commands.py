@@ -193,7 +193,9 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 def desk() -> Iterator[Path]:
     """A folder with some text, a run.yaml and a cluster file, as the working folder; all caches are
     in it too."""
-    rng, before, cache = random.Random(7), Path.cwd(), os.environ.get("FARSPAN_CACHE")
+    rng = random.Random(7)
+    before = Path.cwd()
+    cache = os.environ.get("FARSPAN_CACHE")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "docs").mkdir()

@@ -59,9 +59,11 @@ def _same_number(old: dict[str, Any], new: dict[str, Any], loose: bool) -> bool:
 def _other_keys(old: dict[str, Any], new: dict[str, Any], at: str, loose: bool) -> Iterator[str]:
     """Types and keys that are gone or new. `loose`: what one of two machines lacks is null or an
     empty list there."""
-    before, after = set(old), set(new)
+    before = set(old)
+    after = set(new)
     if loose:
-        before, after = before - {"null"}, after - {"null"}
+        before = before - {"null"}
+        after = after - {"null"}
         if not before or not after:
             return
     for type_ in sorted(before - after):
@@ -71,7 +73,8 @@ def _other_keys(old: dict[str, Any], new: dict[str, Any], at: str, loose: bool) 
     if "array" in before & after:
         yield from _other_keys(old["array"], new["array"], f"{at}[]", loose)
     if "object" in before & after:
-        fields, now = old["object"], new["object"]
+        fields = old["object"]
+        now = new["object"]
         for key in sorted({*fields, *now}):
             if key not in now:
                 yield f"{at}.{key} is gone"

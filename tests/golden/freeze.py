@@ -61,7 +61,9 @@ from tests.golden.worlds import unplanned, world
 
 GOLDEN = Path(__file__).parent / "golden.json.xz"
 ENGINES = ("farspan", "torch2024", "alpa2022")
-WORLDS, UNPLANNED, SELECTED = 45, 60, 12
+WORLDS = 45
+UNPLANNED = 60
+SELECTED = 12
 #: Of hashes, dates, versions and measured times nothing is kept.
 VOLATILE = {
     "hash",
@@ -138,10 +140,8 @@ def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
         asked = world(seed, folder)
 
         def measure(plan: Plan, step_s: float) -> Trial:
-            at, stages = (
-                [device.index for device in plan.devices],
-                [len(one.stages) for one in plan.replicas],
-            )
+            at = [device.index for device in plan.devices]
+            stages = [len(one.stages) for one in plan.replicas]
             drawn = zlib.crc32(f"{plan.technique} {at} {stages}".encode()) % 1000
             if drawn > 900:
                 return Trial(plan="", status="oom", took_s=12.0)
@@ -179,7 +179,8 @@ def commands(of: Sequence[tuple[str, ...]], name: str) -> Iterator[tuple[str, An
     """Exit codes of commands, and what they print with `--json`."""
     with desk() as folder:
         for words in of:
-            out, said = io.StringIO(), io.StringIO()
+            out = io.StringIO()
+            said = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
                 try:
                     code = main([*words, "--json"] if words[0] != "--version" else list(words))

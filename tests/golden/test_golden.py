@@ -77,7 +77,8 @@ def test_an_answer_of_every_command_is_in_the_dump_or_left_out_for_a_reason():
 
 
 NUMBER = {"bits": (1.0).hex(), "rel": 1e-4}
-NEAR, FAR = (1.0 + 1e-15).hex(), (1.0 + 1e-3).hex()
+NEAR = (1.0 + 1e-15).hex()
+FAR = (1.0 + 1e-3).hex()
 
 
 def test_a_last_bit_is_a_difference_on_one_machine_and_none_between_processors():

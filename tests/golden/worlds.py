@@ -59,7 +59,8 @@ def world(seed: int, folder: Path) -> World:
     ]
     path = folder / f"world-{seed}.yaml"
     path.write_text(yaml.safe_dump({"sites": sites, "links": links}))
-    cluster, model = load_cluster(path), model_of(rng.choice(MODELS))
+    cluster = load_cluster(path)
+    model = model_of(rng.choice(MODELS))
     common = [
         p
         for p in ("fp32", "bf16", "fp16")
@@ -84,11 +85,10 @@ def world(seed: int, folder: Path) -> World:
 def unplanned(seed: int, folder: Path) -> tuple[Plan, Cluster]:
     """A plan that no technique emits, on a cluster of the catalogue's devices with as many sites as
     it has."""
-    rng, plan = random.Random(10_000 + seed), random_plan(seed)
-    kinds, at = (
-        [rng.choice(_known()) for _ in plan.devices],
-        [device.site for device in plan.devices],
-    )
+    rng = random.Random(10_000 + seed)
+    plan = random_plan(seed)
+    kinds = [rng.choice(_known()) for _ in plan.devices]
+    at = [device.site for device in plan.devices]
     names = sorted(set(at))
     sites = {
         site: {
@@ -109,7 +109,8 @@ def unplanned(seed: int, folder: Path) -> tuple[Plan, Cluster]:
     ]
     path = folder / f"unplanned-{seed}.yaml"
     path.write_text(yaml.safe_dump({"sites": sites, "links": links}))
-    devices, count = list[PlannedDevice](), dict.fromkeys(names, 0)
+    devices = list[PlannedDevice]()
+    count = dict.fromkeys(names, 0)
     for kind, device in zip(kinds, plan.devices, strict=True):
         devices.append(
             replace(device, host=f"h-{device.site}", index=count[device.site], kind=kind)

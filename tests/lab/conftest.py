@@ -75,7 +75,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def occupants(namespaces: list[int]) -> list[str]:
     """Processes in network namespaces that are held open here, so that no number of theirs can mean
     another."""
-    held, found = [os.fstat(fd).st_ino for fd in namespaces], []
+    held = [os.fstat(fd).st_ino for fd in namespaces]
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "ns/net").stat().st_ino in held:
@@ -96,7 +97,8 @@ def _permitted() -> None:
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Makes labs from YAML text; they are gone without a trace afterwards."""
-    namespaces, names = [], []
+    namespaces = []
+    names = []
 
     def make(text: str) -> Status:
         lab = parsed(text)

@@ -21,7 +21,8 @@ def names(*wanted: str) -> object:
 
 def echo() -> object:
     """Send back each datagram until the input ends; how many came."""
-    here, count = listening(), 0
+    here = listening()
+    count = 0
     while arrived(here):
         data, sender = here.recvfrom(2000)
         here.sendto(data, sender)
@@ -31,7 +32,8 @@ def echo() -> object:
 
 def collect() -> object:
     """Number and time of arrival of each datagram until the input ends."""
-    here, found = listening(), []
+    here = listening()
+    found = []
     while arrived(here):
         found.append((int(here.recv(2000)[:8]), time.monotonic()))
     return found
@@ -56,7 +58,8 @@ def ready() -> None:
 
 def scatter(host: str, count: str, gap_s: str, size: str) -> object:
     """Send numbered datagrams; when each left."""
-    here, left = socket.socket(type=socket.SOCK_DGRAM), []
+    here = socket.socket(type=socket.SOCK_DGRAM)
+    left = []
     ready()
     for number in range(int(count)):
         left.append(time.monotonic())
@@ -67,7 +70,8 @@ def scatter(host: str, count: str, gap_s: str, size: str) -> object:
 
 def ping(host: str, count: str, patience_s: str = "10") -> object:
     """Round trips in seconds, None for what did not come back in time."""
-    here, found = socket.socket(type=socket.SOCK_DGRAM), []
+    here = socket.socket(type=socket.SOCK_DGRAM)
+    found = []
     here.settimeout(float(patience_s))
     ready()
     for number in range(int(count)):
@@ -89,7 +93,9 @@ def sink() -> object:
     here = socket.create_server(("", PORT))
     ready()
     stream, _ = here.accept()
-    digest, total, first = hashlib.sha256(), 0, None
+    digest = hashlib.sha256()
+    total = 0
+    first = None
     while data := stream.recv(2**20):
         first = first or time.monotonic()
         digest.update(data)

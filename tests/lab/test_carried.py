@@ -37,7 +37,8 @@ TWO = (
     f"mass], rtt: 4ms}}]\n"
 )
 #: Steps of a short and of a long run: what both send once falls out of the difference.
-SHORT, LONG = 20, 60
+SHORT = 20
+LONG = 60
 
 
 @pytest.fixture(scope="module")

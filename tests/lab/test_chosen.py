@@ -15,7 +15,8 @@ from farspan_lab import command
 @pytest.fixture
 def labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime folder of a user's own, and an empty folder to stand in."""
-    runtime, here = tmp_path / "runtime", tmp_path / "here"
+    runtime = tmp_path / "runtime"
+    here = tmp_path / "here"
     runtime.mkdir()
     here.mkdir()
     monkeypatch.chdir(here)

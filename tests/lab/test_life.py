@@ -76,8 +76,10 @@ def test_a_signal_reaches_the_command_itself(start: Start):
 
 
 def test_down_ends_all_that_runs_inside_and_nothing_else(start: Start):
-    ours, others = start(two("one")), start(two("other"))
-    inside, beside = Peer(ours, "utah", "echo"), Peer(others, "utah", "echo")
+    ours = start(two("one"))
+    others = start(two("other"))
+    inside = Peer(ours, "utah", "echo")
+    beside = Peer(others, "utah", "echo")
     subprocess.run([*state.enter(ours, "star", 0), sys.executable, "-c", DAEMON], check=True)
     state.down(f"{OWN}-one")
     assert inside.process.wait(timeout=LIMIT_S) == -signal.SIGKILL

@@ -28,7 +28,9 @@ def test_the_round_trip_is_the_one_asked_for(lab, rtt_ms):
     change(lab, "utah", "star", delay_s=rtt_ms / 2000)
     # So many that they take seconds, and the shortest of them: others also wait for a core, which a
     # virtual machine's host may lend elsewhere, for seconds at times.
-    count, trips, most = max(40, min(400, round(4000 / rtt_ms))), [], 1.03 * rtt_ms / 1000 + 0.0005
+    count = max(40, min(400, round(4000 / rtt_ms)))
+    trips = []
+    most = 1.03 * rtt_ms / 1000 + 0.0005
     for _ in range(3):
         echo = Peer(lab, "star", "echo")
         trips += play(lab, "utah", "ping", "star", count)
@@ -72,7 +74,8 @@ def test_a_near_link_goes_past_the_relay_until_it_is_cut(lab):
 def test_a_cut_in_one_direction_leaves_the_other(lab):
     change(lab, "utah", "star", delay_s=0.01)
     change(lab, "utah", "star", up=False, one_way=True)
-    there, back = Peer(lab, "star", "collect"), Peer(lab, "utah", "collect")
+    there = Peer(lab, "star", "collect")
+    back = Peer(lab, "utah", "collect")
     play(lab, "utah", "scatter", "star", 5, 0, 100)
     play(lab, "star", "scatter", "utah", 5, 0, 100)
     assert [number for number, _ in back.result(after_s=1.0)] == [0, 1, 2, 3, 4]
@@ -84,13 +87,15 @@ def test_a_cut_in_one_direction_leaves_the_other(lab):
 def test_a_stream_outlives_a_cut_and_arrives_whole(lab, loss):
     change(lab, "utah", "star", delay_s=0.005, loss=loss, bandwidth=16e6 / 8)
     before = traffic(lab, "utah", "star")
-    sink, source = Peer(lab, "star", "sink"), Peer(lab, "utah", "pour", "star", 5_000_000)
+    sink = Peer(lab, "star", "sink")
+    source = Peer(lab, "utah", "pour", "star", 5_000_000)
     while traffic(lab, "utah", "star").bytes < before.bytes + 1_000_000:
         time.sleep(0.05)
     change(lab, "utah", "star", up=False)
     time.sleep(0.3)
     change(lab, "utah", "star", up=True)
-    came, sent = sink.result(), source.result()
+    came = sink.result()
+    sent = source.result()
     assert (came["bytes"], came["sha256"]) == (5_000_000, sent)
     assert traffic(lab, "utah", "star").dropped > before.dropped
     change(lab, "utah", "star", loss=0.0, bandwidth=None)
@@ -103,7 +108,8 @@ def test_lossy_link_drops_the_configured_share_of_datagrams(lab):
             break  # The last segments of what other tests sent have come.
     there = Peer(lab, "star", "collect")
     play(lab, "utah", "scatter", "star", 2000, 0.0002, 100)
-    came, after = len(there.result(after_s=1.0)), traffic(lab, "utah", "star")
+    came = len(there.result(after_s=1.0))
+    after = traffic(lab, "utah", "star")
     change(lab, "utah", "star", loss=0.0)
     assert came + after.dropped - before.dropped == 2000
     assert after.packets - before.packets == came
@@ -113,7 +119,8 @@ def test_lossy_link_drops_the_configured_share_of_datagrams(lab):
 def test_a_lossy_link_loses_single_segments_of_a_stream(lab):
     change(lab, "utah", "star", delay_s=0.002, loss=0.005, one_way=True)
     before = traffic(lab, "utah", "star")
-    sink, source = Peer(lab, "star", "sink"), Peer(lab, "utah", "pour", "star", 10_000_000)
+    sink = Peer(lab, "star", "sink")
+    source = Peer(lab, "utah", "pour", "star", 10_000_000)
     assert sink.result()["sha256"] == source.result()
     after = traffic(lab, "utah", "star")
     change(lab, "utah", "star", loss=0.0)

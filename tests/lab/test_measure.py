@@ -61,7 +61,8 @@ def test_measured_cluster_of_a_lab_matches_its_spec_and_unit_times_enter_plans(
     two, one = found.hosts
     assert two.local_rate is not None and two.local_rate > 0 and one.local_rate is None
     # Every unit over every number of sequences: alone, and while the neighbour did the same.
-    graph, kinds = models.graph(MODEL), ("embedding", "block", "head")
+    graph = models.graph(MODEL)
+    kinds = ("embedding", "block", "head")
     ways = {(unit, rows) for unit in kinds for rows in measuring.SEQUENCES}
     for device, counts in (
         (two.devices[0], (1, 2)),

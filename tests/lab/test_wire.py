@@ -46,7 +46,9 @@ def test_a_packet_waits_for_the_line_then_for_the_delay():
 
 @given(GAPS, st.floats(1e4, 1e8))
 def test_no_traffic_is_faster_than_the_line_or_waits_longer_than_a_full_queue(traffic, bandwidth):
-    link, now, taken = wire(bandwidth=bandwidth), 0.0, []
+    link = wire(bandwidth=bandwidth)
+    now = 0.0
+    taken = []
     queue_s = max(LEAST_QUEUE / bandwidth, 2 * 0.02)
     for gap, size in traffic:
         now += gap
@@ -62,7 +64,9 @@ def test_no_traffic_is_faster_than_the_line_or_waits_longer_than_a_full_queue(tr
 
 @given(GAPS, st.floats(0, 0.02), st.none() | st.floats(1e4, 1e8))
 def test_packets_keep_their_order_whatever_the_jitter(traffic, jitter, bandwidth):
-    link, now, arrivals = wire(jitter_s=jitter, bandwidth=bandwidth), 0.0, []
+    link = wire(jitter_s=jitter, bandwidth=bandwidth)
+    now = 0.0
+    arrivals = []
     for gap, size in traffic:
         now += gap
         arrivals.append(link.arrival(packet(size), now))

@@ -47,7 +47,8 @@ class FarHost:
     """A host with a disk of its own, which can be lost, and whose `tar` can be made to wait."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.disk = folder, folder / "disk"
+        self.folder = folder
+        self.disk = folder / "disk"
         (folder / "bin").mkdir(parents=True)
         script = folder / "bin" / "tar"
         script.write_text(TAR.format(folder=folder, tar=shutil.which("tar")))
@@ -264,7 +265,8 @@ def test_a_lost_host_of_rank_0_costs_the_steps_after_the_last_checkpoint_that_ca
     far_host: FarHost, tmp_path: Path, copying: str
 ) -> None:
     """Interrupted: the host is lost after a save and before its copy has come."""
-    blocked_at, lost_at = list[int](), list[int]()
+    blocked_at = list[int]()
+    lost_at = list[int]()
 
     def at_step(watched: Watched, step: int) -> None:
         newest = watched.run.newest_checkpoint()
@@ -326,7 +328,8 @@ def test_checkpoints_come_while_the_run_trains_and_are_whole(
     far_host: FarHost, tmp_path: Path
 ) -> None:
     """The run goes on until one has come."""
-    run, came = on_far(tmp_path / "run", far_host), list[int]()
+    run = on_far(tmp_path / "run", far_host)
+    came = list[int]()
 
     def at_step(watched: Watched, step: int) -> None:
         if not came and (newest := run.newest_checkpoint()) > 0:

@@ -263,7 +263,8 @@ def test_findings_of_old_python_missing_torch_full_disk_missing_gpu_and_clock_sk
     ]
     assert [f.what for f in pair(facts(), facts(packages={"torch": None}))] == ["b lacks torch"]
     assert [f.code for f in pair(facts(), facts(disk_free=10**9))] == ["disk-full"]
-    gpu, one = msgspec.structs.replace(CPU, backend="cuda"), Nvidia(gpus=(Gpu(name="NVIDIA A30"),))
+    gpu = msgspec.structs.replace(CPU, backend="cuda")
+    one = Nvidia(gpus=(Gpu(name="NVIDIA A30"),))
     assert [f.code for f in pair(facts(nvidia=one), facts(), device=gpu)] == ["device-missing"]
     skew = pair(facts(), facts(), clock_offset_s=3.5)
     assert [(f.severity, f.what) for f in skew] == [("warned", "the clocks of a and b differ")]

@@ -86,8 +86,10 @@ def on_disk(folder, tmp_path):
 
 
 def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, far_run, tmp_path):
-    plan, cached = far_run.load_plan(), tmp_path / "models--of--tests"
-    model, linked = cached / "blobs", cached / "snapshots" / "0123"
+    plan = far_run.load_plan()
+    cached = tmp_path / "models--of--tests"
+    model = cached / "blobs"
+    linked = cached / "snapshots" / "0123"
     huggingface.export(
         model, dict(drawn(plan.model, 5)), plan.model, tokenizer=far_run.tokenizer, end_of_text=0
     )
@@ -164,7 +166,8 @@ def test_problem_file_of_an_earlier_start_on_a_remote_host_is_ignored(far, tmp_p
 def test_remedy_from_remote_workers_names_the_run_folder_of_the_launcher(far, tmp_path):
     plan = tiny.plan(LONG, rows=(4, 4), micro_rows=2)
     plan = replace(plan, devices=(replace(plan.devices[0], host="far"),) * 2)
-    run, two = tiny.run_folder(tmp_path / "my run", plan), replace(far, devices=far.devices * 2)
+    run = tiny.run_folder(tmp_path / "my run", plan)
+    two = replace(far, devices=far.devices * 2)
     cluster = Cluster(sites=(Site(name="far", hosts=(two,)),))
     with pytest.raises(Refusal) as refusal, launch("local", plan, run, cluster) as workers:
         for event in workers:
@@ -326,7 +329,8 @@ def test_a_worker_sees_the_gpu_that_ray_gave_and_no_command_line_shows_its_secre
 
     def read_both() -> tuple[bytes, bytes] | None:
         """What it was started with, once `env` has become Python: in between both are empty."""
-        line, given = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        line = (process / "cmdline").read_bytes()
+        given = (process / "environ").read_bytes()
         return (line, given) if given and line and not line.startswith(b"env\0") else None
 
     try:

@@ -91,7 +91,8 @@ def test_kill_is_open_where_the_group_is_not_known_or_has_gone(tmp_path):
 
 @pytest.mark.parametrize("name", ["memory.events.local", "memory.events"])
 def test_worker_reads_its_own_group_of_version_2(tmp_path, name):
-    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    proc = tmp_path / "proc"
+    root = tmp_path / "cgroup"
     proc.mkdir()
     (proc / "cgroup").write_text("0::/user.slice/session-1.scope\n")
     folder = recorded(root / "user.slice" / "session-1.scope", 5, (12, 0), name)

@@ -242,7 +242,8 @@ def test_of_two_workers_that_torchrun_finds_failed_at_once_the_killed_one_is_nam
 
     def harm():
         """Kill rank 3; torchrun looks when rank 2 has ended because of it."""
-        killed, other = worker_of(run, 3), worker_of(run, 2)
+        killed = worker_of(run, 3)
+        other = worker_of(run, 2)
         torchrun = int(Path(f"/proc/{killed}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(torchrun, signal.SIGSTOP)
         try:
@@ -317,7 +318,8 @@ def test_pipeline_run_ends_when_its_link_is_cut_mid_step_and_resumes_later(sites
 @pytest.mark.slow
 def test_a_link_that_is_cut_far_from_rank_0_ends_all_workers_too(tmp_path):
     """Rank 0 hears both ends of it: their connection alone can tell."""
-    name, train = f"far-{os.getpid()}", replace(LONG, batch=6)
+    name = f"far-{os.getpid()}"
+    train = replace(LONG, batch=6)
     links = ", ".join(
         f"{{between: [{pair}], rtt: 20ms}}" for pair in ("utah, star", "utah, gpn", "star, gpn")
     )

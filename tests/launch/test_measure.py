@@ -52,6 +52,7 @@ def test_loss_that_could_not_be_counted_stays_what_it_was(tmp_path, said, kept):
     link = measure.named(found, ("star", "utah"), cluster)
     assert link == replace(found, a="star", b="utah", loss=kept)
     for loss in (link.loss, measure.lost(1)):
-        path, asked = tmp_path / "measured.yaml", replace(link, loss=loss)
+        path = tmp_path / "measured.yaml"
+        asked = replace(link, loss=loss)
         save_cluster(replace(cluster, links=(asked,)), path, "Measured.")
         assert load_cluster(path).links == (asked,)

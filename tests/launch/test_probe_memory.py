@@ -120,7 +120,8 @@ def test_devices_with_little_memory_are_measured_as_far_as_it_goes(tmp_path):
         out, said = process.communicate(timeout=LIMIT_S)
     finally:
         state.down(name)
-    problem, text = problem_of(out), (tmp_path / "measured.yaml").read_text()
+    problem = problem_of(out)
+    text = (tmp_path / "measured.yaml").read_text()
     assert (process.returncode, problem.code, problem.where) == (
         21,
         "out-of-memory",
@@ -153,7 +154,8 @@ def held() -> int:
 def test_unit_timing_skips_sizes_beyond_the_memory_limit_and_frees_its_memory(monkeypatch):
     monkeypatch.setattr(unit_timing, "LONG_S", 1e9)  # However slow the machine is.
     monkeypatch.setattr(unit_timing, "TIMED_S", 0.1)
-    cpu, before = torch.device("cpu"), held()
+    cpu = torch.device("cpu")
+    before = held()
     whole = unit_timing.unit_times(cpu, SPEC, 64, (1, 2), ("fp32",), 2**40)
     assert {unit.rows for unit in whole.times} == {1, 2} and not whole.left_out
     assert held() - before < 60_000_000, "its state alone takes twice as much"

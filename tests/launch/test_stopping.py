@@ -182,7 +182,8 @@ def test_an_interrupt_reaches_a_worker_behind_ssh_which_saves(far, tmp_path):
     plan = tiny.plan(LONG, micro_rows=2)
     plan = replace(plan, devices=(replace(plan.devices[0], host="far"),))
     run = tiny.run_folder(tmp_path / "run", plan)
-    cluster, events = Cluster(sites=(Site(name="far", hosts=(far,)),)), []
+    cluster = Cluster(sites=(Site(name="far", hosts=(far,)),))
+    events = []
     with launch("local", plan, run, cluster) as workers:
         for event in workers:
             if isinstance(event, Step) and not events:

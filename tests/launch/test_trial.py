@@ -192,7 +192,8 @@ def test_a_host_that_nothing_here_reaches_is_a_result(corpus, kind):
 
 
 def test_limits_follow_the_prediction(corpus):
-    plan, sites = planned(), unreachable_sites()
+    plan = planned()
+    sites = unreachable_sites()
     assert limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(30 + 4 * 7 * 2.0)
     # The corpus goes to the one host that shares no disk.
     state_s = 16 * parameters(plan.model) / 2e8

@@ -174,7 +174,8 @@ def test_an_away_run_is_for_its_user_alone(sent):
 
 def test_no_link_leads_out_of_a_model_that_is_sent(sent, tmp_path):
     _, away, there = sent
-    model, secret = tmp_path / "model", tmp_path / "secret.json"
+    model = tmp_path / "model"
+    secret = tmp_path / "secret.json"
     model.mkdir()
     secret.write_text("mine")
     (model / "config.json").write_text("{}")

@@ -69,7 +69,8 @@ def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def graph_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The module's parameters by the graph: matrices have their output's dims as rows, and the rest
     as columns."""
-    graph, found = models.graph(spec), {}
+    graph = models.graph(spec)
+    found = {}
     for number in range(graph.units):
         prefix = f"blocks.{number - 1}." if 1 <= number <= graph.layers else ""
         for op in graph.unit(number):
@@ -86,7 +87,8 @@ def graph_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def agrees(spec: ModelSpec) -> None:
-    graph, real = models.graph(spec), module_shapes(spec)
+    graph = models.graph(spec)
+    real = module_shapes(spec)
     assert graph_shapes(spec) == real
     count = sum(torch.Size(dims).numel() for dims in real.values())
     assert graph.parameters() == parameters(spec) == count
@@ -186,7 +188,8 @@ def counted(spec: ModelSpec, seq_len: int, attention: str, recompute: bool) -> t
 
 @pytest.mark.parametrize(("family", "kind", "recompute"), CASES)
 def test_flops_are_those_that_pytorch_counts(family, kind, recompute):
-    (name, knobs), (attention, seq_len) = FAMILIES[family], ATTENTION[kind]
+    (name, knobs) = FAMILIES[family]
+    (attention, seq_len) = ATTENTION[kind]
     spec = shape(name, **knobs)
     graph = models.graph(spec)
     train = TrainSpec(steps=1, batch=ROWS, seq_len=seq_len, precision="fp32", attention=attention)
@@ -267,7 +270,8 @@ def kept_by_autograd(spec: ModelSpec, seq_len: int, attention: str, recompute: b
 def test_activations_are_those_that_autograd_keeps(family, kind, recompute, precision):
     """Within 4 %: tokens, norms' statistics, the mask and the rotary tables are left out. The
     textbook's attention repeats shared key and value heads, which is left out too: 8 %."""
-    (name, knobs), (attention, seq_len) = FAMILIES[family], ATTENTION[kind]
+    (name, knobs) = FAMILIES[family]
+    (attention, seq_len) = ATTENTION[kind]
     spec = shape(name, **knobs)
     train = TrainSpec(
         steps=1, batch=ROWS, seq_len=seq_len, precision=precision, attention=attention

@@ -29,7 +29,8 @@ def test_a_plan_differs_in_nothing_from_itself():
 
 def test_configuration_and_figures_are_the_plans():
     one = ranking("FF", "SS", allow=("data", "zero2"))
-    a, b = side(one, 0), side(one, -1)
+    a = side(one, 0)
+    b = side(one, -1)
     found = difference(a, b, one.cluster)
     rows = {row.what: row for row in found.configuration}
     assert rows["devices"].a != rows["devices"].b
@@ -58,7 +59,8 @@ def test_plan_difference_shows_replicas_with_their_outer_sync_interval():
 def test_plan_difference_compares_the_times_and_dollars_of_the_table():
     one = ranking("FF", "SS")
     index = next(i for i, c in enumerate(one.candidates) if c.technique == "diloco")
-    diloco, sync = one.candidates[index], one.candidates[0]
+    diloco = one.candidates[index]
+    sync = one.candidates[0]
     assert diloco.time_s > diloco.estimate.run_s
     found = difference(side(one, 0), side(one, index), one.cluster)
     rows = {row.what: row for row in found.figures}

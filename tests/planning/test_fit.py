@@ -41,7 +41,8 @@ from tests.techniques import worlds
 
 ENGINE = engine("farspan")
 QUICK = ("fsdp", "zero2", "zero1", "data")
-GPT2M, SMALL = model_of("gpt2m"), model_of("124M")
+GPT2M = model_of("gpt2m")
+SMALL = model_of("124M")
 
 
 def ground(cluster: Cluster, *allow: str, batch: str | None = "32") -> Ground:
@@ -89,7 +90,8 @@ def test_the_largest_batch_fits_at_once_and_one_more_a_device_does_not(name: str
     where = ground(clusters.find("slm-cost/a100-80:4"), name)
     found = climb(where, batch_ladder(where, GPT2M))
     assert found is not None
-    plan, batch = found.best.plan, found.best.amount
+    plan = found.best.plan
+    batch = found.best.amount
     (replica,) = plan.replicas
     assert (replica.microbatches, sum(replica.stages[0].rows), found.best.micro_rows) == (
         1,
@@ -143,7 +145,8 @@ def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) 
         return
     assert fits(where, found.best.plan.model)
     only = None if len(found.best.places) == len(where.cluster.devices) else found.best.places
-    model, train = found.best.plan.model, found.best.plan.train
+    model = found.best.plan.model
+    train = found.best.plan.train
     task = Task(model, models.graph(model), where.cluster, train, ENGINE, only=only)
     again = price(found.best.plan, task.costs)
     lacking, _ = shortage(task, found.best.plan, again)
@@ -181,7 +184,8 @@ def test_misfit_reports_missing_memory_and_the_model_and_devices_that_would_fit(
     assert found.smaller.plan.model.family == model.family and fits(where, found.smaller.plan.model)
     assert fits(ground(multiplied(where.cluster, found.devices // 2), *QUICK), model)
     # What lacks least: no technique on any part lacks less than is told, and all lack something.
-    graph, train = models.graph(model), where.train_for(model, where.cluster)
+    graph = models.graph(model)
+    train = where.train_for(model, where.cluster)
     for part in all_parts(where.cluster):
         only = None if len(part.places) == 2 else part.places
         task = Task(model, graph, where.cluster, train, ENGINE, only=only)

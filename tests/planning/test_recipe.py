@@ -42,7 +42,10 @@ def test_devices_that_read_fewer_tokens_each_spend_more_on_updates():
     assert few.train.optimizer.muon and not many.train.optimizer.muon
     # By hand: 30 n n (2 m + n) over 6 tokens a parameter, of q, k, v, out (384 x 384) and gate, up,
     # down (384 x 1,024).
-    n, m, layers, vocabulary = 384, few.model.d_ff, 3, few.model.vocab_size
+    n = 384
+    m = few.model.d_ff
+    layers = 3
+    vocabulary = few.model.vocab_size
     updating = layers * 5 * (4 * 6.0 * n**3 + 3 * (4.0 * n * n * m + 2.0 * n**3))
     products = layers * (4 * n * n + 3 * n * m) + vocabulary * n
     assert updating_share(few.model, 8192) == pytest.approx(updating / (6 * products * 8192))

@@ -24,8 +24,10 @@ from farspan.planning.question import Question, model_of, train_of
 from farspan.planning.rank import rank
 from farspan.planning.rent import Budget, Rent, frontier, offered, rent
 
-ENGINE, MODEL = engine("farspan"), model_of("gpt2m")
-KINDS, COUNTS = ("a40", "l40s", "t4"), (1, 2, 4, 16)
+ENGINE = engine("farspan")
+MODEL = model_of("gpt2m")
+KINDS = ("a40", "l40s", "t4")
+COUNTS = (1, 2, 4, 16)
 
 
 def train_for(model: ModelSpec, cluster: Cluster) -> TrainSpec:

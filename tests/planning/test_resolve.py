@@ -180,8 +180,10 @@ def test_no_limit_is_exceeded(length, budget, batch, devices):
         },
         devices=cluster(devices),
     )
-    train, count = found.train, parameters(found.model)
-    tokens, one_step = train.steps * train.tokens_per_step, train.tokens_per_step
+    train = found.train
+    count = parameters(found.model)
+    tokens = train.steps * train.tokens_per_step
+    one_step = train.tokens_per_step
     caps = [
         length.get("steps", math.inf) * one_step,
         {"1x_params": count, "3M": 3_000_000, 500_000: 500_000}.get(length.get("tokens"), math.inf),
@@ -341,7 +343,8 @@ def test_small_corpora_get_shorter_windows_or_are_refused():
 
 
 def test_resolved_values_record_their_origin_and_are_deterministic():
-    first, second = run({"budget": {"time": "1h"}}), run({"budget": {"time": "1h"}})
+    first = run({"budget": {"time": "1h"}})
+    second = run({"budget": {"time": "1h"}})
     assert first == second
     known = ("run.yaml", "default", "corpus", "machine")
     assert all(value.startswith(known) for value in first.origin.values()), first.origin

@@ -53,7 +53,11 @@ class World:
     own; `dies` says of which plan there is none."""
 
     def __init__(self, true, *, seed=0, spread=0.0, dies=lambda plan: False, took_s=10.0):
-        self.true, self.seed, self.spread, self.dies, self.took_s = true, seed, spread, dies, took_s
+        self.true = true
+        self.seed = seed
+        self.spread = spread
+        self.dies = dies
+        self.took_s = took_s
         self.ran: list[Plan] = []
 
     def step_s(self, plan: Plan) -> float:
@@ -246,7 +250,8 @@ def test_missing_memory_is_reported_when_some_trials_fail_otherwise():
 
 def test_machines_are_chosen_among_twenty_devices():
     here = cluster((FAST,) * 12, (SLOW,) * 8, rtt_s=0.3)
-    auto, of = ParallelConfig(allow=("data",)), asked(allow=("data",), batch=96)
+    auto = ParallelConfig(allow=("data",))
+    of = asked(allow=("data",), batch=96)
     assert not question(of.model, of.train, here, "", auto).parts
     found = select(
         here, question(of.model, of.train, here, "", auto, few=PARTS), World(here), budget_s=1e6

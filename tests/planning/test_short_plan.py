@@ -167,7 +167,8 @@ def test_the_short_form_of_an_even_split_prices_equal(
     asked = task(model, cluster(tuple(("fast",) * 4 for _ in range(hosts))), batch=32)
     replica = data.draw(st.sampled_from(list(even_splits(asked, (1, 2, 4)))))
     made = asked.plan("even", [replica])
-    layers, train = made.model.layers, made.train
+    layers = made.model.layers
+    train = made.train
     stages = []
     for stage in replica.stages:
         first, last = (min(max(unit - 1, 0), layers) for unit in stage.units)

@@ -49,7 +49,8 @@ def row_of(rows, technique: str):
 
 def test_every_technique_is_compared_with_the_choice_once():
     one = ranking(*PAIR)
-    chosen, rows = one.candidates[one.chosen], why(one).against
+    chosen = one.candidates[one.chosen]
+    rows = why(one).against
     for technique in {c.technique for c in one.candidates}:
         best = next(c for c in one.candidates if c.technique == technique)
         row = row_of(rows, technique)

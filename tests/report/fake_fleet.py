@@ -41,7 +41,8 @@ from tests.report.fake_run import CORPUS, MODEL, START, started, write_run
 
 SITES = ("gat", "amst", "star")
 #: What a step holds behind its passes: the last exchange, the norms of all, the update.
-COLLECTIVE_S, TOLD_S = 0.4e-3, 0.2e-3
+COLLECTIVE_S = 0.4e-3
+TOLD_S = 0.2e-3
 TRACED = (2, 3, 200, 400, 600)
 
 
@@ -129,7 +130,8 @@ def fleet_run(
     over the pipeline's edges that take `links` times as long, and sums of gradients that take
     `sums` times as long. Each host's clock is ahead by `clocks` seconds; `slow` multiplies single
     steps; ranks in `missing` leave no log."""
-    where, made = cluster(), make(steps)
+    where = cluster()
+    made = make(steps)
     costs = costs_of(made, where)
     told = price(made, costs)
     lanes, step_s = _lanes(made, costs, paces, links, sums)
@@ -173,9 +175,11 @@ def _lanes(
         sends_awaited=False,
         receives_ahead=True,
     )
-    told, lanes = max(found.ends) + COLLECTIVE_S + TOLD_S, []
+    told = max(found.ends) + COLLECTIVE_S + TOLD_S
+    lanes = []
     for rank in range(3):
-        at, lane = 0.0, list[Span]()
+        at = 0.0
+        lane = list[Span]()
         for one in sorted(
             (one for one in found.spans if one.stage == rank), key=lambda one: one.start
         ):
@@ -197,14 +201,13 @@ def _whole(
     """Every rank goes through its own rows; sums of gradients end once the last has come to
     them."""
     (only,) = replica.stages
-    ends, lanes = [], []
+    ends = []
+    lanes = []
     for rank, pace in enumerate(paces):
         rows = [count if c == rank else 0 for c, count in enumerate(only.rows)]
-        passes, at, lane = (
-            stage_time(costs, only, rows, replica.microbatches).passes,
-            0.0,
-            list[Span](),
-        )
+        passes = stage_time(costs, only, rows, replica.microbatches).passes
+        at = 0.0
+        lane = list[Span]()
         for kind, i in pass_order(replica.microbatches, 1):
             took = pace * (passes.forward if kind == "forward" else passes.backward)
             lane.append(Span(kind=kind, microbatch=i, start=at, end=at + took))
@@ -239,11 +242,13 @@ def _events(
 ) -> list[Event]:
     """All ranks begin and end their steps together; noise and slow steps stretch all that is in
     them."""
-    rng, at = random.Random(7), START + clock
+    rng = random.Random(7)
+    at = START + clock
     events: list[Event] = [started(at, plan=made)]
     for step in range(1, made.train.steps + 1):
         by = (1 + 0.02 * abs(rng.gauss(0, 1)) if step not in traced else 1.0) * slow.get(step, 1.0)
-        began, at = at, at + step_s * by
+        began = at
+        at = at + step_s * by
         events.append(
             Step(
                 at=at,

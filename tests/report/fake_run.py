@@ -153,8 +153,10 @@ def train_events(
     plan: Plan, *, first: int, last: int, at: float, reason: str | None, seed: int = 0
 ) -> list[Event]:
     """Steps first+1 to last of a plausible run; `reason` None is a worker that was killed."""
-    rng, steps = random.Random(seed), plan.train.steps
-    begin, every = at, max(1, steps // 14)
+    rng = random.Random(seed)
+    steps = plan.train.steps
+    begin = at
+    every = max(1, steps // 14)
     events: list[Event] = [started(at, first, plan)]
     for step in range(first + 1, last + 1):
         curve = (
@@ -246,7 +248,9 @@ def write_run(folder: Path, events: Iterable[Event], plan: Plan) -> Path:
 def resumed_run(folder: Path, steps: int = 1400) -> Path:
     """Killed after 43 % of the steps, interrupted and resumed, then finished."""
     plan = make_plan(steps)
-    killed, saved, stopped = round(steps * 0.43), round(steps * 0.4), round(steps * 0.7)
+    killed = round(steps * 0.43)
+    saved = round(steps * 0.4)
+    stopped = round(steps * 0.7)
     events = train_events(plan, first=0, last=killed, at=START, reason=None, seed=1)
     events += train_events(
         plan, first=saved, last=stopped, at=START + 900, reason="interrupted", seed=2

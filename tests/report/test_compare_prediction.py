@@ -200,7 +200,9 @@ def test_runs_without_spans_and_without_a_cluster_open(tmp_path: Path):
 
 def test_a_run_of_one_device_looks_as_before(tmp_path: Path):
     made = write_report(resumed_run(tmp_path / "run", steps=80))
-    run, found, written = made.run, made.compared, made.page
+    run = made.run
+    found = made.compared
+    written = made.page
     assert found is None and written.read_text() == page(run)
     assert "Device by device" not in page(run) and ".rows {" not in page(run)
     assert report(run, found) == report(run)
@@ -211,7 +213,9 @@ def test_a_run_of_one_device_looks_as_before(tmp_path: Path):
 )
 def test_the_page_is_whole_and_stays_inside_its_rows(tmp_path: Path, changes: dict):
     made = write_report(fleet_run(tmp_path / "run", steps=40, **{"traced": (2, 3), **changes}))
-    run, found, written = made.run, made.compared, made.page
+    run = made.run
+    found = made.compared
+    written = made.page
     html = written.read_text()
     reader = Reader(html)
     assert found is not None and write_report(run.folder).page.read_text() == html
@@ -235,7 +239,8 @@ def test_a_gpu_that_takes_orders_ahead_is_not_split(tmp_path: Path):
 )
 def test_a_browser_draws_every_mark_without_a_complaint(tmp_path: Path):
     made = write_report(fleet_run(tmp_path / "run", steps=40, traced=(3,)))
-    found, written = made.compared, made.page
+    found = made.compared
+    written = made.page
     probe = """<script>
       const rows = document.querySelectorAll(".rows svg.plan"), page = document.documentElement;
       const seen = [...rows].map((row) => row.querySelectorAll("rect.mark").length).join(" ");
@@ -293,7 +298,9 @@ def test_two_real_workers_show_what_they_did_and_what_was_planned(tmp_path: Path
             if isinstance(event, Step) and event.step == 12:
                 workers.interrupt()
     made = write_report(run.path)
-    told, found, written = made.run, made.compared, made.page
+    told = made.run
+    found = made.compared
+    written = made.page
     traces = Traces(told)
     assert found is not None and found.traced == 3 and [row.rank for row in found.drawn] == [0, 1]
     for row in found.drawn:

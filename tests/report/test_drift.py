@@ -119,7 +119,9 @@ def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
     folder = fleet_run(tmp_path / "run", paces=(1, 1, 2.5), make=side_by_side)
     (folder / "run.yaml").write_text("data: docs\nparallel: {allow: [data, pipeshard]}\n")
     made = write_report(folder)
-    run, found, written = made.run, made.compared, made.page
+    run = made.run
+    found = made.compared
+    written = made.page
     assert found is not None and found.again in step_lines(found)
     cluster = paced(
         load_cluster_json(RunFolder(folder).cluster), {("star", 0): found.drifts[0].paces[2]}
@@ -144,7 +146,8 @@ def test_planning_again_ranks_with_the_measured_slowdown_of_a_link(tmp_path: Pat
     folder = fleet_run(tmp_path / "run", links=(8, 1))
     (folder / "run.yaml").write_text("data: docs\nparallel: {allow: [data, pipeshard]}\n")
     made = write_report(folder)
-    run, found = made.run, made.compared
+    run = made.run
+    found = made.compared
     assert found is not None
     (drift,) = found.drifts
     assert drift.ends == ("gat", "amst")

@@ -95,7 +95,8 @@ def test_each_start_has_its_own_warm_up(tmp_path):
 
 
 def test_rate_per_device_is_kept_when_the_number_of_workers_changes(tmp_path):
-    one, two = make_plan(40), make_plan(40, world=2)
+    one = make_plan(40)
+    two = make_plan(40, world=2)
     events = [started(0.0, 0, one), *(one_step(float(n), n, step_s=0.2) for n in range(1, 21))]
     events += [
         started(100.0, 20, two),
@@ -136,7 +137,8 @@ def test_an_unfinished_last_line_is_left_out(tmp_path):
 
 def test_a_warning_given_before_a_start_adds_no_time(tmp_path):
     """A resuming worker warns of a corrupt checkpoint before it says that it has started."""
-    plan, warned = make_plan(12), Warned(at=5000.0, message="corrupt checkpoint")
+    plan = make_plan(12)
+    warned = Warned(at=5000.0, message="corrupt checkpoint")
     events = [started(0.0, 0, plan), *(one_step(float(n), n) for n in range(1, 9))]
     events += [warned, started(5001.0, 4, plan), one_step(5002.0, 5)]
     history = trace(events)

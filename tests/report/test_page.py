@@ -56,7 +56,9 @@ class Reader(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.open, self.attributes, self.texts = [], [], []
+        self.open = []
+        self.attributes = []
+        self.texts = []
         self.feed(html)
         self.close()
         assert self.open == []
@@ -157,7 +159,8 @@ def test_everything_of_the_run_is_there(tmp_path):
 def test_the_links_hold_each_figure_and_its_points(tmp_path):
     run = open_run(resumed_run(tmp_path / "run", steps=120))
     reader = Reader(page(run))
-    drawings, tables = reader.links("data:image/svg+xml"), reader.links("data:text/csv")
+    drawings = reader.links("data:image/svg+xml")
+    tables = reader.links("data:text/csv")
     assert len(drawings) == len(tables) == 6
     for link in drawings:
         root = ElementTree.fromstring(unquote(link.split(",", 1)[1]))

@@ -298,7 +298,8 @@ def test_warnings_that_later_events_made_past_are_not_repeated_at_the_end(tmp_pa
             [started(0.0), *steps, unsaved, spike, fits, *more], key=lambda event: event.at
         )
         run = open_run(write_run(tmp_path / name, events, plan))
-        text, html = summary(run), page(run)
+        text = summary(run)
+        html = page(run)
         banner = html.split("<dl")[0]
         for shown in (text, banner):
             assert ("step 1: no checkpoint could be written" in shown) == repeated

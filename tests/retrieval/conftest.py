@@ -60,7 +60,8 @@ def fit(
 ) -> tuple[Embedder, Vectors]:
     """What embeds, fitted to passages and to what belongs to them; and the vectors of these."""
     start = Embedder.unfitted(model, tokenizer, passages)
-    texts, asked = start.read(passages), start.read(pairs.asked)
+    texts = start.read(passages)
+    asked = start.read(pairs.asked)
     embedder = start.fitted(texts, asked, pairs, settings)
     return embedder, embedder.vectors(texts, "passage")
 

@@ -29,7 +29,8 @@ from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialise
 from tests.retrieval.conftest import make_documents
 
-BEGUN, HALTED = "begun", "halted"
+BEGUN = "begun"
+HALTED = "halted"
 ORIGIN = Origin(model="m", tokenizer="t")
 DOCUMENTS = make_documents(200)
 TOKENIZER = train((document.text for document in DOCUMENTS[:60]), 512)
@@ -139,8 +140,11 @@ def await_line(process: subprocess.Popen[str], line: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place, change, halt = Path(sys.argv[1]), int(sys.argv[2]), [int(n) for n in sys.argv[3:]]
-    texts, streams = [], Decoder.streams
+    place = Path(sys.argv[1])
+    change = int(sys.argv[2])
+    halt = [int(n) for n in sys.argv[3:]]
+    texts = []
+    streams = Decoder.streams
 
     def watched(self: Decoder, tokens_BS: torch.Tensor):
         texts.append(len(tokens_BS))

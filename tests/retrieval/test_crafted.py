@@ -57,7 +57,8 @@ def asked(folder: Path) -> str | None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files_are_refused_with_a_code(folder: Path, name: str):
-    file, rng = next(folder.rglob(name)), random.Random(name)
+    file = next(folder.rglob(name))
+    rng = random.Random(name)
     content = file.read_bytes()
     for damage in range(12):
         changed = bytearray(content)

@@ -21,7 +21,8 @@ TEXTS = [
     "",
     "the server's port is open\n\nnow",
 ]
-TITLES, OWNERS = [" open port", " server words", " some text"], [4, 4, 1]
+TITLES = [" open port", " server words", " some text"]
+OWNERS = [4, 4, 1]
 
 
 def by_hand(model, tokenizer, texts, corpus) -> np.ndarray:
@@ -101,7 +102,8 @@ def test_states_of_unseen_texts_come_near_those_of_their_passages():
 
 def test_tokens_come_near_others_that_mean_the_same():
     """Passages say in tokens from 40 on what is asked in those below."""
-    rng, nothing = random.Random(0), torch.zeros(4_500, 4)
+    rng = random.Random(0)
+    nothing = torch.zeros(4_500, 4)
     asked = [rng.sample(range(40), 4) for _ in range(4_500)]
     said = [[token + 40 for token in bag] for bag in asked]
     assert _hit(nothing, nothing, said, asked, FitSettings(size=64, steps=0)) < 0.1
@@ -113,7 +115,8 @@ def _hit(passages, texts, said, asked, fit) -> float:
     others."""
     known = len(said) - 500
     pairs = paired([""] * known, range(known), known)
-    bags, features = (said[:known], asked[:known]), (passages[:known], texts[:known])
+    bags = (said[:known], asked[:known])
+    features = (passages[:known], texts[:known])
     fitted = tune(bags, features, torch.ones(80), pairs, passages.shape[1], fit)
     a = vectors_of(fitted, said[known:], passages[known:], "passage")
     b = vectors_of(fitted, asked[known:], texts[known:], "query")
@@ -125,7 +128,8 @@ def test_hard_negatives_are_moved_apart_from_texts_like_them():
     2 are not."""
     rng = random.Random(0)
     said = [[0, 1 + row % 2, *rng.sample(range(3, 60), 6)] for row in range(400)]
-    features, right = torch.zeros(400, 4), [row for row in range(400) if not row % 2]
+    features = torch.zeros(400, 4)
+    right = [row for row in range(400) if not row % 2]
     for given in (False, True):
         negatives = [[row + 1] * given for row in right]
         pairs = Pairs([""] * 200, list(range(200)), right, negatives, np.arange(400))

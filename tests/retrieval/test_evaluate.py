@@ -111,7 +111,9 @@ def test_systems_are_measured_as_a_plain_loop_does():
     result = evaluate(bodies, owners, queries, {"model": trained, "untuned": untrained}, seed=1)
 
     def metrics(scores_of):
-        hits1, hits10, gains = [], [], []
+        hits1 = []
+        hits10 = []
+        gains = []
         for row, query in enumerate(asked):
             scores = scores_of(row, query)
             places = [

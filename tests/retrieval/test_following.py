@@ -26,7 +26,8 @@ NEW = Document(
 
 def check(index: Index, documents: list[Document]) -> None:
     """The index is of exactly these documents: passages, vectors, store and words."""
-    manifest, passages = index.manifest, index.passages
+    manifest = index.manifest
+    passages = index.passages
     assert [(d.title, d.origin, d.metadata) for d in passages.documents] == [
         (d.title, d.origin, d.metadata) for d in documents
     ]
@@ -63,7 +64,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_changes_give_the_index_of_what_is_there_in_the_end(folder: Path, seed: int):
-    rng, documents = random.Random(seed), list(making.DOCUMENTS)
+    rng = random.Random(seed)
+    documents = list(making.DOCUMENTS)
     for turn in range(3):
         for _ in range(rng.randrange(1, 12)):
             match rng.randrange(4):

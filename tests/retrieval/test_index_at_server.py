@@ -62,7 +62,8 @@ def test_the_index_follows_its_text_at_a_server(server: str, tmp_path: Path):
 
 
 def test_a_new_fit_and_another_store_leave_no_table_behind(server: str, tmp_path: Path):
-    folder, before = tmp_path / "index", tables(server)
+    folder = tmp_path / "index"
+    before = tables(server)
     making.make(folder, evaluate=False, store=server)
     documents = making.changed(50)
     making.make(folder, evaluate=False, documents=documents, store=server, refit=True)
@@ -77,7 +78,8 @@ def test_a_new_fit_and_another_store_leave_no_table_behind(server: str, tmp_path
 def test_next_build_removes_server_tables_left_by_a_killed_build(
     server: str, tmp_path: Path, monkeypatch
 ):
-    folder, before = tmp_path / "index", tables(server)
+    folder = tmp_path / "index"
+    before = tables(server)
     making.make(folder, evaluate=False, store=server)
 
     def killed(*given: object) -> None:
@@ -95,7 +97,8 @@ def test_next_build_removes_server_tables_left_by_a_killed_build(
 def test_next_build_removes_the_table_of_a_build_killed_before_its_index_was_whole(
     server: str, tmp_path: Path, monkeypatch
 ):
-    folder, before = tmp_path / "index", tables(server)
+    folder = tmp_path / "index"
+    before = tables(server)
     making.make(folder, evaluate=False)
 
     def killed(*given: object) -> None:

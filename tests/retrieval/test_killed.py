@@ -48,7 +48,9 @@ def test_build_killed_at_any_moment_loses_nothing_and_continues(
     before: tuple[Path, float], tmp_path: Path
 ):
     source, seconds = before
-    rng, old, new = random.Random(30), list(making.DOCUMENTS), making.changed(CHANGED)
+    rng = random.Random(30)
+    old = list(making.DOCUMENTS)
+    new = making.changed(CHANGED)
     for number in range(KILLS):
         folder = tmp_path / str(number) / "index"
         shutil.copytree(source, folder)
@@ -104,7 +106,8 @@ def test_readers_during_a_write_find_the_old_or_the_new_index(
 ):
     """Readers that open the index again and again, from before a write until they have seen the new
     one."""
-    folder, halted = tmp_path / "index", tmp_path / "halted"
+    folder = tmp_path / "index"
+    halted = tmp_path / "halted"
     shutil.copytree(before[0], folder)
     readers = [
         subprocess.Popen(

@@ -44,7 +44,8 @@ def bm25(query: str, k1: float = 1.5, b: float = 0.75) -> np.ndarray:
     """Lucene's BM25, written out."""
     texts = [Counter(words(text)) for text in TEXTS]
     lengths = [sum(text.values()) for text in texts]
-    mean, scores = sum(lengths) / len(texts), []
+    mean = sum(lengths) / len(texts)
+    scores = []
     for text, length in zip(texts, lengths, strict=True):
         score = 0.0
         for word in words(query):

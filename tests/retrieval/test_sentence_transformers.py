@@ -69,7 +69,8 @@ def trained(request, tokenizer) -> Trained:
     spec = models.family(family).shape(
         d_model=32, layers=2, vocab_size=vocab_size, context=CONTEXT, **knobs
     )
-    model, generator = Decoder(spec).eval(), torch.Generator().manual_seed(3)
+    model = Decoder(spec).eval()
+    generator = torch.Generator().manual_seed(3)
     initialise(model, 5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -80,10 +81,8 @@ def trained(request, tokenizer) -> Trained:
 
 @pytest.fixture(scope="module")
 def fitted(trained, documents) -> Embedder:
-    texts, titles = (
-        [document.text for document in documents],
-        [query_form(document.title) for document in documents],
-    )
+    texts = [document.text for document in documents]
+    titles = [query_form(document.title) for document in documents]
     return fit(
         trained.model,
         trained.tokenizer,
@@ -106,7 +105,8 @@ def write(folder: Path, trained: Trained, embedder: Embedder) -> Path:
 def written(trained, fitted, tmp_path_factory):
     """An embedder and the folder that was written from it, with maps of passages and queries that
     differ at random."""
-    generator, maps = torch.Generator().manual_seed(7), dict(fitted._fitted)
+    generator = torch.Generator().manual_seed(7)
+    maps = dict(fitted._fitted)
     for name in ("passage_map", "query_map"):
         maps[name] = torch.linalg.qr(torch.randn(maps[name].shape, generator=generator))[
             0
@@ -126,11 +126,10 @@ def same(found, expected, most: float = 1e-5) -> None:
 
 def test_vectors_equal_the_embedders(written, documents):
     embedder, folder = written
-    texts, model = TEXTS + [document.text for document in documents], loaded(folder)
-    passages, queries = (
-        embedder.passages(texts),
-        embedder.queries([query_form(text) for text in texts]),
-    )
+    texts = TEXTS + [document.text for document in documents]
+    model = loaded(folder)
+    passages = embedder.passages(texts)
+    queries = embedder.queries([query_form(text) for text in texts])
     assert np.abs(passages - queries).max() > 0.1
     for rows in (1, 5, 32):
         same(model.encode(texts, batch_size=rows), passages)

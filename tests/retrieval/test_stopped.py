@@ -79,7 +79,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_build_embeds_only_what_is_missing(tmp_path: Path, whole, number: signal.Signals):
-    folder, every = tmp_path / "index", whole[1]
+    folder = tmp_path / "index"
+    every = whole[1]
     rng = random.Random(number)
     for _ in range(2):
         stop(folder, int(rng.uniform(0.1, 0.3) * every), number)
@@ -94,7 +95,8 @@ def test_stopped_build_embeds_only_what_is_missing(tmp_path: Path, whole, number
 
 
 def test_damaged_or_incomplete_features_are_computed_again(tmp_path: Path, whole):
-    folder, rng = tmp_path / "index", random.Random(1)
+    folder = tmp_path / "index"
+    rng = random.Random(1)
     interrupt(folder, 500)
     blocks = sum(file.stat().st_size // BLOCK for file in features(folder))
     for file in filter(lambda file: file.stat().st_size, features(folder)):

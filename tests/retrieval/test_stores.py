@@ -212,7 +212,8 @@ def test_a_graph_finds_95_of_100_neighbours_and_filters_exactly(place, monkeypat
     if hasattr(module, "EXACT_BYTES"):
         monkeypatch.setattr(module, "EXACT_BYTES", 0)
     many = place.most(4000)
-    vectors, built = unit_vectors(many), many * 3 // 4
+    vectors = unit_vectors(many)
+    built = many * 3 // 4
     payloads = [{"document": i % 400} for i in range(many)]
     store = module.create(place.spot())
     store.add(range(built), vectors[:built], payloads[:built])
@@ -283,8 +284,11 @@ def test_a_field_that_is_no_word_is_refused(place, key):
 
 
 def test_other_vectors_are_refused_and_nothing_is_written(place):
-    long, broken, endless = unit_vectors(2, DIM + 1), unit_vectors(2), unit_vectors(2)
-    broken[1, 3], endless[1, 3] = np.nan, np.inf
+    long = unit_vectors(2, DIM + 1)
+    broken = unit_vectors(2)
+    endless = unit_vectors(2)
+    broken[1, 3] = np.nan
+    endless[1, 3] = np.inf
     with place.store() as store:
         for vectors in (long, broken, endless, long[:, :5]):
             refused("store-mismatch", lambda vectors=vectors: store.add([1, 2], vectors, [{}, {}]))
@@ -314,7 +318,8 @@ def test_any_sequence_of_operations_gives_what_a_dict_gives(kind, tmp_path_facto
     @hypothesis.given(st.lists(OPERATIONS, min_size=3, max_size=12))
     def check(operations):
         place = place_of(kind, location, tmp_path_factory.mktemp("spot"))
-        store, model = place.module.create(place.spot()), {}
+        store = place.module.create(place.spot())
+        model = {}
         try:
             for what, of in operations:
                 if what == "reopen":
@@ -399,7 +404,8 @@ def test_two_read_while_one_writes(server_place):
     looks = [0, 0]
 
     def read(reader: int) -> None:
-        store, before = server_place.module.open(server_place.spot(dim=16)), 0
+        store = server_place.module.open(server_place.spot(dim=16))
+        before = 0
         try:
             while before < 3000 and not faults:
                 ids = store.ids().tolist()
@@ -438,7 +444,8 @@ def test_a_location_that_an_embedded_store_cannot_have_is_refused(tmp_path):
 
 
 def test_a_table_of_somebody_else_is_refused_and_left(server_place):
-    module, spot = server_place.module, server_place.spot()
+    module = server_place.module
+    spot = server_place.spot()
     occupy(server_place, spot.name)
     refused("store-foreign", lambda: module.open(spot))
     refused("store-foreign", lambda: module.create(spot))
@@ -560,7 +567,8 @@ def test_collection_at_a_chroma_server_that_names_an_embedding_function_is_refus
     tmp_path, location, built
 ):
     place = place_of("chroma-server", location, tmp_path)
-    module, spot = place.module, place.spot()
+    module = place.module
+    spot = place.spot()
     module.create(spot).close()
     collections = f"{place.location}/api/v2/tenants/default_tenant/databases/default_database"
     collections += "/collections"
@@ -582,7 +590,8 @@ def test_collection_at_a_chroma_server_that_names_an_embedding_function_is_refus
 
 
 def test_table_that_is_there_is_extended_until_it_is_dropped(server_place):
-    module, spot = server_place.module, server_place.spot()
+    module = server_place.module
+    spot = server_place.spot()
     vectors = unit_vectors(2)
     for number in (0, 1):
         store = module.create(spot)
@@ -601,7 +610,8 @@ def test_qdrant_server_unpickles_no_folder(tmp_path, location):
     place = place_of("qdrant_server-local", location, tmp_path)
     from qdrant_client import QdrantClient, models
 
-    run, folder = tmp_path / "run", tmp_path / "x"
+    run = tmp_path / "run"
+    folder = tmp_path / "x"
     vectors = models.VectorParams(size=DIM, distance=models.Distance.DOT)
     with closing(QdrantClient(path=str(folder))) as client:
         client.create_collection("farspan", vectors_config=vectors)

@@ -36,7 +36,9 @@ from tests.retrieval.test_stores import FUNCTIONS, KINDS, QUICK, name_function, 
 from tests.waiting import LIMIT_S
 
 RUN = "runs/docs"
-REPLACED, REMOVED, ADDED = "wombat", "numbat", "quokka"
+REPLACED = "wombat"
+REMOVED = "numbat"
+ADDED = "quokka"
 #: More than there are documents: a search shows every one that it finds.
 ALL = 100
 VECTORS = ("time school", "--system", "model")
@@ -54,7 +56,8 @@ Answers = dict[str, list[dict[str, Any]]]
 
 def run_command(desk: Path, *words: str) -> dict[str, Any]:
     """Run a command in this process, from the folder `desk`; the JSON object that it prints."""
-    printed, messages = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
+    messages = io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(desk)
@@ -111,7 +114,8 @@ def manifest_of(desk: Path) -> IndexManifest:
 
 
 def ids_in_store(desk: Path) -> list[int]:
-    manifest, index = manifest_of(desk), RunFolder(desk / RUN).index
+    manifest = manifest_of(desk)
+    index = RunFolder(desk / RUN).index
     with closing(manifest.sets["own"].module.open(manifest.place(index))) as store:
         return [int(number) for number in store.ids()]
 
@@ -236,7 +240,8 @@ def test_embed_refuses_a_chroma_collection_that_names_a_function_and_runs_none(
     trained: Path, tmp_path: Path
 ):
     pytest.importorskip("chromadb", reason="waits for the library chromadb: make stores")
-    desk, built = shutil.copytree(trained, tmp_path / "desk"), tmp_path / "built"
+    desk = shutil.copytree(trained, tmp_path / "desk")
+    built = tmp_path / "built"
     run_command(desk, "embed", RUN, "--no-eval", "--store", "chroma")
     old = manifest_of(desk).place(RunFolder(desk / RUN).index).folder
     name_function(old / "chroma.sqlite3", FUNCTIONS["vectors"])

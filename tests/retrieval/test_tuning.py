@@ -16,7 +16,8 @@ from farspan.retrieval.work import IndexWork
 )
 def test_steps_are_as_many_as_the_time_is_enough_for(seconds, steps):
     """This clock goes on by a second with every look at it: once a step, and once after eight."""
-    bags, asked = [[n, n + 1] for n in range(30)], [[n] for n in range(30)]
+    bags = [[n, n + 1] for n in range(30)]
+    asked = [[n] for n in range(30)]
     pooled = tuple(torch.randn(30, 8, generator=torch.Generator().manual_seed(n)) for n in range(2))
     pairs = Pairs(
         asked=[""] * 30,
@@ -25,7 +26,8 @@ def test_steps_are_as_many_as_the_time_is_enough_for(seconds, steps):
         negatives=[[] for _ in range(30)],
         groups=torch.arange(30).numpy(),
     )
-    ticks, shares = count(), []
+    ticks = count()
+    shares = []
     work = IndexWork(lambda: float(next(ticks)), lambda work: shares.append(work.share))
     work.expect("fitting", 40)
     fitted = tune(

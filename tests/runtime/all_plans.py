@@ -74,8 +74,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a kind, or one plan: random:97")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    tried, failed, worst = Counter[str](), Counter[str](), dict.fromkeys(KINDS, (0.0, 0.0))
-    seconds, seen = dict.fromkeys(KINDS, 0.0), Counter[str]()
+    tried = Counter[str]()
+    failed = Counter[str]()
+    worst = dict.fromkeys(KINDS, (0.0, 0.0))
+    seconds = dict.fromkeys(KINDS, 0.0)
+    seen = Counter[str]()
     with Fleet() as fleet:
         for name, plan in named(range(asked.first, asked.first + asked.seeds)):
             kind = name.split(":")[0]

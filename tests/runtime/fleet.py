@@ -97,7 +97,9 @@ class Fleet:
     def _answers(self, members: list[Member]) -> tuple[dict[int, Any], list[str]]:
         """Results by rank, and what went wrong."""
         waiting = {member.pipe: rank for rank, member in enumerate(members)}
-        answers, problems, end = dict[int, Any](), list[str](), time.monotonic() + DEADLINE_S
+        answers = dict[int, Any]()
+        problems = list[str]()
+        end = time.monotonic() + DEADLINE_S
         while waiting and (left := end - time.monotonic()) > 0:
             for pipe in wait(list(waiting), left):
                 assert isinstance(pipe, Connection)
@@ -106,10 +108,8 @@ class Fleet:
                     well, answers[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
                     members[rank].process.join(DEADLINE_S)
-                    well, answers[rank] = (
-                        False,
-                        f"the process ended with {members[rank].process.exitcode}",
-                    )
+                    well = False
+                    answers[rank] = f"the process ended with {members[rank].process.exitcode}"
                 if not well:
                     problems.append(f"rank {rank}: {answers[rank]}")
                     end = min(end, time.monotonic() + GRACE_S)

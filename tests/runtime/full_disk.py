@@ -71,7 +71,8 @@ def newest(run: RunFolder) -> Path:
 
 
 def main() -> None:
-    folder, rows = Path(sys.argv[1]), tuple(map(int, sys.argv[2:]))
+    folder = Path(sys.argv[1])
+    rows = tuple(map(int, sys.argv[2:]))
     # Learns next to nothing, so that no worker's loss is ever far from the others'.
     train = replace(
         TRAIN,
@@ -81,7 +82,8 @@ def main() -> None:
         checkpoint_every_s=1.0,
         optimizer=Optimizer(lr=1e-6),
     )
-    run, ballast = tiny.run_folder(folder / "run", tiny.plan(train, rows=rows)), folder / "ballast"
+    run = tiny.run_folder(folder / "run", tiny.plan(train, rows=rows))
+    ballast = folder / "ballast"
     a_disk_that_has_space_again_is_saved_to(run, ballast)
     before = checkpoint.verify(newest(run)).step
     saved = a_disk_that_stays_full_ends_the_run(run, ballast)

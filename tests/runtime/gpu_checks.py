@@ -34,9 +34,11 @@ from tests.waiting import LIMIT_S, wait_for
 #: Largest relative error of a gradient: rounding of each format, through a few layers.
 GRADIENT_BOUNDS: dict[Precision, float] = {"fp32": 1e-4, "bf16": 5e-2}
 #: Largest relative difference of losses and of the weights' movement after three steps in fp32.
-LOSS_BOUND, MOVEMENT_BOUND = 1e-4, 1e-2
+LOSS_BOUND = 1e-4
+MOVEMENT_BOUND = 1e-2
 OPTIMIZERS = {"adamw": Optimizer(), "muon": Optimizer(muon=Muon(embedding=3.0))}
-ROWS, LENGTH = 4, 64
+ROWS = 4
+LENGTH = 64
 SPEC: ModelSpec = replace(tiny.SPEC, context=LENGTH)
 #: Source files that the whole run learns from: the same text on every machine.
 SOURCES = Path(__file__).parents[2] / "farspan"

@@ -56,14 +56,16 @@ class WorkClock:
     """A clock that only the work moves: a step and a validated token take the same each time."""
 
     def __init__(self, step_s: float, token_s: float) -> None:
-        self.step_s, self.token_s = step_s, token_s
+        self.step_s = step_s
+        self.token_s = token_s
         self.now_s = 0.0
 
     def __call__(self) -> float:
         return self.now_s
 
     def follow(self, made: Trainer) -> None:
-        make_step, read_windows = made._step, made.validation.read
+        make_step = made._step
+        read_windows = made.validation.read
 
         def timed_step(step: int) -> tuple[float, float, int, float]:
             self.now_s += self.step_s
@@ -185,7 +187,8 @@ def step_while_another_is_away(
     """All make a step. Rank 0 leaves for an exchange and makes more steps; the others come to it
     only when these are made. Returns the parameters of the meeting, as this worker has them."""
     with trainer(group, plan, path) as (made, _):
-        outer, made_them = made.worker.executor.outer, path / "made"
+        outer = made.worker.executor.outer
+        made_them = path / "made"
         assert outer is not None
         made._step(0)
         if group.rank == 0:
@@ -223,7 +226,8 @@ def hand_out(group: Group, plan: Plan, path: Path) -> int:
 
 def _gradients(made: Trainer, step: int) -> Gradients:
     valid, outcome = made.gradients(step)
-    whole, state = made.worker.executor.whole, made.worker.state
+    whole = made.worker.executor.whole
+    state = made.worker.state
     found = [
         whole.collect(state.grad, replica) for replica in range(len(made.worker.plan.replicas))
     ]
@@ -254,7 +258,8 @@ def overflow(
     """Loss, gradient norm and the next step's loss scale of every step of a training that begins
     with this one."""
     with trainer(group, plan, path) as (made, _):
-        made.state.loss_scale, found = scale, []
+        made.state.loss_scale = scale
+        found = []
         for step in range(plan.train.steps):
             loss, norm, *_ = made._step(step)
             found.append((loss, norm, made.state.loss_scale))

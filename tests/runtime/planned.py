@@ -18,7 +18,8 @@ from farspan.domain.train import TrainSpec
 from farspan.planning.rank import rank
 from tests.runtime.plans import TRAIN
 
-GB, MOST_DEVICES = 10**9, 8
+GB = 10**9
+MOST_DEVICES = 8
 #: Memories that a model of 100 to 400 M parameters fills quite, nearly, and by far not.
 MEMORIES = (3 * GB, 6 * GB, 24 * GB)
 
@@ -27,14 +28,13 @@ def random_cluster(rng: random.Random) -> Cluster:
     """Up to three sites of up to two hosts, devices alike inside a host more often than not."""
     kinds = []
     for i in range(2):
-        memory, flops, bandwidth = (
-            rng.choice(MEMORIES),
-            rng.choice((1, 4, 6)) * 1e12,
-            rng.choice((1, 4)) * 1e11,
-        )
+        memory = rng.choice(MEMORIES)
+        flops = rng.choice((1, 4, 6)) * 1e12
+        bandwidth = rng.choice((1, 4)) * 1e11
         sheet = DataSheet(flops={"fp32": flops}, bandwidth=bandwidth)
         kinds.append(Device(kind=f"k{i}", backend="cpu", memory=memory, sheet=sheet))
-    left, sites = rng.randint(2, MOST_DEVICES), list[Site]()
+    left = rng.randint(2, MOST_DEVICES)
+    sites = list[Site]()
     if rng.random() < 0.2:
         return _linked(rng, _alike(rng, kinds[0]))
     for s in range(rng.randint(1, 3)):

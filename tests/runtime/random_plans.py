@@ -30,7 +30,9 @@ MODELS = (
 def random_plan(seed: int) -> Plan:
     """Up to eight ranks of up to three sites, most of them in one replica."""
     rng = random.Random(seed)
-    model, world, sites = rng.choice(MODELS), rng.randint(1, MOST_RANKS), rng.randint(1, 3)
+    model = rng.choice(MODELS)
+    world = rng.randint(1, MOST_RANKS)
+    sites = rng.randint(1, 3)
     ranks = list(range(world))
     if rng.random() < 0.3:
         rng.shuffle(ranks)
@@ -109,7 +111,8 @@ def _replica(
 def _mesh(rng: random.Random, ranks: Sequence[int]) -> Mesh:
     """Any factors over any axes."""
     axes = list[Axis]()
-    shape, left = list[int](), len(ranks)
+    shape = list[int]()
+    left = len(ranks)
     named: tuple[Axis, ...] = rng.choice((("site", "data"), ("data", "site"), ("data",), ("data",)))
     tensor = (
         rng.choice([n for n in range(1, left + 1) if left % n == 0 and n <= 6 and n != 5])
@@ -119,10 +122,14 @@ def _mesh(rng: random.Random, ranks: Sequence[int]) -> Mesh:
     left //= tensor
     for axis in named[:-1]:
         size = rng.choice([n for n in range(1, left + 1) if left % n == 0])
-        axes, shape, left = [*axes, axis], [*shape, size], left // size
-    axes, shape = [*axes, named[-1]], [*shape, left]
+        axes = [*axes, axis]
+        shape = [*shape, size]
+        left = left // size
+    axes = [*axes, named[-1]]
+    shape = [*shape, left]
     if tensor > 1 or rng.random() < 0.1:
-        axes, shape = [*axes, "tensor"], [*shape, tensor]
+        axes = [*axes, "tensor"]
+        shape = [*shape, tensor]
     return Mesh(ranks=tuple(ranks), shape=tuple(shape), axes=tuple(axes))
 
 

@@ -146,15 +146,18 @@ def _linear(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) -> Tensor:
     B, S, D = x_BSD.shape
-    E, group = spec.head_dim, spec.heads // spec.kv_heads
+    E = spec.head_dim
+    group = spec.heads // spec.kv_heads
     sizes = [spec.heads * E, spec.kv_heads * E, spec.kv_heads * E]
     q, k, v = (
         t.view(B, S, -1, E).transpose(1, 2)
         for t in _linear(weights, "attn.qkv", x_BSD).split(sizes, dim=-1)
     )
     if spec.positions == "rope":
-        q, k = _rotated(q, spec), _rotated(k, spec)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        q = _rotated(q, spec)
+        k = _rotated(k, spec)
+    k = k.repeat_interleave(group, 1)
+    v = v.repeat_interleave(group, 1)
     scores_BHSS = q @ k.transpose(2, 3) / math.sqrt(E)
     scores_BHSS = scores_BHSS.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
     y_BHSE = scores_BHSS.softmax(-1) @ v
@@ -213,7 +216,8 @@ class Gradient(NamedTuple):
 
 def gradients(plan: Plan, data: Data, weights: Weights, step: int) -> list[Gradient]:
     """Of each replica at these weights."""
-    found, before = [], step * plan.train.batch
+    found = []
+    before = step * plan.train.batch
     for replica in plan.replicas:
         batch = data.read(np.arange(before, before + replica.batch))
         before += replica.batch
@@ -245,7 +249,9 @@ class Replica:
     """A model that trains by itself."""
 
     def __init__(self, train: TrainSpec, weights: Weights) -> None:
-        self.train, self.losses, self.norms = train, list[float](), list[float]()
+        self.train = train
+        self.losses = list[float]()
+        self.norms = list[float]()
         self.weights = {name: value.double().requires_grad_() for name, value in weights.items()}
         with_ = train.optimizer
         self.momenta = {
@@ -270,10 +276,8 @@ class Replica:
         loss = mean_loss(self.weights, spec, *batch)
         loss.backward()
         gradients = [w.grad for w in self.weights.values() if w.grad is not None]
-        norm, clip = (
-            math.sqrt(sum(float(g.square().sum()) for g in gradients)),
-            self.train.optimizer.clip,
-        )
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+        clip = self.train.optimizer.clip
         if clip and norm > clip:
             for gradient in gradients:
                 gradient.mul_(clip / norm)
@@ -295,7 +299,8 @@ class Replica:
         cuts = {"qkv": [spec.heads * head, spec.kv_heads * head, spec.kv_heads * head]}
         cuts |= {"up": [spec.d_ff, spec.d_ff]} if spec.activation == "swiglu" else {}
         for name, momentum in self.momenta.items():
-            weight, muon = self.weights[name], self.train.optimizer.muon
+            weight = self.weights[name]
+            muon = self.train.optimizer.muon
             assert muon and weight.grad is not None
             momentum.mul_(muon.momentum).add_(weight.grad, alpha=1 - muon.momentum)
             nesterov = (1 - muon.momentum) * weight.grad + muon.momentum * momentum
@@ -344,11 +349,9 @@ class Meetings:
     meanwhile. `shares` are the replicas' parts of a step's sequences."""
 
     def __init__(self, sync: Sync, replicas: list[Replica], shares: list[float]) -> None:
-        self.sync, self.replicas, self.shares = (
-            sync,
-            replicas,
-            torch.tensor(shares, dtype=torch.float64),
-        )
+        self.sync = sync
+        self.replicas = replicas
+        self.shares = torch.tensor(shares, dtype=torch.float64)
         self.anchor = {name: w.clone().requires_grad_() for name, w in replicas[0].now.items()}
         self.sgd = torch.optim.SGD(
             self.anchor.values(), lr=sync.lr, momentum=sync.momentum, nesterov=sync.momentum > 0

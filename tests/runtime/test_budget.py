@@ -16,7 +16,8 @@ from farspan.semantics.lr_schedule import learning_rate
 from tests.runtime.test_trainer import TRAIN, replace
 
 #: What is promised: the deadline holds within this.
-SHARE, SECONDS = 0.02, 2.0
+SHARE = 0.02
+SECONDS = 2.0
 WINDOW = 64
 
 
@@ -101,7 +102,10 @@ class Machine:
 
     def train(self) -> int:
         """The steps that were made when all had ended."""
-        step, steps, saved_at, heard = 0, self.planned, 0.0, []
+        step = 0
+        steps = self.planned
+        saved_at = 0.0
+        heard = []
         self.now = self.first_s
         while step < steps:
             share = self.budget.followed(step, steps)
@@ -276,7 +280,8 @@ def test_single_slow_step_does_not_change_the_schedule_replanned_with_one_line()
     run = Machine(
         deadline_s=1000.0, planned=900, step_s=2.0, forward=0.3, save_s=0.5, val_tokens=20_000
     )
-    spend, count = run.spend, 0
+    spend = run.spend
+    count = 0
 
     def once_slow(seconds: float) -> float:
         nonlocal count

@@ -214,10 +214,8 @@ def divided(plan: Plan) -> Plan:
 @pytest.mark.parametrize("dead", [0, 1])
 def test_when_one_dies_the_others_end_whatever_their_threads_wait_for(tmp_path, dead):
     """And all name it, though each of them breaks connections, too, when it goes."""
-    run, others = (
-        tiny.run_folder(tmp_path / "run", divided(tiny.plan(TRAIN, rows=(2, 2, 2)))),
-        {0, 1, 2} - {dead},
-    )
+    run = tiny.run_folder(tmp_path / "run", divided(tiny.plan(TRAIN, rows=(2, 2, 2))))
+    others = {0, 1, 2} - {dead}
     with by_hand(run, 3) as workers:
         wait_for(run, Step)
         workers[dead].kill()

@@ -40,7 +40,8 @@ def largest(x):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes_types_and_zeros(bits, n, device):
-    codec, x = Codec(bits), numbers(n).to(device)
+    codec = Codec(bits)
+    x = numbers(n).to(device)
     data = codec.encode(x)
     back = codec.decode(data, n)
     assert (data.dtype, back.dtype) == (torch.uint8, torch.float32)
@@ -67,7 +68,8 @@ def test_sizes_by_hand():
 def test_bytes_by_hand():
     """Greatest values 7 and 127 of the codes: steps of 1, which is 0x3F80 in bf16. Halves go to the
     even number."""
-    four, eight = torch.tensor([7.0, -7, 1, 0, -2.6]), torch.tensor([127.0, -1, 0.5, -1.5])
+    four = torch.tensor([7.0, -7, 1, 0, -2.6])
+    eight = torch.tensor([127.0, -1, 0.5, -1.5])
     assert Codec(4).encode(four).tolist() == [0x80, 0x3F, 15 + 1 * 16, 9 + 8 * 16, 5 + 8 * 16]
     assert Codec(8).encode(eight).tolist() == [0x80, 0x3F, 127, 255, 0, 254]
 
@@ -77,7 +79,8 @@ def test_bytes_by_hand():
 @pytest.mark.parametrize("n", SIZES[1:])
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_number_is_off_by_more_than_half_a_step_of_its_block(bits, dtype, n, device):
-    codec, x = Codec(bits), numbers(n, dtype=dtype).to(device)
+    codec = Codec(bits)
+    x = numbers(n, dtype=dtype).to(device)
     error = (codec.decode(codec.encode(x), n).double() - x.double()).abs()
     # The scale is off by at most 1/256, being bf16; the quotient by two roundings of fp32, in 127
     # steps.
@@ -92,7 +95,8 @@ def test_no_number_is_off_by_more_than_half_a_step_of_its_block(bits, dtype, n, 
     )
 )
 def test_half_a_step_holds_for_any_finite_numbers(bits, values):
-    codec, x = Codec(bits), torch.tensor(values)
+    codec = Codec(bits)
+    x = torch.tensor(values)
     back = codec.decode(codec.encode(x), len(x))
     step = (largest(x).double() / GREATEST[bits] * (1 + 2**-8)).clamp(min=SMALLEST_SCALE)
     assert ((back.double() - x.double()).abs() <= step * (0.5 + 127 * 2**-23)).all()
@@ -109,7 +113,8 @@ def test_16_bits_are_bf16_and_32_are_exact():
 @pytest.mark.parametrize("place", [0, 1, BLOCK - 1, BLOCK + 5, 3 * BLOCK])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_number_that_is_not_finite_never_looks_finite(bits, bad, place, device):
-    codec, x = Codec(bits), numbers(3 * BLOCK + 1).to(device)
+    codec = Codec(bits)
+    x = numbers(3 * BLOCK + 1).to(device)
     clean = codec.decode(codec.encode(x), len(x))
     x[place] = bad
     back = codec.decode(codec.encode(x), len(x))
@@ -121,7 +126,8 @@ def test_a_number_that_is_not_finite_never_looks_finite(bits, bad, place, device
 @ALL
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_bytes_decode_to_equal_bits_wherever_they_lie(bits, device):
-    codec, x = Codec(bits), numbers(2 * CHUNK + 77)
+    codec = Codec(bits)
+    x = numbers(2 * CHUNK + 77)
     data = codec.encode(x)
     assert torch.equal(data, codec.encode(x))
     message = torch.cat([torch.zeros(3, dtype=torch.uint8), data]).to(device)
@@ -134,7 +140,8 @@ def test_equal_bytes_decode_to_equal_bits_wherever_they_lie(bits, device):
 @FEW
 def test_decoding_is_the_scale_times_the_code(bits):
     """Each product is exact in fp32, so there is one result on any device."""
-    codec, x = Codec(bits), numbers(4 * BLOCK, seed=3)
+    codec = Codec(bits)
+    x = numbers(4 * BLOCK, seed=3)
     data = codec.encode(x)
     scale = data[:8].view(torch.bfloat16).double().repeat_interleave(BLOCK)
     if bits == 8:
@@ -148,7 +155,8 @@ def test_decoding_is_the_scale_times_the_code(bits):
 
 @ALL
 def test_encoded_and_decoded_tensors_share_no_memory_with_their_inputs(bits):
-    codec, x = Codec(bits), torch.ones(10)
+    codec = Codec(bits)
+    x = torch.ones(10)
     data = codec.encode(x)
     back = codec.decode(data, 10)
     x.zero_()
@@ -197,7 +205,8 @@ def test_feedback_sends_what_is_too_small_to_send_alone():
 
 
 def test_feedback_keeps_keys_apart():
-    feedback, x = ErrorFeedback(Codec(4)), numbers(100)
+    feedback = ErrorFeedback(Codec(4))
+    x = numbers(100)
     one = feedback.encode_("a", x.clone())
     assert torch.equal(feedback.encode_("b", x.clone()), one)
     feedback.encode_("a", x.clone())
@@ -221,7 +230,8 @@ def test_with_feedback_everyone_has_the_bits_that_were_sent(bits, n, device):
 
 
 def test_feedback_recovers_after_a_number_that_was_not_finite():
-    feedback, x = ErrorFeedback(Codec(8)), torch.linspace(-1, 1, 100)
+    feedback = ErrorFeedback(Codec(8))
+    x = torch.linspace(-1, 1, 100)
     bad = x.clone()
     bad[7] = float("nan")
     assert not feedback.codec.decode(feedback.encode_(0, bad), 100).isfinite().any()
@@ -231,6 +241,7 @@ def test_feedback_recovers_after_a_number_that_was_not_finite():
 
 
 def test_feedback_over_32_bits_keeps_nothing():
-    feedback, x = ErrorFeedback(Codec(32)), numbers(100)
+    feedback = ErrorFeedback(Codec(32))
+    x = numbers(100)
     assert torch.equal(feedback.encode_(0, x), feedback.codec.encode(x))
     assert not feedback.residuals

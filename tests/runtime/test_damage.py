@@ -68,7 +68,8 @@ def executor(whole: RunFolder) -> Iterator[Executor]:
 
 def find(executor: Executor, folder: Path) -> tuple[int | None, list[str]]:
     """The step that a run goes on from, and what it says about those after it."""
-    adopted, said = list[TrainerState](), list[str]()
+    adopted = list[TrainerState]()
+    said = list[str]()
     with Group(0, 1, torch.device("cpu")) as alone:
         there = Checkpointer(executor, folder, alone).restore(adopted.append, said.append)
     return (adopted[-1].step if there else None), said
@@ -182,7 +183,8 @@ def become_link(path: Path) -> None:
     path.symlink_to(path.parent / "nowhere")
 
 
-WEIGHT, MOMENT = "model/tok.weight", "exp_avg/blocks.0.attn.out.bias"
+WEIGHT = "model/tok.weight"
+MOMENT = "exp_avg/blocks.0.attn.out.bias"
 #: Of what the best weights have too.
 OF_WEIGHTS: dict[str, Damage] = {
     "a byte above 0x7f in a value": high_byte(b'"plan": "'),
@@ -320,7 +322,8 @@ def any_damage(path: Path, rng: random.Random) -> str:
 def test_damage_of_any_kind_is_found_or_changes_nothing(
     executor: Executor, run: RunFolder, tmp_path: Path
 ):
-    rng, passed_over = random.Random(27), 0
+    rng = random.Random(27)
+    passed_over = 0
     newest = next(checkpoint.newest_first(run.checkpoints))
     shutil.copytree(newest, tmp_path / "kept")
     wanted = checkpoint.verify(newest)

@@ -72,7 +72,8 @@ def test_windows_predict_every_token_but_the_first_exactly_once(tokens, seq_len)
 def test_every_window_of_every_epoch_exactly_once_over_all_ranks(
     windows, rows, seed, epochs, micro_rows
 ):
-    order, batch = Order(windows, seed), sum(rows)
+    order = Order(windows, seed)
+    batch = sum(rows)
     steps = -(-windows * epochs // batch)
     samples = np.concatenate(
         [one for step in range(steps) for one in samples_of(step, tuple(rows), micro_rows)]
@@ -108,7 +109,8 @@ def test_a_later_epoch_reads_every_document_whole_in_another_order(lengths, seq_
     # Each document is its number, and ends with 0.
     documents = [[k + 1] * (n - 1) + [0] for k, n in enumerate(lengths)]
     windows = ReshuffledWindows(np.concatenate(documents), seq_len, ends, seed)
-    plain, total = Windows(windows.tokens, seq_len), int(ends[-1])
+    plain = Windows(windows.tokens, seq_len)
+    total = int(ends[-1])
     orders = set()
     for epoch in range(4):
         every = np.arange(plain.count, dtype=np.uint64)
@@ -118,11 +120,13 @@ def test_a_later_epoch_reads_every_document_whole_in_another_order(lengths, seq_
         read = [*inputs.reshape(-1)[:1], *targets[targets >= 0]] if total > 1 else []
         if total > 1:
             assert sorted(read) == sorted(windows.tokens)
-        whole, begun = [], list[int]()
+        whole = []
+        begun = list[int]()
         for token in read:
             begun.append(int(token))
             if token == 0:
-                whole, begun = [*whole, tuple(begun)], []
+                whole = [*whole, tuple(begun)]
+                begun = []
         assert not begun and (total == 1 or sorted(whole) == sorted(map(tuple, documents)))
         orders.add(tuple(whole))
         if epoch == 0:
@@ -136,7 +140,8 @@ def test_a_later_epoch_reads_every_document_whole_in_another_order(lengths, seq_
 def test_epochs_may_be_read_side_by_side():
     """A step that ends one epoch and begins the next, and a run that goes on from the middle of
     one."""
-    tokens, ends = np.arange(200) % 50, np.arange(0, 201, 8)
+    tokens = np.arange(200) % 50
+    ends = np.arange(0, 201, 8)
     windows = ReshuffledWindows(tokens, 7, ends, 3)
     places = np.arange(5 * windows.count, dtype=np.uint64)
     wanted = windows.read(places)
@@ -146,7 +151,8 @@ def test_epochs_may_be_read_side_by_side():
 
 
 def test_a_share_of_inputs_is_masked_by_sample_alone():
-    samples, inputs = np.arange(400), np.zeros((400, 50), np.int64)
+    samples = np.arange(400)
+    inputs = np.zeros((400, 50), np.int64)
     masked = mask(inputs, samples, 0.15, 1000, seed=4)
     assert 0.14 < (masked != 0).mean() < 0.16
     assert len(np.unique(masked)) > 900

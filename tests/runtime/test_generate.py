@@ -41,13 +41,12 @@ def model_of(spec) -> Decoder:
 @pytest.mark.parametrize("spec", [GPT2, LLAMA])
 @pytest.mark.parametrize("parts", [(1,) * 12, (5, 1, 1, 5), (12,)])
 def test_states_are_those_of_the_whole_sequence(spec, parts):
-    model, tokens = (
-        model_of(spec),
-        torch.randint(0, 300, (12,), generator=torch.Generator().manual_seed(1)),
-    )
+    model = model_of(spec)
+    tokens = torch.randint(0, 300, (12,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole_SD = model.hidden(tokens[None])[0]
-    cache, at = KVCache(model), 0
+    cache = KVCache(model)
+    at = 0
     for size in parts:
         state_D = cache.append(tokens[at : at + size])
         at += size
@@ -60,15 +59,14 @@ def test_states_are_those_of_the_whole_sequence(spec, parts):
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (0.8, 50)])
 def test_tokens_are_those_of_windows_computed_whole(spec, temperature, top_k):
     """Also past the context, where the window slides."""
-    model, tokenizer = model_of(spec), tokenizers.train(["alpha beta gamma delta"] * 50, 300)
+    model = model_of(spec)
+    tokenizer = tokenizers.train(["alpha beta gamma delta"] * 50, 300)
     for seed in range(4):
         text = generate(
             model, tokenizer, "beta", tokens=60, temperature=temperature, top_k=top_k, seed=seed
         )
-        random, ids = (
-            torch.Generator().manual_seed(seed),
-            [tokenizer.end_of_text, *tokenizer.encode("beta")],
-        )
+        random = torch.Generator().manual_seed(seed)
+        ids = [tokenizer.end_of_text, *tokenizer.encode("beta")]
         first = len(ids)
         while len(ids) < first + 60 and (len(ids) == first or ids[-1] != tokenizer.end_of_text):
             with torch.no_grad():

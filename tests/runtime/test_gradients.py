@@ -91,7 +91,8 @@ REGULARIZED_KEPT = (
     "a unit each, several streams",
     "replicas unlike, overlapped",
 )
-PLANNED, RANDOM = 10, 60
+PLANNED = 10
+RANDOM = 60
 
 
 @functools.cache

@@ -51,7 +51,8 @@ Value = TypeVar("Value")
 
 
 def test_a_hostile_peer_runs_nothing_on_the_others(fleet: Fleet, folder: Path):
-    plan, marker = HAND_PICKED["zero 3"], folder / "ran"
+    plan = HAND_PICKED["zero 3"]
+    marker = folder / "ran"
     case = Case(folder, plan)
     with pytest.raises(Failed, match="rank 0"):
         fleet.run(jobs.build_beside_a_hostile_peer, case.world, plan, case.path, marker)
@@ -68,7 +69,9 @@ class Intruder(threading.Thread):
 
     def __init__(self, port: int, deed: str) -> None:
         super().__init__(daemon=True)
-        self._port, self._deed, self._over = port, deed, threading.Event()
+        self._port = port
+        self._deed = deed
+        self._over = threading.Event()
         #: What each key has held, oldest first.
         self.seen: dict[str, list[bytes]] = {}
         self.rounds = 0
@@ -183,7 +186,8 @@ def test_what_is_said_first_is_what_all_workers_hear(port: int):
 
 
 def test_callers_without_the_secret_do_not_keep_workers_from_meeting(port: int):
-    first, second = Notices(SECRET, 0), Notices(SECRET, 1)
+    first = Notices(SECRET, 0)
+    second = Notices(SECRET, 1)
     with ThreadPoolExecutor(2) as pool:
         one = pool.submit(first.meet, 2, port, LIMIT_S)
         waiting.wait_for(lambda: connects(port), "rank 0 listens")
@@ -206,8 +210,10 @@ def connects(port: int) -> bool:
 
 def test_who_repeats_what_a_worker_has_sent_is_refused(port: int):
     """Every byte of its greeting and its messages, on a connection of their own."""
-    first, second = Notices(SECRET, 0), Notices(SECRET, 1)
-    between, recorded = socket.create_server(("127.0.0.1", 0)), bytearray()
+    first = Notices(SECRET, 0)
+    second = Notices(SECRET, 1)
+    between = socket.create_server(("127.0.0.1", 0))
+    recorded = bytearray()
     with closing(Server(SECRET, first._take, port)):
 
         def pass_on() -> None:

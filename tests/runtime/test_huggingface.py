@@ -232,7 +232,8 @@ def test_transformers_writes_what_generate_writes(name, tmp_path, tokenizer):
     model = decoder(build(name, context=64))
     folder = export(tmp_path / "hf", model, tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    words, ours = transformers.AutoTokenizer.from_pretrained(folder), tokenizers.load(tokenizer)
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = tokenizers.load(tokenizer)
     for prompt in PROMPTS:
         asked = words(prompt, return_tensors="pt")
         assert asked["input_ids"].tolist() == [[ours.end_of_text, *ours.encode(prompt)]]
@@ -278,7 +279,8 @@ def test_an_exported_folder_is_a_tokenizer_with_the_same_ids_and_exports_as_itse
     """As when `model.path` names the folder."""
     model = decoder(build("gpt2"))
     first = export(tmp_path / "first", model, tokenizer)
-    words, before = tokenizers.load(first), tokenizers.load(tokenizer)
+    words = tokenizers.load(first)
+    before = tokenizers.load(tokenizer)
     assert words.encode(TEXT) == before.encode(TEXT)
     assert (words.end_of_text, words.vocab_size, words.engine) == (
         0,

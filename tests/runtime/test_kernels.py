@@ -38,7 +38,8 @@ def test_matrix_attention_equals_the_textbook(rows, kv_heads, repeat, length, si
     inputs = [
         torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes
     ]
-    ours, reference = kernels.MatrixAttention.apply(*inputs), vanilla_attention(*inputs)
+    ours = kernels.MatrixAttention.apply(*inputs)
+    reference = vanilla_attention(*inputs)
     # The textbook version takes its softmax in fp32, so this bound is fp32's.
     torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(_grads(ours, inputs), _grads(reference, inputs), strict=True):
@@ -72,7 +73,8 @@ def test_head_loss_equals_cross_entropy_however_it_is_chunked(monkeypatch, chunk
 
 
 def test_head_loss_in_bf16_stays_within_bf16_of_fp32():
-    x, weight = torch.randn(256, 64), torch.randn(1000, 64) * 0.1
+    x = torch.randn(256, 64)
+    weight = torch.randn(1000, 64) * 0.1
     targets = torch.randint(0, 1000, (256,))
     exact = F.cross_entropy(x @ weight.T, targets, reduction="sum")
     ours = kernels.head_loss(x.bfloat16(), weight.bfloat16(), targets)
@@ -81,7 +83,8 @@ def test_head_loss_in_bf16_stays_within_bf16_of_fp32():
 
 
 def test_head_loss_makes_gradients_only_where_they_are_asked_for(monkeypatch):
-    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    x = torch.randn(6, 4, requires_grad=True)
+    weight = torch.randn(11, 4, requires_grad=True)
     products = []
     plain = torch.mm
     monkeypatch.setattr(

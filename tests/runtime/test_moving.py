@@ -25,7 +25,9 @@ from tests.runtime.test_resume import MUON, state
 from tests.runtime.verify import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STEPS, UNTIL, BATCH = 6, 3, 24
+STEPS = 6
+UNTIL = 3
+BATCH = 24
 #: Pairs of random plans.
 PAIRS = 60
 #: Whose checkpoints are written whole and read again in `make test`.
@@ -53,16 +55,15 @@ def apart(ours: float, theirs: float) -> float:
 def test_any_plan_resumes_from_the_checkpoint_of_another_with_the_same_losses(
     fleet: Fleet, folder: Path, seed: int
 ):
-    rng, optimizer = (
-        random.Random(seed),
-        replace(TRAIN.optimizer, muon=Muon()) if seed % 2 else TRAIN.optimizer,
-    )
+    rng = random.Random(seed)
+    optimizer = replace(TRAIN.optimizer, muon=Muon()) if seed % 2 else TRAIN.optimizer
     before, after = (
         synchronous(rng, seed % len(MODELS), rng.randint(1, MOST_RANKS), optimizer)
         for _ in range(2)
     )
     assert training_key(before) == training_key(after)
-    case, other = Case(folder, before), Case(folder, after)
+    case = Case(folder, before)
+    other = Case(folder, after)
     wanted = reference.train(before, case.data, case.weights)
     begun = fleet.run(jobs.train, case.world, before, case.path, UNTIL)
     again = fleet.run(jobs.train, other.world, after, case.path)
@@ -82,7 +83,8 @@ def test_a_checkpoint_through_whole_tensors_and_back_is_the_same(
     case = Case(folder, plan)
     fleet.run(jobs.train, case.world, plan, case.path, UNTIL)
     run = RunFolder(case.path)
-    saved, newest = state(case.path), stored_tensors.newest(run)
+    saved = state(case.path)
+    newest = stored_tensors.newest(run)
     assert set(saved) == set(checkpoint.shapes_of(plan, checkpoint.kinds_of(plan)))
     stored_tensors.write(run.checkpoints, saved, checkpoint.verify(newest))
     assert [path.name for path in newest.iterdir() if path.name != MANIFEST] == [

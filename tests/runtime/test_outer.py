@@ -33,7 +33,8 @@ def ranges(rng: random.Random, size: int) -> list[Send]:
 @pytest.mark.parametrize("seed", range(50))
 def test_ahead_is_the_maximum_of_sent_minus_received_elements(seed):
     rng = random.Random(seed)
-    sends, receives = ranges(rng, 60), ranges(rng, 60)
+    sends = ranges(rng, 60)
+    receives = ranges(rng, 60)
 
     def before(parts, place):
         return sum(max(0, min(one.stop, place) - one.start) for one in parts)
@@ -89,7 +90,8 @@ def test_a_run_that_stops_early_takes_the_exchange_under_way_as_one_that_ends_th
     ended = fleet.run(jobs.train, whole.world, whole.plan, whole.path)
     assert {one.reason for one in ended} == {"done"}
     assert stopped[0].validation == ended[0].validation
-    ours, theirs = state(early.path), state(whole.path)
+    ours = state(early.path)
+    theirs = state(whole.path)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 

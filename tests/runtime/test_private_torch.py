@@ -21,9 +21,12 @@ def test_fused_adamw_updates_as_the_public_optimizer_does():
     torch.optim.AdamW(fused=True) on one parameter that views the bucket."""
     torch.manual_seed(0)
     public = torch.nn.Parameter(torch.randn(1000))
-    private, gradient = public.detach().clone(), torch.randn(1000)
+    private = public.detach().clone()
+    gradient = torch.randn(1000)
     optimizer = torch.optim.AdamW([public], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    moments, squares, step = torch.zeros(1000), torch.zeros(1000), torch.tensor(0.0)
+    moments = torch.zeros(1000)
+    squares = torch.zeros(1000)
+    step = torch.tensor(0.0)
     for _ in range(3):
         public.grad = gradient.clone()
         optimizer.step()
@@ -51,7 +54,8 @@ def test_fused_adamw_updates_as_the_public_optimizer_does():
 def test_the_backward_pass_of_softmax_is_the_formulas():
     """`torch._softmax_backward_data`, in runtime/model/kernels.py. Instead: p * (dp - (p *
     dp).sum(-1, keepdim=True)), one pass over the scores more."""
-    p, dp = torch.randn(4, 9).softmax(-1), torch.randn(4, 9)
+    p = torch.randn(4, 9).softmax(-1)
+    dp = torch.randn(4, 9)
     expected = p * (dp - (p * dp).sum(-1, keepdim=True))
     torch.testing.assert_close(torch._softmax_backward_data(dp, p, -1, p.dtype), expected)
 

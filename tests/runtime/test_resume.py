@@ -19,7 +19,8 @@ from tests.runtime.test_rounding import with_sums
 from tests.runtime.verify import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STEPS, UNTIL = 6, 3
+STEPS = 6
+UNTIL = 3
 NAMES = (
     "uneven rows, fewer than microbatches",
     "zero 1",
@@ -53,7 +54,8 @@ def state(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", slow_but(KEPT, NAMES + MUON))
 def test_a_run_that_was_stopped_ends_with_the_same_bits(fleet: Fleet, folder: Path, name: str):
     plan = replace(picked(name), train=replace(picked(name).train, steps=STEPS))
-    whole, stopped = Case(folder, plan), Case(folder, plan)
+    whole = Case(folder, plan)
+    stopped = Case(folder, plan)
     wanted = fleet.run(jobs.train, whole.world, plan, whole.path)
     first = fleet.run(jobs.train, stopped.world, plan, stopped.path, UNTIL)
     again = fleet.run(jobs.train, stopped.world, plan, stopped.path)
@@ -65,7 +67,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(fleet: Fleet, folder: Pa
         assert first[rank].losses + again[rank].losses == one.losses
         assert first[rank].norms + again[rank].norms == one.norms
     assert again[0].validation == wanted[0].validation
-    ours, theirs = state(stopped.path), state(whole.path)
+    ours = state(stopped.path)
+    theirs = state(whole.path)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
@@ -82,7 +85,8 @@ def test_a_preemption_saves_at_the_step_and_the_state_of_a_stop(
     in_8_bits = with_sums(HAND_PICKED["hierarchical"], 8)
     plan = in_8_bits if name == "sums of 8 bits" else picked(name)
     plan = replace(plan, train=replace(plan.train, steps=STEPS))
-    preempted, stopped = Case(folder, plan), Case(folder, plan)
+    preempted = Case(folder, plan)
+    stopped = Case(folder, plan)
     wanted = fleet.run(jobs.train, stopped.world, plan, stopped.path, UNTIL)
     found = fleet.run(jobs.train_preempted, preempted.world, plan, preempted.path, UNTIL, ranks)
     for trained, named, step in found:
@@ -90,7 +94,8 @@ def test_a_preemption_saves_at_the_step_and_the_state_of_a_stop(
         assert step == len(trained.losses) < STEPS
     assert [trained.losses for trained, _, _ in found] == [one.losses for one in wanted]
     assert found[0][0].saved == wanted[0].saved == [found[0][2]]
-    ours, theirs = state(preempted.path), state(stopped.path)
+    ours = state(preempted.path)
+    theirs = state(stopped.path)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 

@@ -27,7 +27,8 @@ from tests.runtime.verify import Case
 pytestmark = pytest.mark.usefixtures("one_thread")
 #: A number in bf16 is off by this share of it; one of 8 bits by half a step of its block, which has
 #: 127, and whose length is itself rounded to bf16.
-BF16, EIGHT_BITS = 2.0**-8, (1 + 2.0**-8) / 254
+BF16 = 2.0**-8
+EIGHT_BITS = (1 + 2.0**-8) / 254
 FP32 = 1e-6
 
 
@@ -43,7 +44,8 @@ def bound(parts: list[np.ndarray], bits: int) -> np.ndarray:
 def in_fewer_bits(bits: Any) -> dict[str, tuple[Plan, list[list[int]]]]:
     """Plans that sum gradients in so many bits, and the batch coordinates that each message is the
     sum of."""
-    sites, whole = [0, 0, 1, 1], (0, 4)
+    sites = [0, 0, 1, 1]
+    whole = (0, 4)
     each: Any = {"bucket_bytes": None, "bits": bits}
     both: Any = each | {"axes": ("site", "data"), "shape": (2, 2)}
     found = {
@@ -73,7 +75,8 @@ def test_a_sum_in_fewer_bits_is_off_by_its_rounding_and_no_more(
     fleet: Fleet, folder: Path, name: str
 ):
     made, of = SUMS[name]
-    case, one = Case(folder, made), made.replicas[0]
+    case = Case(folder, made)
+    one = made.replicas[0]
     found = fleet.run(jobs.gradients, case.world, made, case.path, 0)[0].by_replica[0]
     parts = [
         reference.share_of_gradient(
@@ -181,13 +184,15 @@ def test_a_plan_in_bf16_is_about_as_exact_as_one_process_in_bf16(
     fleet: Fleet, folder: Path, name: str
 ):
     made = with_train(with_edges(HAND_PICKED[name], 16), precision="bf16")
-    units, microbatches = (0, made.model.layers + 2), made.replicas[0].microbatches
+    units = (0, made.model.layers + 2)
+    microbatches = made.replicas[0].microbatches
     alone = plan(
         replica(stage(units, [0], [made.train.batch]), microbatches=microbatches),
         model=made.model,
         train=made.train,
     )
-    ours, one = errors(fleet, folder, made), errors(fleet, folder, alone)
+    ours = errors(fleet, folder, made)
+    one = errors(fleet, folder, alone)
     assert {n: ours[n] / one[n] for n in ours if ours[n] > OF_ONE_PROCESS * one[n]} == {}
     assert max(one.values()) < 0.03
 
@@ -315,8 +320,10 @@ def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_quantization_residual_is_sent_in_full_when_it_is_flushed(bits: int):
-    feedback, generator = ErrorFeedback(Codec(bits)), torch.Generator().manual_seed(bits)
-    total, sent = torch.zeros(5000), torch.zeros(5000)
+    feedback = ErrorFeedback(Codec(bits))
+    generator = torch.Generator().manual_seed(bits)
+    total = torch.zeros(5000)
+    sent = torch.zeros(5000)
     for step in range(6):
         x = torch.randn(5000, generator=generator)
         total += x
@@ -340,7 +347,8 @@ def test_run_with_8_bit_sync_resumes_bitwise_from_its_checkpoint(tmp_path: Path)
     saved = [event.step for event in events if isinstance(event, Saved)]
     assert len(saved) > 2, "it saves while it trains"
     kept = sorted(run.checkpoints.glob("step-*"))
-    first, then = (saved[-3], saved[-2])
+    first = saved[-3]
+    then = saved[-2]
     assert first < then - 1 and kept[0].name.endswith(f"{first:08d}")
     for newer in kept[1:]:
         shutil.rmtree(newer)

@@ -21,7 +21,8 @@ def _model() -> nn.Module:
 
 
 def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
-    ours, reference = _model(), _model()
+    ours = _model()
+    reference = _model()
     optimizer = Optimizer(lr=1e-2, weight_decay=0.3, beta1=0.8, beta2=0.9)
     state = TrainState(ours, "fp32")
     matrices = [p for p in reference.parameters() if p.dim() >= 2]
@@ -54,7 +55,8 @@ def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.02), ("fp32", 1e-5)])
 @pytest.mark.parametrize("zero", [0, 2])
 def test_gradients_accumulate_in_fp32_over_backward_passes_until_cleared(precision, bound, zero):
-    model, whole = _model(), _model()
+    model = _model()
+    whole = _model()
     state = TrainState(model, precision, division=Division(zero=zero))
     exact = dict(whole.named_parameters())
     for _ in range(3):
@@ -77,7 +79,8 @@ def test_gradients_accumulate_in_fp32_over_backward_passes_until_cleared(precisi
 def test_masters_stay_fp32_and_small_updates_are_not_lost_to_bf16():
     model = nn.Linear(8, 8, bias=False)
     state = TrainState(model, "bf16")
-    (master,), (grad,) = state.master, state.grad
+    (master,) = state.master
+    (grad,) = state.grad
     before = master.clone()
     for step in range(1, 11):
         state.parameters[0].sum().backward()
@@ -164,7 +167,8 @@ def test_parameters_and_owned_parts_begin_at_16_bytes_for_any_number_of_ranks(na
 @pytest.mark.parametrize("bucket_bytes", [None, 300, 10**6])
 @pytest.mark.parametrize("sliced", [frozenset(), frozenset({"b"})])
 def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_bytes, sliced):
-    names, shapes = ["a", "b", "c", "d"], [torch.Size(one) for one in ((5, 7), (3,), (11, 3), (1,))]
+    names = ["a", "b", "c", "d"]
+    shapes = [torch.Size(one) for one in ((5, 7), (3,), (11, 3), (1,))]
     for ways, zero in itertools.product(range(1, 9), range(4)):
         parts = [
             divide(
@@ -194,7 +198,8 @@ def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_by
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_bucket_padding_stays_zero_and_counts_in_no_norm(zero):
-    model, whole = _model(), _model()
+    model = _model()
+    whole = _model()
     state = TrainState(
         model, "fp32", division=Division(zero=zero, ways=1 if zero == 0 else 2, index=0)
     )

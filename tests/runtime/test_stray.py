@@ -52,7 +52,8 @@ def test_random_loss_fluctuations_do_not_reach_the_patience_for_outliers(rows):
 
 
 def test_rank_whose_loss_stays_far_above_is_named_at_every_step():
-    rng, strays = np.random.default_rng(0), LossOutliers(replica(8, 8, 4), SEQ_LEN)
+    rng = np.random.default_rng(0)
+    strays = LossOutliers(replica(8, 8, 4), SEQ_LEN)
     for _ in range(FIRST):
         strays.look(drawn(rng, (8, 8, 4)))
     found = []
@@ -66,7 +67,8 @@ def test_rank_whose_loss_stays_far_above_is_named_at_every_step():
 
 
 def test_loss_jump_of_all_ranks_or_of_a_single_worker_is_no_outlier():
-    rng, strays = np.random.default_rng(0), LossOutliers(replica(8, 8), SEQ_LEN)
+    rng = np.random.default_rng(0)
+    strays = LossOutliers(replica(8, 8), SEQ_LEN)
     assert [strays.look(drawn(rng, (8, 8), level=4 + 6 * (step > 50))) for step in range(100)] == [
         None
     ] * 100

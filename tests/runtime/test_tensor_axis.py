@@ -31,7 +31,9 @@ from farspan.semantics.tensor_sharding import RESIDUAL, strategies, strategy
 from tests.estimate.parts import cluster, device, plain
 from tests.estimate.parts import costs as costs_on
 
-LAYERS, LENGTH, WORLD = 2, 5, 4
+LAYERS = 2
+LENGTH = 5
+WORLD = 4
 #: The tightest bound that sums in another order leave; in bf16, where only the loss is compared,
 #: that of its rounding.
 BOUNDS = {"float64": 1e-10, "bfloat16": 2**-8}
@@ -130,7 +132,8 @@ def by_hand() -> list[Case]:
 
 
 def at_random(ways: int, count: int) -> list[Case]:
-    rng, found = random.Random(ways), []
+    rng = random.Random(ways)
+    found = []
     for i in range(count):
         family = FAMILIES[i % len(FAMILIES)]
         graph = models.graph(spec(family, ways))
@@ -202,7 +205,9 @@ def whole_gradient(part: Decoder, name: str, shape: torch.Size, group: dist.Proc
         dist.all_reduce(gradient, group=group)
     if name not in part.slices:
         return gradient
-    cut, whole, at = part.slices[name], torch.zeros(shape, dtype=gradient.dtype), 0
+    cut = part.slices[name]
+    whole = torch.zeros(shape, dtype=gradient.dtype)
+    at = 0
     for start, stop in cut.ranges:
         whole.narrow(cut.dim, start, stop - start).copy_(gradient.narrow(cut.dim, at, stop - start))
         at += stop - start
@@ -232,7 +237,9 @@ def faults(case: Case, group: dist.ProcessGroup, coordinate: int, sent: Counter[
         for name, _ in part.named_parameters():
             load_whole(part, name, values[name])
     sent.clear()
-    found_loss, found, bound = steps(parts, case), [], BOUNDS[case.dtype]
+    found_loss = steps(parts, case)
+    found = []
+    bound = BOUNDS[case.dtype]
     if case.dtype == "float64" and sent["bytes"] != priced(case):
         found.append(f"{sent['bytes']} bytes sent, {priced(case)} priced")
     if abs(found_loss - loss) > bound * loss:
@@ -312,7 +319,8 @@ def work(rank: int, folder: str) -> None:
         "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=900)
     )
     groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [2, 3], [0, 1, 2], [0, 1, 2, 3])]
-    sent, results = Counter[str](), {}
+    sent = Counter[str]()
+    results = {}
     for name in EXCHANGED:
         count_bytes(sent, name)
     for i, case in sorted(enumerate(CASES), key=lambda item: item[1].ways):
@@ -331,7 +339,8 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[int, list[str]]:
     """What each case's processes found wrong."""
-    folder, spawn = tmp_path_factory.mktemp("axis"), multiprocessing.get_context("spawn")
+    folder = tmp_path_factory.mktemp("axis")
+    spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=work, args=(rank, str(folder))) for rank in range(WORLD)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -379,7 +388,8 @@ def test_every_part_starts_with_the_values_of_the_whole_model(case):
         for stage, part in enumerate(parts):
             initialise(part.to_empty(device="cpu"), 3)
             for name, parameter in part.named_parameters():
-                wanted, cut = whole.get_parameter(name), part.slices.get(name)
+                wanted = whole.get_parameter(name)
+                cut = part.slices.get(name)
                 assert torch.equal(parameter, wanted if cut is None else cut.of(wanted))
                 for start, stop in cut.ranges if cut else ():
                     times = covered.setdefault((stage, name), torch.zeros(wanted.shape))

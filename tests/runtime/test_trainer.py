@@ -99,7 +99,8 @@ def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(
 
 
 def test_a_machine_as_fast_as_its_trial_keeps_the_plan(make):
-    with_budget, without = Start(make("with", deadline_s=66.0)), Start(make("without"))
+    with_budget = Start(make("with", deadline_s=66.0))
+    without = Start(make("without"))
     assert with_budget.train()[0] == without.train()[0] == "done"
     assert [step.lr for step in with_budget.steps] == [step.lr for step in without.steps]
 
@@ -145,7 +146,8 @@ def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make, until, c
     assert [(s.step, s.loss, s.lr) for s in first.steps + second.steps] == [
         (s.step, s.loss, s.lr) for s in whole.steps
     ]
-    ours, theirs = weights(first.run), weights(whole.run)
+    ours = weights(first.run)
+    theirs = weights(whole.run)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -169,7 +171,8 @@ def test_others_parts_of_a_checkpoint_are_not_waited_for_under_the_lock_of_its_f
         watched(name)
     start = Start(make("run", steps=2))
     worker = build(start.run.load_plan(), start.run, Group(0, 1, torch.device("cpu")), start.emit)
-    made, held = Trainer(worker, lambda: 0.0), worker.group.writing.locked
+    made = Trainer(worker, lambda: 0.0)
+    held = worker.group.writing.locked
     made.restore()
     assert made.run() == "done"
     assert seen == {("write_part", True), ("missing_parts", False), ("commit", True)}
@@ -186,7 +189,8 @@ def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(m
     scales = [start.train()[1].state.loss_scale for start in starts]
     assert scales == [4.0, 8.0, scale]
     assert [s.loss for start in starts for s in start.steps] == [s.loss for s in whole.steps]
-    ours, theirs = weights(run), weights(whole.run)
+    ours = weights(run)
+    theirs = weights(whole.run)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -194,7 +198,8 @@ def test_fp16_steps_that_overflow_are_no_updates_of_the_optimizer(make, monkeypa
     """AdamW corrects its moments' bias by how many updates they have seen, also after a
     resumption."""
     monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 2.0**30)
-    counted, update = [], TrainState.update
+    counted = []
+    update = TrainState.update
 
     def counting(state, optimizer, lr, step, divisor):
         counted.append(step)
@@ -202,7 +207,8 @@ def test_fp16_steps_that_overflow_are_no_updates_of_the_optimizer(make, monkeypa
 
     monkeypatch.setattr(TrainState, "update", counting)
     run = make("run", precision="fp16", steps=40)
-    first, second = Start(run, until=25), Start(run)
+    first = Start(run, until=25)
+    second = Start(run)
     _, made = first.train()
     second.train()
     assert 3 <= made.state.skipped < 25

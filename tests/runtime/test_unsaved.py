@@ -37,7 +37,8 @@ class Broken(Start):
 
     def __init__(self, run: RunFolder, broken: Callable[[int], bool]) -> None:
         super().__init__(run)
-        self.broken, self.aside = broken, run.path / "aside"
+        self.broken = broken
+        self.aside = run.path / "aside"
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Step):
@@ -89,7 +90,8 @@ def test_a_save_that_fails_warns_and_is_tried_again_at_the_next_interval(
         assert "the newest checkpoint is of step 5, and the next is tried in 5.0 s" in text
     plain = Start(tiny.run_folder(tmp_path / "plain", run.load_plan()))
     plain.train()
-    ours, theirs = state(run.path), state(plain.run.path)
+    ours = state(run.path)
+    theirs = state(plain.run.path)
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in theirs
     )
@@ -146,10 +148,8 @@ def test_the_best_loss_of_a_run_is_that_of_the_weights_that_are_there(tmp_path: 
     start = Broken(tiny.run_folder(tmp_path / "run", plan), lambda step: 20 <= step < 22)
     start.until = 22
     assert start.train()[0] == "interrupted"
-    best, newest = (
-        checkpoint.verify(start.run.best),
-        next(checkpoint.newest_first(start.run.checkpoints)),
-    )
+    best = checkpoint.verify(start.run.best)
+    newest = next(checkpoint.newest_first(start.run.checkpoints))
     assert best.step == 15 and checkpoint.verify(newest).best_loss == best.best_loss
 
 
@@ -163,7 +163,8 @@ def test_a_save_that_fails_half_way_leaves_no_worker_and_no_message_behind(
     would be."""
     train = replace(HAND_PICKED[name].train, steps=12, checkpoint_every_s=1e-6, validate_every=100)
     plan = replace(HAND_PICKED[name], train=train)
-    disturbed, plain = Case(folder, plan), Case(folder, plan)
+    disturbed = Case(folder, plan)
+    plain = Case(folder, plan)
     found = fleet.run(
         jobs.train_where_files_may_not_be_large, disturbed.world, plan, disturbed.path, 2000, 2
     )
@@ -173,7 +174,8 @@ def test_a_save_that_fails_half_way_leaves_no_worker_and_no_message_behind(
     )
     assert found[0].saved and {one.reason for one in found} == {"done"}
     assert [one.losses for one in found] == [one.losses for one in wanted]
-    ours, theirs = state(disturbed.path), state(plain.path)
+    ours = state(disturbed.path)
+    theirs = state(plain.path)
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in theirs
     )

@@ -34,7 +34,8 @@ from tests.runtime.test_trainer import TRAIN, Start
 from tests.runtime.verify import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-S, VAL = 16, 16 * 100 + 1
+S = 16
+VAL = 16 * 100 + 1
 
 
 def corpus(folder: Path, *, val: int = VAL) -> CorpusManifest:
@@ -79,7 +80,8 @@ def test_the_last_validation_reads_the_whole_split_and_those_before_it_a_sample_
     start = Start(run_of(tmp_path))
     _, made = start.train()
     *between, last = validated(start)
-    val, read = made.worker.val, made.validation
+    val = made.worker.val
+    read = made.validation
     weights = stored_tensors.weights(stored_tensors.newest(start.run))
     every = direct(weights, val, range(val.count))
     assert last.loss == pytest.approx(sum(every) / (VAL - 1), rel=1e-5)
@@ -106,14 +108,19 @@ def test_the_last_validation_reads_the_whole_split_and_those_before_it_a_sample_
 def test_standard_error_of_unequal_windows_equals_the_observed_deviation():
     """Over many samples their mean strays from the whole's by about the standard error that each
     tells."""
-    rng, count, size = np.random.default_rng(0), 200, 40
+    rng = np.random.default_rng(0)
+    count = 200
+    size = 40
     targets = np.full(count, 16.0)
     targets[-1] = 5
     losses = targets * rng.normal(4.0, 0.8, count)
-    whole, said, strayed = losses.sum() / targets.sum(), [], []
+    whole = losses.sum() / targets.sum()
+    said = []
+    strayed = []
     for _ in range(2000):
         which = rng.choice(count, size, replace=False)
-        t, ls = targets[which], losses[which]
+        t = targets[which]
+        ls = losses[which]
         sums = LossSums(
             size, int(t.sum()), ls.sum(), (ls * ls).sum(), (ls * t).sum(), (t * t).sum()
         )
@@ -127,7 +134,8 @@ def test_a_large_split_is_sampled_all_over_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(validation, "MOST_TOKENS", 50 * S)
     start = Start(run_of(tmp_path))
     _, made = start.train()
-    last, chosen = validated(start)[-1], made.validation.windows(0, 50)
+    last = validated(start)[-1]
+    chosen = made.validation.windows(0, 50)
     assert len(set(chosen.tolist())) == 50 and last.tokens == 50 * S and last.of == VAL - 1
     assert all(
         5 <= sum(low <= w < low + 25 for w in chosen.tolist()) <= 20 for low in (0, 25, 50, 75)
@@ -150,7 +158,8 @@ def test_entropies_are_of_the_tokens_that_were_read(tmp_path):
     )  # Of the whole split, as the corpus tells.
     inputs, targets = made.worker.val.read(made.validation.windows(0, 20))
     train = [int(token) for token in made.worker.train.tokens]
-    singles, pairs = Counter(train), Counter(itertools.pairwise(train))
+    singles = Counter(train)
+    pairs = Counter(itertools.pairwise(train))
     p1 = {t: (singles[t] + 1) / (len(train) + 300) for t in range(300)}
     unigram = -statistics.fmean(math.log(p1[int(t)]) for t in targets.flat)
     both = list(zip(inputs.flatten().tolist(), targets.flatten().tolist(), strict=True))
@@ -290,7 +299,8 @@ def test_two_workers_validate_as_one_does(tmp_path):
 
 def test_only_validations_that_are_worse_by_more_than_chance_count_against_patience(tmp_path):
     _, made = Start(run_of(tmp_path, steps=1)).train()
-    judging, rng = made.validation, np.random.default_rng(0)
+    judging = made.validation
+    rng = np.random.default_rng(0)
     windows = rng.normal(4.0, 0.5, 100) * S
 
     def judged(step: int, higher: float) -> bool:

@@ -90,7 +90,8 @@ def plain_loop(folder: Path) -> tuple[list[float], float]:
         eps=1e-8,
     )
     tokens = Windows(np.fromfile(folder / "train.bin", "<u2"), TRAIN.seq_len)
-    order, losses = Order(tokens.count, TRAIN.seed), []
+    order = Order(tokens.count, TRAIN.seed)
+    losses = []
     for step in range(TRAIN.steps):
         loss = _mean_loss(model, tokens, order.window(np.arange(step * 6, step * 6 + 6)))
         loss.backward()
@@ -226,10 +227,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
 
 
 def test_checkpoint_moved_aside_by_a_killed_replacement_is_restored(tmp_path):
-    best, progress = (
-        tmp_path / "best",
-        TrainerState(step=1, plan="p", training="t", elapsed_s=1.0),
-    )
+    best = tmp_path / "best"
+    progress = TrainerState(step=1, plan="p", training="t", elapsed_s=1.0)
     stored_tensors.write_one(best, _tensors(), progress)
     best.rename(tmp_path / ".best.old")
     checkpoint.mend(tmp_path)

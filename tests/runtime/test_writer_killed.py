@@ -47,7 +47,9 @@ def save_for_ever(folder: Path, step: int, begun: int) -> None:
 def kill_saves(folder: Path, kills: int) -> int:
     """Start to save, kill that at a random instant, and see that what is there is whole, so many
     times. How often the kill met a save half way."""
-    rng, step, remains = random.Random(29), 1, 0
+    rng = random.Random(29)
+    step = 1
+    remains = 0
     for _ in range(kills):
         heard, begun = os.pipe()
         if (process := os.fork()) == 0:
@@ -63,7 +65,8 @@ def kill_saves(folder: Path, kills: int) -> int:
         checkpoint.mend(folder)
         assert not list(folder.glob(".*"))
         newest, *older = checkpoint.newest_first(folder)
-        begun_step, step = step + saves - 1, checkpoint.verify(newest).step + 1
+        begun_step = step + saves - 1
+        step = checkpoint.verify(newest).step + 1
         assert step >= begun_step and all(checkpoint.verify(path) for path in older)
     return remains
 

@@ -18,7 +18,8 @@ from tests.runtime.reference import Data
 
 #: A gradient's error may be so much of it, and of the norm of all: fp32 rounds to 6e-8 and adds up
 #: hundreds of terms.
-RELATIVE, OF_ALL = 1e-5, 1e-7
+RELATIVE = 1e-5
+OF_ALL = 1e-7
 #: Losses and norms.
 SCALAR = 1e-5
 
@@ -63,7 +64,8 @@ def verify(fleet: Fleet, folder: Path, plan: Plan) -> Verdict:
     answers = fleet.run(jobs.check, case.world, plan, case.path, step)
     wanted = reference.gradients(plan, case.data, case.weights, step)
     trained = reference.train(plan, case.data, case.weights)
-    gradient, scalar = _Worst(1.0), _Worst(SCALAR)
+    gradient = _Worst(1.0)
+    scalar = _Worst(SCALAR)
     for r, first in enumerate(case.firsts):
         found, run = answers[first]
         of_replica = f"of replica {r}"
@@ -84,7 +86,9 @@ class _Worst:
     """The greatest of some errors, and those beyond a bound."""
 
     def __init__(self, bound: float) -> None:
-        self.bound, self.worst, self.faults = bound, 0.0, list[str]()
+        self.bound = bound
+        self.worst = 0.0
+        self.faults = list[str]()
 
     def add(self, what: str, error: float) -> None:
         # A NaN is beyond every bound.

@@ -78,7 +78,9 @@ class Browser:
         )
         os.close(to_read)
         os.close(to_write)
-        self._buffer, self._number, self._session = b"", 0, ""
+        self._buffer = b""
+        self._number = 0
+        self._session = ""
         self.complaints: list[str] = []
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)[
@@ -182,7 +184,8 @@ class Browser:
             self._buffer += part
 
     def _hear(self, told: dict[str, Any]) -> None:
-        method, parameters = told.get("method"), told.get("params", {})
+        method = told.get("method")
+        parameters = told.get("params", {})
         if method == "Runtime.exceptionThrown":
             details = parameters["exceptionDetails"]
             self.complaints.append(

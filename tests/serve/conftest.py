@@ -44,7 +44,8 @@ class Held:
     """A request in the background that the server is at work on until `free` is called."""
 
     def __init__(self, server: Server, name: str, *, writing: bool = False) -> None:
-        self._run, self._name = server.run, name
+        self._run = server.run
+        self._name = name
         self._answers: list[httpx.Response | httpx.HTTPError] = []
 
         def ask() -> None:

@@ -120,7 +120,8 @@ class ListSearcher:
         for name in where or {}:
             if name not in self.fields:
                 raise unknown_field(name, self.fields)
-        terms, near = {*words(query)}, self.vectors @ vector(query)
+        terms = {*words(query)}
+        near = self.vectors @ vector(query)
         found_rows = []
         for row, text in enumerate(self.texts):
             has = {"title": text.title, "origin": text.origin, **text.metadata}

@@ -126,7 +126,8 @@ def test_a_search_by_post_answers_like_one_by_get(server):
 
 def test_a_long_text_goes_by_post(server):
     """It would be too long for an address."""
-    boats, titles = "🚣" * 2000, {"title": "é" * 8000}
+    boats = "🚣" * 2000
+    titles = {"title": "é" * 8000}
     answer = server.post("/api/search", {"q": boats, "where": titles})
     assert answer.status_code == 200 and answer.json()["query"] == boats
 

@@ -123,7 +123,8 @@ def test_a_new_index_is_taken_up_while_it_serves(start):
 
 def test_every_request_is_answered_while_indices_change(start):
     server = start(limits={"look_s": 0.02})
-    done, statuses = threading.Event(), []
+    done = threading.Event()
+    statuses = []
 
     def ask() -> None:
         while not done.is_set():

@@ -18,7 +18,8 @@ def embed(server: Server, input: object, **more) -> dict:
 
 
 def test_embeddings_of_a_list_are_in_order_and_equal_those_of_single_texts(server):
-    one, several = embed(server, "a boat"), embed(server, ["a boat", "🚣 and נהר", "the sea"])
+    one = embed(server, "a boat")
+    several = embed(server, ["a boat", "🚣 and נהר", "the sea"])
     assert one["object"] == "list" and one["model"] == "papers"
     assert one["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
     assert [entry["index"] for entry in several["data"]] == [0, 1, 2]

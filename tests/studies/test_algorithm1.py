@@ -10,7 +10,9 @@ from farspan_studies.papers.algorithm1 import Decision, Speeds, algorithm1, choo
 from tests.planning.test_select import asked
 from tests.planning.worlds import FAST, cluster
 
-BOTH, FIRST, SECOND = 0, 1, 2
+BOTH = 0
+FIRST = 1
+SECOND = 2
 
 #: Tp, Td1, Ts1, Td2, Ts2, delta, whether ZeRO2 runs -> technique, machine, step. The last column
 #: says what is tried.

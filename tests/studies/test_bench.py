@@ -105,8 +105,10 @@ def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
     assert rows["data", "1"].predicted_s == pytest.approx(tried.speeds["fp32"].step_s)
 
     # What is drawn of a plan is what it was priced at.
-    row, results = rows["data", "1"], Results(folder / "bench/small")
-    plan, plain = results.plan(row.plan_hash), results.cluster(row.cluster_hash)
+    row = rows["data", "1"]
+    results = Results(folder / "bench/small")
+    plan = results.plan(row.plan_hash)
+    plain = results.cluster(row.cluster_hash)
     there = as_tried(results.trials, plain, row.cluster_hash, plan)
     assert price(plan, costs_of(plan, there)).step_s == pytest.approx(row.predicted_s)
     assert price(plan, costs_of(plan, plain)).step_s != pytest.approx(row.predicted_s)
@@ -296,7 +298,8 @@ def test_bench_measures_again_for_a_changed_matrix_and_ignores_old_rows(farspan,
 
 
 def test_a_plan_file_answers_what_it_was_made_for(folder):
-    matrix, cluster = load_yaml(folder / "matrix.yaml", Matrix), load_cluster(folder / "here.yaml")
+    matrix = load_yaml(folder / "matrix.yaml", Matrix)
+    cluster = load_cluster(folder / "here.yaml")
     both, one = (cell for cell in cells(matrix) if cell.technique == "data")
     save(case(both, matrix, cluster, engine("farspan")).made, folder / "mine.json")
 

@@ -144,7 +144,8 @@ def test_results_table_has_one_line_per_varying_setting():
         ("80", "400", "30", "x"),
         5,
     )
-    slow, fast = row(step_s=2.0), row(step_s=1.0)
+    slow = row(step_s=2.0)
+    fast = row(step_s=1.0)
     fast = msgspec.structs.replace(
         fast, cell=msgspec.structs.replace(fast.cell, precision="bf16", seq_len=0)
     )
@@ -477,7 +478,8 @@ def test_a_click_saves_the_file(tmp_path):
     probed.write_text(
         page.read_text().replace("</body>", f"<script>{link}.click()</script></body>")
     )
-    saved, profile = tmp_path / "saved", tmp_path / "profile"
+    saved = tmp_path / "saved"
+    profile = tmp_path / "profile"
     (profile / "Default").mkdir(parents=True)
     choice = {"download": {"default_directory": str(saved), "prompt_for_download": False}}
     (profile / "Default/Preferences").write_text(json.dumps(choice))

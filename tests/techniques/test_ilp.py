@@ -10,7 +10,9 @@ import pytest
 
 from farspan.techniques._search.ilp import Choice, Infeasible, objective, solve
 
-NODES, STRATEGIES, CASES = 6, 4, 400
+NODES = 6
+STRATEGIES = 4
+CASES = 400
 
 
 def random_case(seed: int):
@@ -52,7 +54,8 @@ def brute_force(costs, edges, memory, cap) -> float:
 def test_the_program_finds_what_brute_force_finds(block: int):
     for seed in range(block * CASES // 8, (block + 1) * CASES // 8):
         costs, edges, memory, cap = random_case(seed)
-        least, found = brute_force(costs, edges, memory, cap), solve(costs, edges, memory, cap)
+        least = brute_force(costs, edges, memory, cap)
+        found = solve(costs, edges, memory, cap)
         if least == math.inf:
             assert isinstance(found, Infeasible), seed
             continue
@@ -63,7 +66,8 @@ def test_the_program_finds_what_brute_force_finds(block: int):
 
 
 def test_a_cap_that_nothing_keeps_names_the_least_that_anything_fills():
-    costs, edges = [[1.0, 2.0], [1.0, 3.0]], {(0, 1): [[0.0, 0.0], [0.0, 0.0]]}
+    costs = [[1.0, 2.0], [1.0, 3.0]]
+    edges = {(0, 1): [[0.0, 0.0], [0.0, 0.0]]}
     found = solve(costs, edges, [[5.0, 4.0], [6.0, 3.0]], cap=6.0)
     assert found == Infeasible(7.0, 6.0)
 

@@ -24,7 +24,8 @@ SEEDS = (*range(8), 31, 75, 89, 97, 118)
 
 def even(one: Replica, index: int) -> bool:
     """Whether every microbatch of a stage divides evenly over its tensor axis."""
-    ways, coordinates = one.stages[index].mesh.size("tensor"), range(len(one.stages[index].rows))
+    ways = one.stages[index].mesh.size("tensor")
+    coordinates = range(len(one.stages[index].rows))
     return all(
         one.part(index, c, i) % ways == 0 for c in coordinates for i in range(one.microbatches)
     )
@@ -61,7 +62,8 @@ def divided(rows: tuple[int, ...], ways: int, splits: dict[str, str]) -> Stage:
 @pytest.mark.parametrize("ways", [2, 3, 4])
 def test_only_numbers_of_microbatches_that_divide_evenly_are_searched_and_let_through(ways: int):
     for rows in itertools.product(range(ways, 17, ways), repeat=2):
-        fitting, searched = list[int](), part_counts(divided(rows, ways, ROWS))
+        fitting = list[int]()
+        searched = part_counts(divided(rows, ways, ROWS))
         for count in range(1, 20):
             if even(replica(divided(rows, ways, MEGATRON), microbatches=count), 0):
                 fitting.append(replica(divided(rows, ways, ROWS), microbatches=count).microbatches)
@@ -97,7 +99,8 @@ def test_replicas_read_by_speed_and_a_sequence_a_device_at_least(seed: int):
     """As brute force over all divisions has it, within a sequence of the slowest site."""
     rng = random.Random(seed)
     least = [rng.randint(1, 4) for _ in range(3)]
-    seconds, batch = [rng.uniform(0.5, 4) for _ in least], sum(least) + rng.randint(0, 12)
+    seconds = [rng.uniform(0.5, 4) for _ in least]
+    batch = sum(least) + rng.randint(0, 12)
     shares = _shares(batch, seconds, least)
     assert sum(shares) == batch and all(
         share >= count for share, count in zip(shares, least, strict=True)

@@ -32,7 +32,8 @@ def case(seed: int, devices: int, layers: int):
 
 def device_cuts(search: StageSearch):
     """Every way to cut the device order into slices, by enumeration of places."""
-    n, allowed = len(search.order), set(slices(search.task, search.order))
+    n = len(search.order)
+    allowed = set(slices(search.task, search.order))
     for inner in range(n):
         for cuts in itertools.combinations(range(1, n), inner):
             runs = [type(next(iter(allowed)))(a, b) for a, b in itertools.pairwise((0, *cuts, n))]
@@ -61,7 +62,9 @@ def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, in
             (s, c) for s, c, depth in known[key] if depth >= min(tables.microbatches, to_come)
         ], len(known[key])
 
-    best, size, units = math.inf, 0, asked.graph.units
+    best = math.inf
+    size = 0
+    units = asked.graph.units
     for runs in device_cuts(search):
         for inner in itertools.combinations(range(1, units), len(runs) - 1):
             bounds = list(itertools.pairwise((0, *inner, units)))
@@ -74,10 +77,8 @@ def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, in
                 search.link(b.start, min(search.hosts[a], search.hosts[b]))
                 for a, b in itertools.pairwise(runs)
             ]
-            way, busy = (
-                sum(wire.p2p_latency for wire in wires),
-                max((wire.p2p_occupancy for wire in wires), default=0.0),
-            )
+            way = sum(wire.p2p_latency for wire in wires)
+            busy = max((wire.p2p_occupancy for wire in wires), default=0.0)
             for picks in itertools.product(*(options for options, _ in priced)):
                 slowest = max(*(cycle for _, cycle in picks), (tables.microbatches - 1) * busy)
                 best = min(best, sum(seconds for seconds, _ in picks) + way + slowest)

@@ -59,7 +59,8 @@ def cluster(
 
 def random_cluster(random_: random.Random, most: int = 6) -> Cluster:
     """Up to three sites of up to two hosts of up to two runs of devices, `most` devices in all."""
-    left, sites = most, []
+    left = most
+    sites = []
     for i in range(random_.randint(1, 3)):
         hosts = []
         for j in range(random_.randint(1, 2)):

@@ -52,7 +52,8 @@ def _list(console: Console) -> None:
     from farspan.domain import catalog
     from farspan.launch import clusters
 
-    names, kinds = clusters.named(), catalog.devices()
+    names = clusters.named()
+    kinds = catalog.devices()
     console.say("clusters")
     for name in names:
         console.say(f"  {name:20} {clusters.find(name).summary}")

@@ -54,7 +54,8 @@ def say_fit(fit: Fit, cluster: str, console: Console) -> None:
     from farspan.report.tables import table_lines
 
     # The answer.
-    best, model = fit.best, fit.best.plan.model
+    best = fit.best
+    model = fit.best.plan.model
     shape = f"{model.family}, {model.layers} layers x {model.d_model}"
     amount = _amount(fit, best.amount)
     if fit.asked == "model":

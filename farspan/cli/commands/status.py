@@ -29,7 +29,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         for line in detailed(statuses[0], time.time()):
             console.say(line)
     else:
-        statuses, problems = [], []
+        statuses = []
+        problems = []
         for folder in runs:
             try:
                 statuses.append(status(folder))

@@ -49,7 +49,8 @@ def open_source(spec: str) -> Source:
     name = "huggingface" if name == "hf" else name
     if name not in available() or (not colon and _is_path(name, spec)):
         _refuse_misspelt(spec)
-        name, location = "folder", spec
+        name = "folder"
+        location = spec
     module = importlib.import_module(f"{__name__}.{name}")
     return cast(Source, module.open_source(location))
 

@@ -188,7 +188,8 @@ def _walk_folder(folder: Path, root: Path, seen: set[tuple[int, int]]) -> Iterat
         if entry.name.startswith("."):
             continue
         try:
-            is_folder, is_file = entry.is_dir(), entry.is_file()
+            is_folder = entry.is_dir()
+            is_file = entry.is_file()
         except OSError:
             # Such as a link that leads to itself.
             is_folder = is_file = False
@@ -233,7 +234,10 @@ def _plain(file: Path, encoding: str) -> Iterator[Document]:
     or its name."""
     make_outline = _OUTLINES.get(file.suffix.lower())
     outline = make_outline() if make_outline else None
-    title, line, page, at = file.stem, 1, 0, 0
+    title = file.stem
+    line = 1
+    page = 0
+    at = 0
     for number, text in enumerate(parts(_outlined(file, encoding, outline)), 1):
         # A text with form feeds, as `pdftotext` writes it, has pages.
         page = page or int("\f" in text)
@@ -251,7 +255,8 @@ def _plain(file: Path, encoding: str) -> Iterator[Document]:
             page=page,
             headings=headings,
         )
-        line, page = line + text.count("\n"), page and page + text.count("\f")
+        line = line + text.count("\n")
+        page = page and page + text.count("\f")
 
 
 def _outlined(file: Path, encoding: str, outline: Outline | None) -> Iterator[str]:

@@ -40,7 +40,8 @@ class HuggingFace:
     as its name is."""
 
     def __init__(self, name: str, config: str | None) -> None:
-        self.name, self.config = name, config
+        self.name = name
+        self.config = config
         self.skipped = SkipLog()
         self.recoded = SkipLog()
         local = (
@@ -64,7 +65,8 @@ class HuggingFace:
         self.skipped.clear()
         place = Path(f"hf:{self.name}")
         for number, row in enumerate(self._rows()):
-            origin, title = f"hf:{self.name}:{number}", f"{self.name} {number}"
+            origin = f"hf:{self.name}:{number}"
+            title = f"{self.name} {number}"
             document = row_document(row, place, number, origin=origin, title=title)
             if isinstance(document, Document):
                 yield document

@@ -140,7 +140,8 @@ def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[s
         and "add_docstr" in ast.unparse(value.func)
         and len(value.args) > 1
     ):
-        subject, value = value.args[0], value.args[1]
+        subject = value.args[0]
+        value = value.args[1]
         if target:
             name = f"{module}.{target}"
         else:
@@ -198,7 +199,8 @@ def _shortened(name: str, public: dict[str, str], modules: set[str]) -> str:
     part."""
     parts = name.split(".")
     for length in range(len(parts), 1, -1):
-        prefix, rest = ".".join(parts[:length]), parts[length:]
+        prefix = ".".join(parts[:length])
+        rest = parts[length:]
         shorter = public.get(prefix)
         if (
             shorter is None

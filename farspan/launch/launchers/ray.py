@@ -116,7 +116,8 @@ def read_cluster(where: str) -> Cluster:
 def _host(node: Node) -> Host:
     """A node's GPUs, or its CPU as one device. Folders are its own: Ray says nothing of shared
     disks."""
-    kinds, kind = catalog.devices(), catalog.kind_of_label(node.accelerator or "")
+    kinds = catalog.devices()
+    kind = catalog.kind_of_label(node.accelerator or "")
     devices: tuple[Device, ...]
     if not node.gpus:
         cpu = kinds["cpu-avx2"].device("cpu-avx2", node.memory)
@@ -173,7 +174,8 @@ def _unusable(where: str, fact: str) -> Refusal:
 
 class Launch(Workers):
     def start(self) -> Iterator[Process]:
-        head, running = self.hosts[0], self.argument
+        head = self.hosts[0]
+        running = self.argument
         (self.run.logs / EXITS).unlink(missing_ok=True)
         if running:
             require_ray({"this machine": installed("ray")})
@@ -200,10 +202,8 @@ class Launch(Workers):
 
     def _node(self, host: Host, meeting: Rendezvous, token: dict[str, str]) -> HostProcess:
         where = _ip(address(host))
-        first, gpus = (
-            host is self.hosts[0],
-            sum(device.backend == "cuda" for device in host.devices),
-        )
+        first = host is self.hosts[0]
+        gpus = sum(device.backend == "cuda" for device in host.devices)
         join = (
             [f"--port={meeting.port}", "--head"]
             if first

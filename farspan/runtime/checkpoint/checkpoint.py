@@ -57,7 +57,9 @@ from farspan.semantics.matrices import block_matrices
 HEADERS = 2**20
 #: The kinds of tensors of a synchronous run, and what each replica has of its own where there are
 #: several.
-MODEL, MOMENTUM, AVERAGE = "model", "momentum", "average"
+MODEL = "model"
+MOMENTUM = "momentum"
+AVERAGE = "average"
 SHARED = (MODEL, MOMENTUM, AVERAGE)
 SECOND = "exp_avg_sq"
 MOMENTS = ("exp_avg", SECOND)
@@ -145,11 +147,9 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
     """Put the parts of these workers together and the checkpoint in its place; its bytes. Raises
     OSError, and Corrupt for a part that is not there; Refusal (superseded) where another start of
     the run has begun."""
-    folder, slices, shapes = (
-        unfinished(path),
-        dict[str, list[StoredSlice]](),
-        dict[str, tuple[int, ...]](),
-    )
+    folder = unfinished(path)
+    slices = dict[str, list[StoredSlice]]()
+    shapes = dict[str, tuple[int, ...]]()
     for rank in ranks:
         listed = (folder / part_name(rank)).with_suffix(".json")
         for name, tensor in parse_json(read_small(listed, MOST_MANIFEST), Listing, listed).items():

@@ -183,12 +183,14 @@ def boxes(part: TensorSlice | None, shape: Sequence[int], start: int, stop: int)
         if not run_shape:
             yield Box((), (), run, (), 0, (0, 1))
             continue
-        low, held = at[dim], 0
+        low = at[dim]
+        held = 0
         for begin, end in ranges:
             # The part's elements [held, held + length) along `dim` are the global tensor's [begin,
             # end).
             length = end - begin
-            a, b = max(low, held), min(low + run_shape[dim], held + length)
+            a = max(low, held)
+            b = min(low + run_shape[dim], held + length)
             if a < b:
                 place = (*at[:dim], begin + a - held, *at[dim + 1 :])
                 size = (*run_shape[:dim], b - a, *run_shape[dim + 1 :])
@@ -205,7 +207,8 @@ def _runs(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]
         yield (), (), start
         return
     inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner
+    first = -(-start // inner)
+    last = stop // inner
     if first > last:  # Inside one row.
         yield from _row(shape, last, start, stop)
         return

@@ -35,14 +35,20 @@ def restore(
     and the one before them is used. `accept` takes its state, and raises Refusal for another
     training's. `near` are the ranks that see the folder. Returns the state, and the bytes of
     tensors that this worker read."""
-    rank, plan, paths = group.rank, executor.topology.plan, list[Path]()
+    rank = group.rank
+    plan = executor.topology.plan
+    paths = list[Path]()
     if rank == 0:
         with suppress(OSError):  # A save that finds the same says so.
             checkpoint.mend(folder)
         paths = list(checkpoint.newest_first(folder))
-    corrupt, newest = list[str](), 0
+    corrupt = list[str]()
+    newest = 0
     for number in range(int(group.sum(float(len(paths)))[0])):
-        path, manifest, why, mine = None, None, "", b""
+        path = None
+        manifest = None
+        why = ""
+        mine = b""
         if rank == 0:
             path = paths[number]
             try:
@@ -82,7 +88,8 @@ def restore(
 
 def kept_by_kind(executor: Executor) -> dict[str, Sequence[Tensor]]:
     """Return what this worker keeps by bucket, by the kinds of `checkpoint.sources`."""
-    state, outer = executor.state, executor.outer
+    state = executor.state
+    outer = executor.outer
     model = {MODEL: state.master}
     if outer is not None:
         model = {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master}
@@ -95,7 +102,8 @@ def _readable(path: Path, plan: Plan, accept: Callable[[TrainerState], None]) ->
     Refusal for another training's."""
     manifest = checkpoint.read(path)
     accept(manifest.progress)
-    step, limit = manifest.progress.step, plan.train.step_limit
+    step = manifest.progress.step
+    limit = plan.train.step_limit
     if step > limit:
         raise Corrupt(f"it is of step {step}, and the plan has {limit}")
     for replica in range(len(plan.replicas)):
@@ -108,8 +116,11 @@ class _Reader:
     """Fills the state of one worker; rank 0's reads for those that do not see the folder, too."""
 
     def __init__(self, executor: Executor, near: frozenset[int], group: Group) -> None:
-        self._plan, self._whole, self._near = executor.topology.plan, executor.whole, near
-        self._group, self._rank = group, group.rank
+        self._plan = executor.topology.plan
+        self._whole = executor.whole
+        self._near = near
+        self._group = group
+        self._rank = group.rank
         self._targets = kept_by_kind(executor)
         #: Bytes of tensors that this worker read.
         self.read_bytes = 0
@@ -149,17 +160,16 @@ class _Reader:
 
     def _hand_out(self, stored: Stored, manifest: Manifest) -> str:
         """On rank 0: read what workers need that do not see the folder, and send it to them."""
-        plan, why = self._plan, list[str]()
+        plan = self._plan
+        why = list[str]()
         far = [rank for rank in range(len(self._whole.manifests)) if rank not in self._near]
 
         def content(rank: int, b: int, kind: str) -> Tensor:
             theirs = self._whole.manifests[rank]
             if kind == checkpoint.SECOND and theirs.matrices[b]:
                 return torch.zeros(0)
-            values, names = (
-                torch.zeros(theirs.sizes[b]),
-                checkpoint.sources(plan, theirs.replica, manifest)[kind],
-            )
+            values = torch.zeros(theirs.sizes[b])
+            names = checkpoint.sources(plan, theirs.replica, manifest)[kind]
             with _noting(why):  # Sent all the same: they wait for it.
                 for piece in theirs.pieces[b]:
                     _fill(

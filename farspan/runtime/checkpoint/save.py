@@ -44,7 +44,8 @@ POLL_S = 0.02
 
 
 #: What a worker asks rank 0 to take, before its rank; and rank 0's word that it lies on its disk.
-QUESTION, WRITTEN = "part", b"+"
+QUESTION = "part"
+WRITTEN = b"+"
 
 
 class SharedFolder:
@@ -65,7 +66,8 @@ class SharedFolder:
         there themselves."""
         if group.world == 1 or self._met:
             return
-        self._met, mark = True, b""
+        self._met = True
+        mark = b""
         if group.rank == 0:
             mark = f".here-{secrets.token_hex(8)}".encode()
             with suppress(OSError):  # Then nobody sees it, and the first save says why.
@@ -156,10 +158,14 @@ class Checkpointer:
         monotonic: Callable[[], float] = time.monotonic,
         background: bool = True,
     ) -> None:
-        self._executor, self._group = executor, group
-        self._whole, self._plan = executor.whole, executor.topology.plan
-        self._written, self._warn = written, warn
-        self._monotonic, self._background = monotonic, background
+        self._executor = executor
+        self._group = group
+        self._whole = executor.whole
+        self._plan = executor.topology.plan
+        self._written = written
+        self._warn = warn
+        self._monotonic = monotonic
+        self._background = background
         self._folder = SharedFolder(folder)
         self._rank = executor.topology.rank
         #: The step of the newest checkpoint, -1 without one.
@@ -186,7 +192,8 @@ class Checkpointer:
         if state.step != self.step:
             self._settle()
             path = self._folder.path / checkpoint.step_name(state.step)
-            flats, replica = kept_by_kind(self._executor), self._executor.topology.replica_index
+            flats = kept_by_kind(self._executor)
+            replica = self._executor.topology.replica_index
             if self._executor.outer is not None:
                 own = {checkpoint.own(replica, kind): flats.pop(kind) for kind in OWN}
                 flats |= own
@@ -264,7 +271,8 @@ class Checkpointer:
     ) -> list[OwnedSlice]:
         """A copy of the pieces that this worker writes, of these kinds. What replicas share the
         first one writes."""
-        first, shapes = self._executor.topology.replica_index == 0, self._whole.shapes
+        first = self._executor.topology.replica_index == 0
+        shapes = self._whole.shapes
         slices = list[OwnedSlice]()
         for kind in flats:
             if kind in SHARED and not first:
@@ -297,7 +305,8 @@ class Checkpointer:
         """Take a copy of what this worker keeps by kind and begin to write it at `path`. Raises
         Unsaved on every worker where it cannot be begun."""
         self._folder.meet(self._group)
-        began, why = self._monotonic(), ""
+        began = self._monotonic()
+        why = ""
         if self._rank == 0:
             try:
                 checkpoint.begin(path, size, state.epoch)
@@ -308,7 +317,8 @@ class Checkpointer:
         self._folder.receiving = path
         _agree(self._group, why)
         writers = self._writers()
-        slices, ended = self._snapshot(writers.get(self._rank, ()), flats), threading.Event()
+        slices = self._snapshot(writers.get(self._rank, ()), flats)
+        ended = threading.Event()
         best = checkpoint.step_of(path) < 0
         ranks = [
             rank for rank in sorted(writers) if not best or self._whole.manifests[rank].replica == 0
@@ -410,7 +420,8 @@ class Checkpointer:
 
     def _best(self) -> Sequence[Tensor]:
         """By bucket, what is kept as the best weights and used."""
-        state, outer = self._executor.state, self._executor.outer
+        state = self._executor.state
+        outer = self._executor.outer
         return state.average or (state.master if outer is None else outer.anchor)
 
     def close(self) -> None:

@@ -39,7 +39,8 @@ from farspan.runtime.checkpoint.layout import (
 )
 
 #: Bytes of a safetensors header, and of a manifest, at most.
-MOST_HEADER, MOST_MANIFEST = 2**26, 2**28
+MOST_HEADER = 2**26
+MOST_MANIFEST = 2**28
 #: A safetensors file begins with the length of its header, little-endian.
 LENGTH = 8
 
@@ -63,7 +64,8 @@ def put_slices(
 ) -> Listing:
     """Give the content of a safetensors file of these slices to `put`, piece by piece; what the
     manifest says of it."""
-    header, end = dict[str, object](), 0
+    header = dict[str, object]()
+    end = 0
     for part in slices:
         header[key_of(part.name, part.at)] = {
             "dtype": "F32",
@@ -76,7 +78,8 @@ def put_slices(
     put(len(text).to_bytes(LENGTH, "little") + text)
     listed: dict[str, list[StoredSlice]] = {}
     for part in slices:
-        content, sums = memoryview(part.values.numpy().data).cast("B"), list[str]()
+        content = memoryview(part.values.numpy().data).cast("B")
+        sums = list[str]()
         for start in range(0, len(content), BLOCK):
             block = content[start : start + BLOCK]
             sums.append(digest(block))
@@ -167,7 +170,8 @@ class Stored:
     for."""
 
     def __init__(self, path: Path, tensors: Mapping[str, GlobalTensor]) -> None:
-        self.path, self.tensors = path, tensors
+        self.path = path
+        self.tensors = tensors
         #: Bytes of tensors read so far.
         self.read_bytes = 0
         self._open: dict[str, tuple[int, dict[str, object], int]] = {}
@@ -209,7 +213,9 @@ class Stored:
     def _rows(self, name: str, part: StoredSlice, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a slice, from whole blocks whose checksums are right."""
         line = 4 * math.prod(part.shape[1:])
-        size, first, last = 4 * math.prod(part.shape), start * line, stop * line
+        size = 4 * math.prod(part.shape)
+        first = start * line
+        last = stop * line
         block_from = first - first % BLOCK
         block_to = min(size, -(-last // BLOCK) * BLOCK)
         content = bytearray(block_to - block_from)

@@ -13,16 +13,22 @@ INSIDE = 512
 
 class Channel(IntEnum):
     #: Gradients whose sums are divided over the data axis, and sums between sites.
-    SCATTER, ACROSS = 1, 2
+    SCATTER = 1
+    ACROSS = 2
     #: Between stages: forward, backward, and the forward passes of a validation.
-    ACTIVATIONS, GRADIENTS, EVALUATED = 3, 4, 5
+    ACTIVATIONS = 3
+    GRADIENTS = 4
+    EVALUATED = 5
     #: Norms and losses of a step, and what is decided between steps.
-    TOTALS, DECISIONS = 12, 18
+    TOTALS = 12
+    DECISIONS = 18
     #: Gradients of a table that both ends of a pipeline hold.
-    HEAD, EMBEDDING = 13, 14
+    HEAD = 13
+    EMBEDDING = 14
     #: Pieces of the full state, to and from rank 0, and from it to workers that do not see its
     #: checkpoints.
-    FULL_STATE, HANDED_OUT = 17, 19
+    FULL_STATE = 17
+    HANDED_OUT = 19
     #: Changes of a replica: one channel for each that sends, from here on.
     OUTER = 32
 

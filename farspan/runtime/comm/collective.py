@@ -28,7 +28,8 @@ START_S = 300.0
 BUSY_S = 2 * 3600.0
 #: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the
 #: group has one: what some send by NCCL the others cannot receive by gloo.
-GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
+GLOO = "gloo"
+NCCL = "cpu:gloo,cuda:nccl"
 #: Rank 0's notice of the port of PyTorch's store.
 STORE = "farspan/store"
 
@@ -75,7 +76,8 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
 def _store(notices: Notices) -> dist.Store:
     """Return the store through which gloo and NCCL connect. Rank 0 listens where the others have
     met it, and nowhere else."""
-    address, start = os.environ["MASTER_ADDR"], timedelta(seconds=START_S)
+    address = os.environ["MASTER_ADDR"]
+    start = timedelta(seconds=START_S)
     if notices.rank != 0:
         port = int(notices.wait([STORE])[0])
         return dist.TCPStore(address, port, None, False, start, wait_for_workers=False)
@@ -101,12 +103,16 @@ class Group:
         notices: Notices | None = None,
         lost: Callable[[int, How], None] | None = None,
     ) -> None:
-        self.rank, self.world, self.device = rank, world, device
+        self.rank = rank
+        self.world = world
+        self.device = device
         #: Held while files are written: a worker whose peers are lost ends when the files are
         #: whole, not before.
         self.writing = threading.Lock()
         self._heartbeat: Heartbeat | None = None
-        self._notices, self._ranks, self._introduced = notices, dict[str, int](), 0
+        self._notices = notices
+        self._ranks = dict[str, int]()
+        self._introduced = 0
         if notices is not None:
             with _asking_rank_0(rank):
                 self._heartbeat = Heartbeat(notices, world)

@@ -19,12 +19,15 @@ from farspan.runtime.comm.notices import Notices
 #: A worker that says nothing for this long, and for RTTS round trips of the slowest line, is lost;
 #: each says every BEAT_S that it is there. What is noticed last is noticed within 5 s and the round
 #: trips.
-SILENCE_S, RTTS, BEAT_S = 4.0, 4, 0.5
+SILENCE_S = 4.0
+RTTS = 4
+BEAT_S = 0.5
 #: Seconds of silence are counted so often.
 COUNT_S = 0.25
 #: The third longest of so many last answers says how long a round trip is: what one cut held up
 #: says nothing of a line, the queue of a narrow one holds up many.
-RECENT, LONGEST = 30, 3
+RECENT = 30
+LONGEST = 3
 #: Who has met the others opens its device, and says so for the first time, within this.
 OPEN_S = 120.0
 #: Where rank 0 does not say within this who is lost, it is itself.
@@ -36,7 +39,9 @@ LOST = "farspan/lost"
 
 #: A step that takes so many times the median of the last ones, and so many seconds, does not end:
 #: an exchange hangs whose library says nothing, as NCCL's does where a peer is gone.
-STALL_TIMES, STALL_S, STALL_STEPS = 30.0, 60.0, 20
+STALL_TIMES = 30.0
+STALL_S = 60.0
+STALL_STEPS = 20
 #: Steps that have to be known.
 STALL_KNOWN = 3
 
@@ -53,7 +58,8 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     rtt_s: float
 
 
-_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Beat).decode
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(Beat).decode
 
 
 class Heartbeat:
@@ -66,15 +72,18 @@ class Heartbeat:
     """
 
     def __init__(self, notices: Notices, world: int) -> None:
-        self._notices, self._rank = notices, notices.rank
+        self._notices = notices
+        self._rank = notices.rank
         #: This worker's last round trips to rank 0, and what the others say of theirs.
-        self._rtts_s, self._their_rtt_s = deque[float](maxlen=RECENT), dict[int, float]()
+        self._rtts_s = deque[float](maxlen=RECENT)
+        self._their_rtt_s = dict[int, float]()
         #: Seconds that were counted so far, and their number when each peer was last heard.
         self._counted_s = 0.0
         self._heard_s = dict.fromkeys(range(1, world) if self._rank == 0 else (0,), 0.0)
         #: Who may be silent for longer, as its device is opened.
         self._opening = set(self._heard_s)
-        self._ended, self._gone = threading.Event(), list[tuple[int, How]]()
+        self._ended = threading.Event()
+        self._gone = list[tuple[int, How]]()
         #: Seconds of the step that is being made, None between steps, and of the last ones.
         self._step_s: float | None = None
         self._steps_s = deque[float](maxlen=STALL_STEPS)
@@ -154,7 +163,8 @@ class Heartbeat:
     def step(self) -> Iterator[None]:
         """While a step is made: one that does not end is a fault. Saves, validations and meetings
         are no part of it."""
-        began, self._step_s = time.monotonic(), 0.0
+        began = time.monotonic()
+        self._step_s = 0.0
         try:
             yield
         finally:

@@ -65,19 +65,22 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     first: bool = False
 
 
-_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Message).decode
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(Message).decode
 
 
 class Notices:
     """One worker's end. Values are bytes; all workers see them in the order that rank 0 does."""
 
     def __init__(self, secret: bytes, rank: int) -> None:
-        self.secret, self.rank = secret, rank
+        self.secret = secret
+        self.rank = rank
         #: Is called with the rank at the other end and each beat from there.
         self.on_beat: Callable[[int, bytes], None] = lambda peer, content: None
         #: The ranks whose connection to this worker has ended.
         self.ended: set[int] = set()
-        self._lines, self._values = dict[int, SealedConnection](), dict[str, bytes]()
+        self._lines = dict[int, SealedConnection]()
+        self._values = dict[str, bytes]()
         self._changed = threading.Condition()
 
     def meet(self, world: int, port: int, seconds: float) -> None:

@@ -26,12 +26,10 @@ class ScalarExchange:
     once, in order."""
 
     def __init__(self, topology: Topology, messenger: Messenger, channel: int, width: int) -> None:
-        self._messenger, self._rank, self._channel, self._width = (
-            messenger,
-            topology.rank,
-            channel,
-            width,
-        )
+        self._messenger = messenger
+        self._rank = topology.rank
+        self._channel = channel
+        self._width = width
         self.others = [rank for rank in topology.ranks if rank != topology.rank]
         self._said = self._posted = 0
         self._mine: deque[Sequence[float]] = deque()
@@ -61,7 +59,8 @@ class ScalarExchange:
 
     def hear(self) -> dict[int, Sequence[float]]:
         """All workers' parts of the oldest exchange that was not heard yet, by rank."""
-        mine, posted = self._mine.popleft(), self._waiting.popleft()
+        mine = self._mine.popleft()
+        posted = self._waiting.popleft()
         parts: dict[int, Sequence[float]] = {
             rank: receive.wait().tolist() for rank, receive in posted.items()
         }

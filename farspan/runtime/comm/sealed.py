@@ -25,7 +25,10 @@ from farspan.domain.file_transfer import Unexpected
 from farspan.runtime.comm import tcp
 
 #: Bytes of a random number, of a signature, of a length, and of a piece at most.
-NONCE, SIGNATURE, LENGTH, PIECE = 16, 32, 4, 2**20
+NONCE = 16
+SIGNATURE = 32
+LENGTH = 4
+PIECE = 2**20
 #: What a server says to a caller that it answers.
 READY = b"!"
 #: No byte for this long, also over a link whose queue is full: the other side is gone.
@@ -52,11 +55,14 @@ class SealedStream:
         self, connection: socket.socket, stream: BinaryIO, send_key: bytes, receive_key: bytes
     ) -> None:
         self.connection = connection
-        self._stream, self._send_key, self._receive_key = stream, send_key, receive_key
+        self._stream = stream
+        self._send_key = send_key
+        self._receive_key = receive_key
         #: Bytes that went through: while it grows the receiver lives.
         self.sent = 0
         self._sent_pieces = self._received_pieces = 0
-        self._held, self._ended = bytearray(), False
+        self._held = bytearray()
+        self._ended = False
 
     @classmethod
     def call(cls, to: tuple[str, int], secret: bytes, question: str) -> SealedStream:
@@ -64,7 +70,8 @@ class SealedStream:
         connection = socket.create_connection(to, timeout=QUIET_S)
         stream = connection.makefile("rb")
         try:
-            theirs, ours = _exactly(stream, NONCE), os.urandom(NONCE)
+            theirs = _exactly(stream, NONCE)
+            ours = os.urandom(NONCE)
             line = f"{question}\n".encode()
             connection.sendall(ours + sign(secret, b"ask", theirs, ours, line) + line)
             if _exactly(stream, 1) != READY:
@@ -80,10 +87,12 @@ class SealedStream:
     def take(cls, connection: socket.socket, secret: bytes) -> tuple[str, SealedStream]:
         """Return what a caller asks for, and the server's end. Raises OSError or Forged."""
         connection.settimeout(QUIET_S)
-        ours, stream = os.urandom(NONCE), connection.makefile("rb")
+        ours = os.urandom(NONCE)
+        stream = connection.makefile("rb")
         try:
             connection.sendall(ours)
-            theirs, signature = _exactly(stream, NONCE), _exactly(stream, SIGNATURE)
+            theirs = _exactly(stream, NONCE)
+            signature = _exactly(stream, SIGNATURE)
             line = stream.readline(200)
             if not hmac.compare_digest(signature, sign(secret, b"ask", ours, theirs, line)):
                 raise Forged("what was asked for is not signed with this run's secret")
@@ -129,7 +138,8 @@ class SealedStream:
         length = int.from_bytes(_exactly(self._stream, LENGTH), "big")
         if length > PIECE:
             raise Forged(f"a piece of {length} bytes")
-        signature, piece = _exactly(self._stream, SIGNATURE), _exactly(self._stream, length)
+        signature = _exactly(self._stream, SIGNATURE)
+        piece = _exactly(self._stream, length)
         count = self._received_pieces
         if not hmac.compare_digest(signature, sign(self._receive_key, b"%d" % count, piece)):
             raise Forged(f"piece {count} is not signed with this run's secret")
@@ -151,7 +161,8 @@ class Server:
     def __init__(
         self, secret: bytes, answer: Callable[[str, SealedStream], None], port: int = 0
     ) -> None:
-        self._secret, self._answer = secret, answer
+        self._secret = secret
+        self._answer = answer
         self._socket = socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), port))
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()

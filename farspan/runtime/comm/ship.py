@@ -32,7 +32,8 @@ from farspan.runtime.comm.notices import Notices
 from farspan.runtime.comm.sealed import PIECE, QUIET_S, SealedStream, Server
 
 #: Keys of what the workers tell each other.
-OFFER, SHARED = "farspan/offer", "farspan/shared"
+OFFER = "farspan/offer"
+SHARED = "farspan/shared"
 #: The files of each part: of a run folder those that a worker reads, and of a corpus.
 NAMES = {
     "run": ("plan.json", "run.json", "corpus.json", "tokenizer.json", "estimate.json"),
@@ -71,14 +72,17 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
             plan=plan.hash, corpus=plan.inputs.corpus, address=address, port=server.port
         )
         notices.say(OFFER, msgspec.json.encode(offer))
-        waiting, seen, deadline = set(range(1, world)), 0, time.monotonic() + QUIET_S
+        waiting = set(range(1, world))
+        seen = 0
+        deadline = time.monotonic() + QUIET_S
         while waiting:
             if shipment.damage is not None:
                 raise shipment.damage
             done = {rank for rank in waiting if notices.heard(_has(rank)) is not None}
             waiting -= done
             if done or shipment.sent != seen:
-                seen, deadline = shipment.sent, time.monotonic() + QUIET_S
+                seen = shipment.sent
+                deadline = time.monotonic() + QUIET_S
             if waiting and time.monotonic() > deadline:
                 lost = min(waiting)
                 raise Refusal(
@@ -167,7 +171,8 @@ class Shipment:
     """The parts of one run, sent to workers that ask for them."""
 
     def __init__(self, run: RunFolder, corpus: Path) -> None:
-        self._run, self._folders = run, {"run": run.path, "corpus": corpus}
+        self._run = run
+        self._folders = {"run": run.path, "corpus": corpus}
         self._streams = list[SealedStream]()
         #: Why the corpus is not sent: a block of it is damaged.
         self.damage: Refusal | None = None

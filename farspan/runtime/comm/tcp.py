@@ -54,7 +54,8 @@ def listening(address: str) -> str:
     """The IPv4 address that rank 0 listens on for those who know it by this one. That is not always
     the same: behind address translation no interface has it, and a name may lead its own host to
     loopback. Then the interface counts by which the workers meet."""
-    ip, name = socket.gethostbyname(address), os.environ.get("GLOO_SOCKET_IFNAME")
+    ip = socket.gethostbyname(address)
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
     by_interface = {
         interface: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for interface, entries in psutil.net_if_addrs().items()

@@ -96,15 +96,14 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
         ways = layouts.ways("attn")
-        self.heads, self.kv_heads, self.head_dim = (
-            spec.heads // ways,
-            spec.kv_heads // ways,
-            spec.head_dim,
-        )
+        self.heads = spec.heads // ways
+        self.kv_heads = spec.kv_heads // ways
+        self.head_dim = spec.head_dim
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self.qkv = Linear(spec.d_model, rows // layouts.ways("attn.qkv"), bias=spec.bias)
         self.out = _contracting("attn.out", spec.d_model, spec, layouts)
-        self.vanilla, self.layouts = vanilla, layouts
+        self.vanilla = vanilla
+        self.layouts = layouts
 
     def forward(self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         projected = self.layouts.between(self.qkv(x_BSD), "attn.qkv", "attn")
@@ -112,7 +111,8 @@ class Attention(nn.Module):
         split = [self.heads, self.kv_heads, self.kv_heads]
         q, k, v = projected.view(B, S, -1, self.head_dim).transpose(1, 2).split(split, dim=1)
         if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+            q = rotate(q, *rotation)
+            k = rotate(k, *rotation)
         attend = vanilla_attention if self.vanilla else causal_attention
         y_BHSE = attend(q, k, v)
         return self.out(
@@ -151,7 +151,8 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec, layouts: Layouts) -> None:
         super().__init__()
-        self.activation, self.layouts = spec.activation, layouts
+        self.activation = spec.activation
+        self.layouts = layouts
         rows = spec.d_ff * (2 if spec.activation == "swiglu" else 1)
         self.up = Linear(spec.d_model, rows // layouts.ways("mlp.up"), bias=spec.bias)
         self.down = _contracting("mlp.down", spec.d_ff, spec, layouts)
@@ -172,8 +173,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
-        self.attn_norm, self.attn = _norm(spec), Attention(spec, vanilla, layouts)
-        self.mlp_norm, self.mlp = _norm(spec), MLP(spec, layouts)
+        self.attn_norm = _norm(spec)
+        self.attn = Attention(spec, vanilla, layouts)
+        self.mlp_norm = _norm(spec)
+        self.mlp = MLP(spec, layouts)
         self.between = layouts.between
 
     def forward(
@@ -213,12 +216,14 @@ class Decoder(nn.Module):
         axis: TensorAxis | None = None,
     ) -> None:
         super().__init__()
-        self.spec, self.recompute = spec, recompute
+        self.spec = spec
+        self.recompute = recompute
         self.units = first, last = (0, spec.layers + 2) if units is None else units
         self.layouts = layouts = Layouts(spec, self.units, axis)
         #: The parts of parameters that are here; and the parameters whose gradients the axis must
         #: sum once a step.
-        self.slices, self.partial = layouts.slices, layouts.partial
+        self.slices = layouts.slices
+        self.partial = layouts.partial
         ends = last == spec.layers + 2
         if first == 0 or (ends and spec.tied):
             self.tok = Embedding(spec.vocab_size // layouts.shards(TABLE), spec.d_model)
@@ -272,8 +277,10 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         """The residual stream (B, S, D) that tokens begin with."""
-        layouts, table_VD = self.layouts, self.layouts.table(self.tok.weight, "tok")
-        tokens_BS, shard = layouts.between(tokens_BS, TOKENS, "tok"), layouts.shard("tok")
+        layouts = self.layouts
+        table_VD = self.layouts.table(self.tok.weight, "tok")
+        tokens_BS = layouts.between(tokens_BS, TOKENS, "tok")
+        shard = layouts.shard("tok")
         if shard is None:
             x_BSD = F.embedding(tokens_BS, table_VD)
         else:
@@ -310,11 +317,10 @@ class Decoder(nn.Module):
         """From the last block's residual stream (B, S, D) in its layout and all targets (B, S), -1
         where there is none, the cross-entropy in nats summed over valid targets: an fp32 scalar,
         the same on every rank of an axis."""
-        layouts, x_BSD = self.layouts, self._normed(x_BSD)
-        targets_N, shard = (
-            layouts.between(targets_BS, TOKENS, "loss").flatten(),
-            layouts.shard("loss"),
-        )
+        layouts = self.layouts
+        x_BSD = self._normed(x_BSD)
+        targets_N = layouts.between(targets_BS, TOKENS, "loss").flatten()
+        shard = layouts.shard("loss")
         if layouts.split("head") == layouts.split("loss"):
             loss = head_loss(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
         else:
@@ -325,14 +331,17 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def row_losses(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """As `finish`, summed over each row alone (B,). No gradient follows."""
-        layouts, x_BSD = self.layouts, self._normed(x_BSD)
-        targets, shard = layouts.between(targets_BS, TOKENS, "loss"), layouts.shard("loss")
+        layouts = self.layouts
+        x_BSD = self._normed(x_BSD)
+        targets = layouts.between(targets_BS, TOKENS, "loss")
+        shard = layouts.shard("loss")
         if layouts.split("head") == layouts.split("loss"):
             losses_N = head_losses(x_BSD.flatten(0, 1), self.head_VD, targets.flatten(), shard)
         else:
             logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
             losses_N = logits_losses(logits_BSV.flatten(0, 1), targets.flatten(), shard)
-        rows, count = losses_N.new_zeros(len(targets_BS)), len(targets)
+        rows = losses_N.new_zeros(len(targets_BS))
+        count = len(targets)
         first = layouts.axis.coordinate * count if count < len(targets_BS) else 0
         rows[first : first + count] = losses_N.view_as(targets).sum(dim=1)
         return layouts.between(rows, "loss", TOTAL)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 #: Two rounds of multiplying and shifting 32 bits, found by search for the least bias (Wellons 2018,
 #: "Prospecting for hash functions", lowbias32).
-FIRST, SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
+FIRST = 0x7FEB352D
+SECOND = 0x846CA68B - (1 << 32)
 
 
 class Dropout(NamedTuple):

@@ -29,7 +29,8 @@ def generate(
     The window slides: at most `context` tokens are looked back at. Until then keys and values are
     kept. A window that slides begins with another token each time, and is computed whole.
     """
-    device, cache = model.tok.weight.device, KVCache(model)
+    device = model.tok.weight.device
+    cache = KVCache(model)
     generator = torch.Generator().manual_seed(seed)
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     first = len(ids)

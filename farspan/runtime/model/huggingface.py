@@ -29,7 +29,9 @@ LENGTH = 8
 MAX_HEADER_BYTES = 1 << 24
 #: Bytes of the index of a sharded model.
 MAX_INDEX_BYTES = 1 << 26
-WEIGHTS, INDEX, HEAD = "model.safetensors", "model.safetensors.index.json", "lm_head.weight"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 
 
 def export(

@@ -38,14 +38,14 @@ class MatrixAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, H, S, E = q.shape
         K = k.shape[1]
-        q_GRSE, k_GSE, v_GSE = (
-            q.reshape(B * K, H // K, S, E),
-            k.reshape(B * K, S, E),
-            v.reshape(B * K, S, E),
-        )
-        y_GRSE, kept = torch.empty_like(q_GRSE), []
+        q_GRSE = q.reshape(B * K, H // K, S, E)
+        k_GSE = k.reshape(B * K, S, E)
+        v_GSE = v.reshape(B * K, S, E)
+        y_GRSE = torch.empty_like(q_GRSE)
+        kept = []
         for part in query_blocks(S, q.element_size()):
-            stop, T = part.stop, part.stop - part.start
+            stop = part.stop
+            T = part.stop - part.start
             queries_GTE = q_GRSE[:, :, part].reshape(B * K, -1, E)
             scores = torch.bmm(queries_GTE, k_GSE[:, :stop].transpose(1, 2)).view(B * H, T, stop)
             scores.mul_(1 / math.sqrt(E))[:, :, part].add_(_future_mask(T, q.dtype, q.device))
@@ -59,7 +59,8 @@ class MatrixAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_GRSE, k_GSE, v_GSE, *kept = ctx.saved_tensors
         G, R, S, E = q_GRSE.shape
-        dy_GRSE, dq_GRSE = gradients[0].reshape(G, R, S, E), torch.empty_like(q_GRSE)
+        dy_GRSE = gradients[0].reshape(G, R, S, E)
+        dq_GRSE = torch.empty_like(q_GRSE)
         dk_GSE = dv_GSE = None
         blocks = query_blocks(S, q_GRSE.element_size())
         for part, p_GTS in zip(
@@ -122,19 +123,22 @@ class HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None
     ) -> Tensor:
-        N, V = x_ND.shape[0], weight_VD.shape[0]
+        N = x_ND.shape[0]
+        V = weight_VD.shape[0]
         rows = max(1, min(N, LOGITS_CHUNK_BYTES // (V * x_ND.element_size())))
         loss = torch.zeros((), dtype=_wide(x_ND.dtype), device=x_ND.device)
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dx_ND = torch.empty_like(x_ND) if needs_grad else x_ND
         dw_VD = weight_VD
-        aligned, width = weight_VD, V if shard is not None else _width(V, x_ND.device)
+        aligned = weight_VD
+        width = V if shard is not None else _width(V, x_ND.device)
         if width > V:
             aligned = weight_VD.new_zeros(width, weight_VD.shape[1])
             aligned[:V] = weight_VD
         logits = torch.empty(rows, width, dtype=x_ND.dtype, device=x_ND.device)
         for start in range(0, N, rows):
-            x, target = x_ND[start : start + rows], targets_N[start : start + rows]
+            x = x_ND[start : start + rows]
+            target = targets_N[start : start + rows]
             chunk = torch.mm(x, aligned.t(), out=logits[: x.shape[0]])
             if width > V:
                 chunk[:, V:] = float("-inf")
@@ -192,7 +196,8 @@ def _loss_and_gradient_(
         return _sharded_loss_and_gradient_(logits_NV, targets_N, shard, step)
     loss = torch.zeros((), dtype=_wide(logits_NV.dtype), device=logits_NV.device)
     for start in range(0, logits_NV.shape[0], step):
-        part, target = logits_NV[start : start + step], targets_N[start : start + step]
+        part = logits_NV[start : start + step]
+        target = targets_N[start : start + step]
         valid = target >= 0
         index = target.clamp(min=0).unsqueeze(1)
         # Row by row, so that on a CPU it may write where it reads.
@@ -222,7 +227,8 @@ def _sharded_loss_and_gradient_(
 ) -> Tensor:
     """As `_loss_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and target's
     logit only (Megatron-LM, arXiv 1909.08053, section 3)."""
-    wide, valid_N = _wide(logits_NV.dtype), targets_N >= 0
+    wide = _wide(logits_NV.dtype)
+    valid_N = targets_N >= 0
     index_N1, here_N1 = _indices(targets_N, shard, logits_NV.shape[1])
     log_sum_N, target_N = _sharded_sums(logits_NV, index_N1, here_N1, shard, step)
     for start in range(0, logits_NV.shape[0], step):
@@ -262,7 +268,8 @@ def head_loss(
     if (
         not torch.is_grad_enabled()
     ):  # Which a Function is not told of: it would make gradients all the same.
-        x_ND, weight_VD = x_ND.detach(), weight_VD.detach()
+        x_ND = x_ND.detach()
+        weight_VD = weight_VD.detach()
     return HeadLoss.apply(x_ND, weight_VD, targets_N, shard)
 
 
@@ -291,7 +298,8 @@ def logits_losses(
     logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
     """As `head_losses`, of logits that are there."""
-    step, wide = _rows_at_once(logits_NV), _wide(logits_NV.dtype)
+    step = _rows_at_once(logits_NV)
+    wide = _wide(logits_NV.dtype)
     if shard is not None:
         index_N1, here_N1 = _indices(targets_N, shard, logits_NV.shape[1])
         log_sum_N, target_N = _sharded_sums(logits_NV, index_N1, here_N1, shard, step)

@@ -20,9 +20,11 @@ class KVCache:
     another sequence."""
 
     def __init__(self, model: Decoder) -> None:
-        self._model, self.length = model, 0
+        self._model = model
+        self.length = 0
         self._kept = list[tuple[Tensor, Tensor]]()
-        spec, weight = model.spec, model.tok.weight
+        spec = model.spec
+        weight = model.tok.weight
         shape = 1, spec.kv_heads, spec.context, spec.head_dim
         for _ in model.blocks:
             self._kept.append((weight.new_empty(shape), weight.new_empty(shape)))
@@ -33,7 +35,9 @@ class KVCache:
     def append(self, tokens_T: Tensor) -> Tensor:
         """The state (D) after the final norm of the last of these tokens, which follow those that
         are kept. Raises ValueError past the context."""
-        model, first, last = self._model, self.length, self.length + len(tokens_T)
+        model = self._model
+        first = self.length
+        last = self.length + len(tokens_T)
         if last > model.spec.context:
             raise ValueError(f"{last} positions given, the model's context is {model.spec.context}")
         x_BTD = F.embedding(tokens_T[None], model.tok.weight)
@@ -49,13 +53,16 @@ class KVCache:
         return state_D
 
     def _attend(self, number: int, block: Block, h_BTD: Tensor, first: int, last: int) -> Tensor:
-        attn, (keys, values) = block.attn, self._kept[number]
+        attn = block.attn
+        (keys, values) = self._kept[number]
         projected = attn.qkv(h_BTD).view(1, last - first, -1, attn.head_dim).transpose(1, 2)
         q, k, v = projected.split([attn.heads, attn.kv_heads, attn.kv_heads], dim=1)
         if self._rotation is not None:
             cos_SE, sin_SE = (table[first:last] for table in self._rotation)
-            q, k = rotate(q, cos_SE, sin_SE), rotate(k, cos_SE, sin_SE)
-        keys[:, :, first:last], values[:, :, first:last] = k, v
+            q = rotate(q, cos_SE, sin_SE)
+            k = rotate(k, cos_SE, sin_SE)
+        keys[:, :, first:last] = k
+        values[:, :, first:last] = v
         # Each new position sees all that are kept, and of the new ones those up to itself.
         seen_TS = torch.ones(last - first, last, dtype=torch.bool, device=q.device).tril(first)
         y_BHTE = F.scaled_dot_product_attention(

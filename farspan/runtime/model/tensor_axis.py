@@ -33,7 +33,8 @@ from farspan.semantics.tensor_sharding import (
 
 #: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and
 #: the loss of all.
-TOKENS, TOTAL = "tokens", "total"
+TOKENS = "tokens"
+TOTAL = "total"
 TABLE = "tok.weight"
 
 
@@ -75,7 +76,8 @@ class DimSplit(NamedTuple):
 
     def slice(self, length: int, ways: int, coordinate: int) -> TensorSlice:
         """A coordinate's part of a dim. Raises ValueError where it does not divide evenly."""
-        ranges, start = [], 0
+        ranges = []
+        start = 0
         for section in self.lengths(length):
             if section % ways:
                 raise ValueError(f"{section} cannot be divided evenly over a tensor axis of {ways}")
@@ -131,7 +133,8 @@ class Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, edge: OperatorEdge, axis: TensorAxis) -> Tensor:
-        ctx.edge, ctx.axis = edge, axis
+        ctx.edge = edge
+        ctx.axis = axis
         return _moved(x, edge.writes, edge.reads, edge, axis)
 
     @staticmethod
@@ -187,7 +190,8 @@ def edges(
     residual = splits.get(RESIDUAL, COPY)
     pairs = {}
     for unit, _ in graph.kinds(*units):
-        before, writes = RESIDUAL, residual
+        before = RESIDUAL
+        writes = residual
         for op in unit:
             plan = strategy(op, splits.get(op.name, ""))
             if op.inputs[0] == "bs":
@@ -196,10 +200,12 @@ def edges(
                 pairs[before, op.name] = OperatorEdge(
                     writes, plan.reads, plan.gradient, sections(graph, op.inputs[0])
                 )
-            before, writes = op.name, plan.writes
+            before = op.name
+            writes = plan.writes
             if returns_to_residual(op):
                 pairs[op.name, RESIDUAL] = OperatorEdge(writes, residual, residual)
-                before, writes = RESIDUAL, residual
+                before = RESIDUAL
+                writes = residual
             if op.kind == "loss":
                 rows = "b" if plan.split == "b" else COPY
                 pairs[TOKENS, op.name] = OperatorEdge(COPY, rows, rows)
@@ -284,11 +290,13 @@ class Layouts:
         self._edges = dict[tuple[str, str], OperatorEdge]()
         self._mixed = False
         if self.axis.size > 1:
-            graph, splits = models.graph(spec), self.axis.splits
+            graph = models.graph(spec)
+            splits = self.axis.splits
             _demand_even(graph, splits, self.axis.size)
             self.slices = held(spec, units, splits, self.axis.size, self.axis.coordinate)
             self.partial = summands(spec, units, splits, self.axis.size)
-            self._edges, self._mixed = edges(graph, units, splits), _mixed(graph, units, splits)
+            self._edges = edges(graph, units, splits)
+            self._mixed = _mixed(graph, units, splits)
 
     def split(self, op: str) -> str:
         return self.axis.splits.get(op, "")

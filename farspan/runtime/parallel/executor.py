@@ -63,8 +63,11 @@ class Executor:
     all of the run."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
-        plan, stage = topology.plan, topology.stage
-        self.topology, self.device, self.messenger = topology, device, Messenger()
+        plan = topology.plan
+        stage = topology.stage
+        self.topology = topology
+        self.device = device
+        self.messenger = Messenger()
         # On MPS spans are of orders given (domain.results.IN_STEP).
         self.spans = Spans() if device.type == "mps" else Spans(lambda: settle(device))
         self.groups = groups = ProcessGroups(topology)
@@ -77,10 +80,8 @@ class Executor:
                 units=stage.units,
                 axis=TensorAxis(tensor, stage.mesh.size("tensor"), topology.tensor, stage.splits),
             )
-        data, shared = (
-            topology.group("data"),
-            plan.model.tied and not (topology.first and topology.last),
-        )
+        data = topology.group("data")
+        shared = plan.model.tied and not (topology.first and topology.last)
         updates = self._matrix_updates(tensor) if plan.train.optimizer.muon else None
         self.state = TrainState(
             self.model,
@@ -120,10 +121,12 @@ class Executor:
         self.whole = FullState(topology, self.state, self.model.slices, shapes, self.messenger)
         self.tied = self._tied() if shared and (topology.first or topology.last) else None
         self.outer = OuterStep(topology, self.state, self.whole) if plan.sync else None
-        self.grad_reducer.passed, self.grad_reducer.done = self.param_gather.passed, self._summed
+        self.grad_reducer.passed = self.param_gather.passed
+        self.grad_reducer.done = self._summed
 
     def _matrix_updates(self, group: dist.ProcessGroup | None) -> MatrixUpdates:
-        plan, topology = self.topology.plan, self.topology
+        plan = self.topology.plan
+        topology = self.topology
         alike = topology.group("site") if topology.zero else topology.peers
         precision = matrix_precision(
             plan.train.precision, (plan.devices[rank].kind for rank in alike)
@@ -134,7 +137,8 @@ class Executor:
 
     def _tied(self) -> TiedEmbedding:
         """The exchange of the table's gradient, and who of both ends holds which of its rows."""
-        stages, vocabulary = self.topology.replica.stages, self.topology.plan.model.vocab_size
+        stages = self.topology.replica.stages
+        vocabulary = self.topology.plan.model.vocab_size
         rows = {}
         for stage, operator in ((stages[0], "tok"), (stages[-1], "head")):
             for group in stage.mesh.batch:

@@ -29,7 +29,8 @@ from farspan.runtime.state.zero_buckets import Bucket
 
 #: Between two looks at what has arrived: longer while nothing comes, as looking takes from what
 #: others compute with.
-SHORTEST_S, LONGEST_S = 5e-5, 1e-3
+SHORTEST_S = 5e-5
+LONGEST_S = 1e-3
 #: Bytes of whole gradients under way where each worker keeps only its part of them, beside the
 #: newest: beyond that backward passes wait.
 UNDER_WAY = 64 * 2**20
@@ -48,9 +49,12 @@ class GradReducer:
     def __init__(
         self, topology: Topology, state: TrainState, groups: ProcessGroups, messenger: Messenger
     ) -> None:
-        self._topology, self._state, self._messenger = topology, state, messenger
+        self._topology = topology
+        self._state = state
+        self._messenger = messenger
         self._sync = topology.stage.grad_sync
-        self._data, self._batch = topology.group("data"), topology.peers
+        self._data = topology.group("data")
+        self._batch = topology.peers
         self._sites = [tuple(ranks) for ranks in topology.sites(self._batch).values()]
         self._home = next(ranks for ranks in self._sites if topology.rank in ranks)
         self._by_site = self._sync.topology == "hierarchical" and len(self._sites) > 1
@@ -65,7 +69,8 @@ class GradReducer:
             channel: ThreadPoolExecutor(1) for channel in (Channel.SCATTER, Channel.ACROSS)
         }
         self._missing: list[int] = []
-        self._last, self._rounds = True, itertools.count()
+        self._last = True
+        self._rounds = itertools.count()
         self._round = 0
         #: By bucket and sender: receives of sums over sites, posted before the backward pass.
         self._coming: dict[int, dict[int, Posted]] = {}
@@ -76,7 +81,8 @@ class GradReducer:
 
     def _connect(self, groups: ProcessGroups) -> None:
         """Only the groups that the plan needs: over a long line each takes seconds to make."""
-        buckets, topology = self._state.buckets, self._topology
+        buckets = self._state.buckets
+        topology = self._topology
         whole = any(bucket.ways == 1 for bucket in buckets)
 
         def group(needed: bool, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
@@ -201,7 +207,8 @@ class GradReducer:
     #   ---------------------------------------------
 
     def _phases(self, b: int, last: bool, count: int) -> Phases:
-        state, bucket = self._state, self._state.buckets[b]
+        state = self._state
+        bucket = self._state.buckets[b]
         full = state.collected[b]
         assert full is not None
         if bucket.ways > 1 and state.division.zero >= 2:
@@ -225,7 +232,8 @@ class GradReducer:
     def _divided(self, b: int, whole: list[Tensor], last: bool, count: int) -> Phases:
         """This worker's part of the sum over the data axis, added to earlier microbatches'; then
         over sites. `whole` is left empty: its memory goes when it is no longer needed."""
-        state, own = self._state, self._state.buckets[b].own
+        state = self._state
+        own = self._state.buckets[b].own
         if self._scatter is not None:
             part = torch.empty(own.stop - own.start, device=state.device)
             yield [
@@ -246,10 +254,8 @@ class GradReducer:
     def _scattered(self, b: int, full: Tensor, count: int) -> Generator[Waits, None, Tensor]:
         """A sum of parts sent straight to their owner, in the order of ranks: gloo's own scatters
         the sum of all."""
-        size, number = (
-            full.numel() // len(self._data),
-            tag(Channel.SCATTER, count * len(self._state.buckets) + b),
-        )
+        size = full.numel() // len(self._data)
+        number = tag(Channel.SCATTER, count * len(self._state.buckets) + b)
         posted: dict[int, Posted] = {}
         leaving: list[Sent] = []
         for k, rank in enumerate(self._data):
@@ -290,7 +296,9 @@ class GradReducer:
     def _across(self, b: int, full: Tensor) -> Phases:
         """Sum `full` with the same of the others, straight, each byte over the line once a pair.
         Everyone adds the same numbers in the order of ranks, so all end with the same bits."""
-        posted, mine, own = self._coming.pop(b), full.reshape(-1), self._topology.rank
+        posted = self._coming.pop(b)
+        mine = full.reshape(-1)
+        own = self._topology.rank
         if not posted:
             yield []
             return
@@ -318,7 +326,9 @@ class _Running:
     """A bucket under way."""
 
     def __init__(self, bucket: int, phases: Phases) -> None:
-        self.bucket, self.phase, self.ended = bucket, 0, False
+        self.bucket = bucket
+        self.phase = 0
+        self.ended = False
         self._phases = phases
         self._waits: Waits = next(phases)
 
@@ -334,7 +344,8 @@ class _Running:
         try:
             self._waits = next(self._phases)
         except StopIteration:
-            self.ended, self._waits = True, ()
+            self.ended = True
+            self._waits = ()
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:

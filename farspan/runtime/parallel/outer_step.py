@@ -30,7 +30,8 @@ from farspan.semantics.layout import HeldRange, Send, transfer
 #: those of another one, all together: a little more than 1 Gbit/s carries in a round trip of 100
 #: ms. With more at once the queues of a long line overflow while TCP still looks for its rate, and
 #: what is lost costs round trips.
-PART, ON_THE_LINE = 2**20, 16 * 2**20
+PART = 2**20
+ON_THE_LINE = 16 * 2**20
 
 
 class OuterStep:
@@ -39,7 +40,8 @@ class OuterStep:
 
     def __init__(self, topology: Topology, state: TrainState, whole: FullState) -> None:
         assert topology.plan.sync is not None
-        self._state, self._sync = state, topology.plan.sync
+        self._state = state
+        self._sync = topology.plan.sync
         # Its own: an exchange may take H steps, and the end of each step waits for what the steps
         # before have sent.
         self._messenger = Messenger()
@@ -141,7 +143,8 @@ class OuterStep:
 
     def _send(self) -> None:
         """Send what this replica changed, and post receives for what the others did."""
-        number, self._count = self._count, self._count + 1
+        number = self._count
+        self._count = self._count + 1
         for r, route in self._routes.items():
             self._coming[r] = _Exchange(
                 [self._post(send, r, number) for send in route.receives],
@@ -186,7 +189,8 @@ class OuterStep:
 
     def _leave(self, r: int, limit: int | None) -> None:
         """Send the next parts to replica `r`, of so many bytes or all."""
-        leaving, sent = self._coming[r].leaving, 0
+        leaving = self._coming[r].leaving
+        sent = 0
         while leaving and (limit is None or sent < limit):
             part, target = leaving.popleft()
             self._messenger.send(part, target, tag(Channel.OUTER + self._replica, self._count - 1))
@@ -245,7 +249,8 @@ class _Exchange:
     leave."""
 
     def __init__(self, receives: list[list[Posted]], handed: list[Posted]) -> None:
-        self.receives, self.handed = receives, handed
+        self.receives = receives
+        self.handed = handed
         self.leaving: deque[tuple[Tensor, int]] = deque()
 
 
@@ -296,7 +301,8 @@ class _Space:
             for r, m in enumerate(manifests)
         ]
         self.replicas = [m.replica for m in manifests]
-        self._mine, self._lengths = self._ranges(manifests[rank]), manifests[rank].sizes
+        self._mine = self._ranges(manifests[rank])
+        self._lengths = manifests[rank].sizes
         #: Elements of this worker's buckets, and those of parameters: a bucket is filled up so that
         #: all owners have as many.
         self.size, self.owned = (
@@ -314,7 +320,8 @@ class _Space:
         )
 
     def _ranges(self, manifest: BucketManifest) -> list[_Range]:
-        ranges, before = list[_Range](), 0
+        ranges = list[_Range]()
+        before = 0
         for pieces, size in zip(manifest.pieces, manifest.sizes, strict=True):
             for piece in pieces:
                 ranges += self._of(piece, before + piece.at - piece.start)
@@ -325,17 +332,17 @@ class _Space:
         """The ranges of one piece, of which the slice would begin at `at` among the worker's
         own."""
         dim = self._dims.get(piece.name, 0)
-        inner, lines = math.prod(piece.shape[dim + 1 :]), math.prod(piece.shape[:dim])
-        stride, begin = piece.shape[dim] * inner, 0
+        inner = math.prod(piece.shape[dim + 1 :])
+        lines = math.prod(piece.shape[:dim])
+        stride = piece.shape[dim] * inner
+        begin = 0
         for low, high in self._held(piece):
             for a, b in pairwise(
                 bound for bound in self._bounds[piece.name] if low <= bound <= high
             ):
-                first, width, offset = (
-                    self._first[piece.name, a],
-                    (b - a) * inner,
-                    begin + (a - low) * inner,
-                )
+                first = self._first[piece.name, a]
+                width = (b - a) * inner
+                offset = begin + (a - low) * inner
                 start, stop = (
                     _counted(edge - offset, width, stride) for edge in (piece.start, piece.stop)
                 )
@@ -382,7 +389,8 @@ class _Space:
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[slice, slice | Tensor]]:
         """Every part of a range that this worker owns, and its places among the worker's own."""
         for part in self._mine:
-            low, high = max(part.start, start), min(part.stop, stop)
+            low = max(part.start, start)
+            high = min(part.stop, stop)
             if high > low:
                 yield slice(low - start, high - start), part.places(low, high)
 
@@ -397,7 +405,8 @@ class _Route:
     """What one worker sends to, and receives from, another replica."""
 
     def __init__(self, space: _Space, topology: Topology, other: int) -> None:
-        mine, theirs = space.of(topology.replica_index), space.of(other)
+        mine = space.of(topology.replica_index)
+        theirs = space.of(other)
         out, _ = transfer(mine, theirs, topology.site)
         into, spread = transfer(theirs, mine, topology.site)
         # In the order of elements: what `_ahead` says holds for that alone.
@@ -432,7 +441,8 @@ def _ahead(sends: Sequence[Send], receives: Sequence[Send]) -> int:
             changes[send.stop] = changes.get(send.stop, 0) - sign
     most = now = slope = before = 0
     for place in sorted(changes):
-        now, before = now + slope * (place - before), place
+        now = now + slope * (place - before)
+        before = place
         slope += changes[place]
         most = max(most, now)
     return most

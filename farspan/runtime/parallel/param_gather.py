@@ -113,7 +113,8 @@ class ParamGather:
 
     def _gather(self, b: int) -> None:
         """Begin to gather a bucket, unless it is here or coming."""
-        storage, full = self._state.working[b].untyped_storage(), self._state.working[b]
+        storage = self._state.working[b].untyped_storage()
+        full = self._state.working[b]
         if b not in self._coming and storage.size() == 0:
             storage.resize_(full.numel() * full.itemsize)
             self._coming[b] = self._start(b)

@@ -51,13 +51,12 @@ class Pipeline:
         param_gather: ParamGather,
         spans: Spans,
     ) -> None:
-        self._topology, self._model, self._grad_reducer, self._spans = (
-            topology,
-            model,
-            grad_reducer,
-            spans,
-        )
-        self._param_gather, self._messenger = param_gather, messenger
+        self._topology = topology
+        self._model = model
+        self._grad_reducer = grad_reducer
+        self._spans = spans
+        self._param_gather = param_gather
+        self._messenger = messenger
         self._depths = depths_in_flight(topology.replica)
         self._device = torch.device(topology.device)
         self._edges = StageSends(topology, groups, messenger, self._depths)
@@ -71,7 +70,9 @@ class Pipeline:
         """Forward and backward passes of all microbatches; gradients of `scale` times the summed
         loss are collected and their sums begun. Returns this worker's summed loss, and tells it to
         `said` before the last backward pass."""
-        topology, edges, spans = self._topology, self._edges, self._spans
+        topology = self._topology
+        edges = self._edges
+        spans = self._spans
         microbatches = topology.replica.microbatches
         total = torch.zeros((), device=self._device)
         live: dict[int, tuple[Tensor, Tensor]] = {}
@@ -116,7 +117,8 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """The summed loss of each row of as many microbatches as there are, each of this worker's
         rows of a microbatch; of a stage that is not the last, nothing."""
-        topology, losses = self._topology, [torch.zeros(0, device=self._device)]
+        topology = self._topology
+        losses = [torch.zeros(0, device=self._device)]
         self._param_gather.begin()
         for i, batch in enumerate(batches):
             x = batch.inputs if topology.first else self._edges.evaluated_before.take()

@@ -32,7 +32,9 @@ class StageSends:
     def __init__(
         self, topology: Topology, groups: ProcessGroups, messenger: Messenger, depths: list[int]
     ) -> None:
-        self._topology, self._groups, self._messenger = topology, groups, messenger
+        self._topology = topology
+        self._groups = groups
+        self._messenger = messenger
         for replica in topology.plan.replicas:
             for edge, boundary in enumerate(replica.edges):
                 for k in range(boundary.streams if boundary.streams > 1 else 0):
@@ -65,8 +67,11 @@ class StageMessages:
         groups: ProcessGroups,
         messenger: Messenger,
     ) -> None:
-        replica, plan = topology.replica, topology.plan
-        self._messenger, self._channel, self._ahead = messenger, channel, ahead
+        replica = topology.replica
+        plan = topology.plan
+        self._messenger = messenger
+        self._channel = channel
+        self._ahead = ahead
         ends = (edge + 1, edge) if channel == Channel.GRADIENTS else (edge, edge + 1)
         held, wanted = (rows_held(replica, stage) for stage in ends)
         first, second = transfer(held, wanted, topology.site)
@@ -75,16 +80,13 @@ class StageMessages:
         self._hands = [send for send in second if send.source == topology.rank]
         self._handed = [send for send in second if send.target == topology.rank]
         (mine,) = (part for part in (*held, *wanted) if part.rank == topology.rank)
-        self._start, self._rows = mine.start, mine.stop - mine.start
+        self._start = mine.start
+        self._rows = mine.stop - mine.start
         self._row = (plan.train.seq_len, plan.model.d_model)
-        self._dtype, self._device = (
-            WORKING_DTYPES[plan.train.precision],
-            torch.device(topology.device),
-        )
-        self._codec, self._groups = (
-            _codec(replica.edges[edge].bits, self._dtype),
-            streams(topology, edge, groups),
-        )
+        self._dtype = WORKING_DTYPES[plan.train.precision]
+        self._device = torch.device(topology.device)
+        self._codec = _codec(replica.edges[edge].bits, self._dtype)
+        self._groups = streams(topology, edge, groups)
         self._sent = self._taken = 0
         self._waiting: deque[list[tuple[Send, Posted]]] = deque()
 
@@ -132,9 +134,11 @@ class StageMessages:
             self._waiting.append(posted)
 
     def _receive(self, send: Send, number: int) -> Posted:
-        size, dtype = self._elements(send), self._dtype
+        size = self._elements(send)
+        dtype = self._dtype
         if self._codec is not None:
-            size, dtype = self._codec.encoded_size(size), torch.uint8
+            size = self._codec.encoded_size(size)
+            dtype = torch.uint8
         return self._messenger.post(
             size, dtype, send.source, tag(self._channel, number), self._groups
         )

@@ -38,7 +38,8 @@ def device_rates(
     """Rates of one device, in so many bytes. `shapes` are (m, k, n) of `[m, k] @ [k, n]`."""
     device = open_device(planned)
     memory = usable_memory(device)
-    rates, left_out = list[MatmulRate](), list[LeftOut]()
+    rates = list[MatmulRate]()
+    left_out = list[LeftOut]()
     for m, k, n in shapes:
         if (needed := product_bytes(m, k, n)) > (free := free_memory(device, allowed)):
             left_out.append(
@@ -76,7 +77,8 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Mean seconds of one call, over TIMED_S and at least three."""
     work()
     settle(device)
-    calls, began = 0, time.perf_counter()
+    calls = 0
+    began = time.perf_counter()
     while (spent := time.perf_counter() - began) < TIMED_S or calls < 3:
         work()
         settle(device)

@@ -23,7 +23,9 @@ from farspan.runtime.state.train_state import TrainState
 
 #: Seconds that all units' passes are taken over, how many at least, and those before, while memory
 #: is first touched.
-TIMED_S, LEAST, WARMUP = 1.5, 8, 3
+TIMED_S = 1.5
+LEAST = 8
+WARMUP = 3
 #: Slow devices make no more than one pass after so many seconds.
 MOST_S = 5.0
 #: A pass that takes longer is not repeated with more rows: time is then in proportion to them.
@@ -51,12 +53,15 @@ def unit_times(
         "block": (1, 1 + blocks),
         "head": (spec.layers + 1, spec.layers + 2),
     }
-    hash_, measured, left_out = models.graph(spec).units_hash, list[UnitTime](), list[LeftOut]()
+    hash_ = models.graph(spec).units_hash
+    measured = list[UnitTime]()
+    left_out = list[LeftOut]()
     for dtype in dtypes:
         units = dict[str, _Unit]()
         for place, count in enumerate(sorted(rows)):
             state, working = bytes_needed(spec, seq_len, count, dtype, device.type)
-            needed, free = working + (0 if units else state), free_memory(device, allowed)
+            needed = working + (0 if units else state)
+            free = free_memory(device, allowed)
             try:
                 if needed > free:
                     raise torch.OutOfMemoryError
@@ -98,7 +103,9 @@ def bytes_needed(
     spec: ModelSpec, seq_len: int, rows: int, dtype: DType, backend: str
 ) -> tuple[int, int]:
     """Bytes that the timed units take: of their state, and of passes over so many sequences."""
-    graph, blocks, own = models.graph(spec), min(BLOCKS, spec.layers), engine("farspan")
+    graph = models.graph(spec)
+    blocks = min(BLOCKS, spec.layers)
+    own = engine("farspan")
     train = TrainSpec(steps=1, batch=rows, seq_len=seq_len, precision=dtype)
     kinds = ((graph.embedding, 1), (graph.block, blocks), (graph.head, 1))
     weights = sum(
@@ -126,7 +133,8 @@ class _Unit:
         self, device: torch.device, spec: ModelSpec, units: tuple[int, int], dtype: DType
     ) -> None:
         self._device = device
-        self._first, self._last = units[0] == 0, units[1] == spec.layers + 2
+        self._first = units[0] == 0
+        self._last = units[1] == spec.layers + 2
         self._model = Decoder(spec, units=units)
         for parameter in self._model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
@@ -162,7 +170,8 @@ def _timed(
     pass takes one turn or two."""
     tokens = torch.randint(vocabulary, shape, device=device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in units}
-    began, passes = time.perf_counter(), 0
+    began = time.perf_counter()
+    passes = 0
     while (spent := time.perf_counter() - began) < TIMED_S or passes < WARMUP + LEAST:
         if spent > MOST_S and passes > 1:
             break
@@ -182,7 +191,9 @@ def _timed(
 
 
 def _pass(units: dict[str, _Unit], tokens: Tensor) -> dict[str, tuple[float, float]]:
-    x, forward, backward = tokens, dict[str, float](), dict[str, float]()
+    x = tokens
+    forward = dict[str, float]()
+    backward = dict[str, float]()
     for name, unit in units.items():
         began = time.perf_counter()
         x = unit.forward(x, tokens)

@@ -58,12 +58,10 @@ class FullState:
     ) -> None:
         """`slices` of the parameters that are not whole here, `shapes` of all parameters of the
         model."""
-        self._rank, self._state, self._messenger, self.shapes = (
-            topology.rank,
-            state,
-            messenger,
-            shapes,
-        )
+        self._rank = topology.rank
+        self._state = state
+        self._messenger = messenger
+        self.shapes = shapes
         mine = _manifest(topology, state, slices)
         self.manifests = [mine]
         if (world := len(topology.plan.devices)) > 1:
@@ -76,7 +74,8 @@ class FullState:
     def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
         """The parameters of one replica, whole and on rank 0, from what each worker keeps by
         bucket: masters, moments, or gradients. Empty on other ranks."""
-        number, self._count = tag(Channel.FULL_STATE, self._count), self._count + 1
+        number = tag(Channel.FULL_STATE, self._count)
+        self._count = self._count + 1
         sources = self._sources(replica)
         if self._rank != 0:
             for rank, bucket in sources:
@@ -136,7 +135,8 @@ class FullState:
     ) -> None:
         """Fill every worker's buckets (of one replica, or of all) from whole parameters, which rank
         0 gives."""
-        number, self._count = tag(Channel.FULL_STATE, self._count), self._count + 1
+        number = tag(Channel.FULL_STATE, self._count)
+        self._count = self._count + 1
         wanted = [
             rank
             for rank, manifest in enumerate(self.manifests)
@@ -159,12 +159,14 @@ class FullState:
     def send_out(self, ranks: Sequence[int], content: Callable[[int, int], Tensor]) -> None:
         """On rank 0: fill the buckets of these workers, each of which calls `receive`, with
         `content(rank, bucket)`."""
-        number, self._handed = tag(Channel.HANDED_OUT, self._handed), self._handed + 1
+        number = tag(Channel.HANDED_OUT, self._handed)
+        self._handed = self._handed + 1
         self._send(ranks, content, number)
 
     def receive(self, flats: Sequence[Tensor]) -> None:
         """Fill this worker's buckets with what rank 0 sends."""
-        number, self._handed = tag(Channel.HANDED_OUT, self._handed), self._handed + 1
+        number = tag(Channel.HANDED_OUT, self._handed)
+        self._handed = self._handed + 1
         self._receive(flats, number)
 
     def _send(
@@ -198,7 +200,8 @@ class FullState:
 
     def _sources(self, replica: int) -> list[tuple[int, int]]:
         """The first worker that owns each bucket of a replica, and the bucket's number there."""
-        seen, sources = set(), []
+        seen = set()
+        sources = []
         for rank, manifest in enumerate(self.manifests):
             for b, pieces in enumerate(manifest.pieces):
                 key = tuple((piece.name, piece.slice, piece.start, piece.stop) for piece in pieces)

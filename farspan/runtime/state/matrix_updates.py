@@ -21,7 +21,9 @@ from farspan.semantics.tensor_sharding import sections
 
 #: A quintic whose repeated use brings any singular value of (0, 1] to about 1, found for the
 #: steepest rise at 0 (Jordan et al. 2024).
-A, B, C = 3.4445, -4.7750, 2.0315
+A = 3.4445
+B = -4.7750
+C = 2.0315
 #: Keeps a matrix of zeros from being divided by its norm.
 LEAST_NORM = 1e-7
 
@@ -51,7 +53,9 @@ class MatrixUpdates:
         dtype: torch.dtype,
     ) -> None:
         """`slices` of the parameters that are not whole here, and the `group` that has the rest."""
-        self._slices, self._group, self._dtype = slices, group, dtype
+        self._slices = slices
+        self._group = group
+        self._dtype = dtype
         self._ways = 1 if group is None else group.size()
         self._matrices: dict[str, Matrix] = block_matrices(graph)
         dims = {weight.name: weight.dims for op in graph.block for weight in op.weights}
@@ -110,10 +114,12 @@ class MatrixUpdates:
         owner = owners(
             [round(update_flops(self._matrices[name], iterations)) for name in names], self._ways
         )
-        at, mine = 0, dict[str, Tensor]()
+        at = 0
+        mine = dict[str, Tensor]()
         rank = dist.get_rank(self._group)
         for name, k in zip(names, owner, strict=True):
-            shape, size = parts[name].shape, parts[name].numel()
+            shape = parts[name].shape
+            size = parts[name].numel()
             if k == rank:
                 mine[name] = self._cuts[name].join(
                     [flat[at : at + size].view(shape) for flat in whole]
@@ -136,7 +142,9 @@ class MatrixUpdates:
         for direction in made.values():
             flat[at : at + direction.numel()] = direction.reshape(-1)
             at += direction.numel()
-        came, places, found = self._gathered(flat), [0] * self._ways, dict[str, Tensor]()
+        came = self._gathered(flat)
+        places = [0] * self._ways
+        found = dict[str, Tensor]()
         for name, size, k in zip(names, sizes, owner, strict=True):
             matrix = self._matrices[name]
             direction = came[k][places[k] : places[k] + size].view(matrix.rows, matrix.columns)

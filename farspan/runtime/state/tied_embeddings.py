@@ -38,7 +38,10 @@ class TiedEmbedding:
         rows: dict[int, tuple[int, int]],
     ) -> None:
         """`rows`: the rows [start, stop) of the table that each worker of both stages holds."""
-        self._topology, self._state, self._messenger, self._held = topology, state, messenger, rows
+        self._topology = topology
+        self._state = state
+        self._messenger = messenger
+        self._held = rows
         self._bucket = state.home[state.names.index(TABLE)][0]
         first = topology.replica.stages[0]
         #: What rounding left of other steps' rows is in the first stage's sums, too.
@@ -59,7 +62,8 @@ class TiedEmbedding:
         sent, received = (touched, every) if self._topology.first else (every, touched)
         self._out = (sent, *self._sends(sent, self._mine, self._theirs))
         first, second = self._sends(received, self._theirs, self._mine)
-        rank, embedding = self._topology.rank, not self._topology.first
+        rank = self._topology.rank
+        embedding = not self._topology.first
         self._received = [
             [
                 (
@@ -101,7 +105,8 @@ class TiedEmbedding:
 
     def add(self) -> None:
         """Add the other end's gradient, and hand it on inside the site."""
-        table, (low, high) = self._table(), self._expected
+        table = self._table()
+        (low, high) = self._expected
         gradient = torch.empty(high - low, table.shape[1])
         for hop, received in enumerate(self._received):
             for send, posted in received:

@@ -45,7 +45,8 @@ class TrainState:
     ) -> None:
         """`updates` of the division's matrices, where it has any; whether a moving average of the
         weights is kept."""
-        self.division, self._updates = division or Division(), updates
+        self.division = division or Division()
+        self._updates = updates
         division = self.division
         named = list(model.named_parameters())
         self.names = [name for name, _ in named]
@@ -77,10 +78,8 @@ class TrainState:
             for name in ("size", "own")
         )
         new = lambda size, dtype=torch.float32: torch.zeros(size, dtype=dtype, device=self.device)  # noqa: E731
-        sizes, owns = (
-            [bucket.size for bucket in self.buckets],
-            [length(bucket) for bucket in self.buckets],
-        )
+        sizes = [bucket.size for bucket in self.buckets]
+        owns = [length(bucket) for bucket in self.buckets]
         if self.division.zero == 3:
             # Apart, so that each can be given back to the allocator by itself, and never touched
             # until it is gathered.
@@ -150,7 +149,8 @@ class TrainState:
         """Into a bucket that is there all the time: once a step's first gradient is, it is the
         parameter's own, to which torch adds the later ones, without Python, where both have one
         dtype."""
-        part, same = self.view(self.collected, index), self.dtype == torch.float32  # type: ignore[arg-type]
+        part = self.view(self.collected, index)
+        same = self.dtype == torch.float32  # type: ignore[arg-type]
 
         def collect(parameter: Tensor) -> None:
             if index not in self._begun:
@@ -170,7 +170,9 @@ class TrainState:
     def _into_leaving(self, index: int) -> Callable[[Tensor], None]:
         """Into a bucket that is new whenever the one before has been sent."""
         b, start = self.home[index]
-        shape, size, members = self.shapes[index], self.buckets[b].size, self.buckets[b].members
+        shape = self.shapes[index]
+        size = self.buckets[b].size
+        members = self.buckets[b].members
         gaps = self.buckets[b].gaps
 
         def collect(parameter: Tensor) -> None:
@@ -202,8 +204,10 @@ class TrainState:
         """What of parameter `index`, flattened, this worker owns: [start, stop), and where in its
         bucket's own part."""
         b, start = self.home[index]
-        bucket, size = self.buckets[b], self.shapes[index].numel()
-        low, high = max(start, bucket.own.start), min(start + size, bucket.own.stop)
+        bucket = self.buckets[b]
+        size = self.shapes[index].numel()
+        low = max(start, bucket.own.start)
+        high = min(start + size, bucket.own.stop)
         if high <= low:
             return 0, 0, slice(0, 0)
         return low - start, high - start, slice(low - bucket.own.start, high - bucket.own.start)

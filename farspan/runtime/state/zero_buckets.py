@@ -130,7 +130,9 @@ def _row(
 ) -> tuple[list[int], int, int]:
     """Where parameters begin that lie one after another from `first` on, where the last and where
     the last matrix ends."""
-    starts, end, decayed = list[int](), first, first
+    starts = list[int]()
+    end = first
+    decayed = first
     for i in order:
         starts.append(_aligned(end))
         end = starts[-1] + shapes[i].numel()

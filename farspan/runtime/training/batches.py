@@ -20,7 +20,8 @@ class Batches:
     """`order` is that of all samples of the run."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker, self._train = worker, worker.plan.train
+        self._worker = worker
+        self._train = worker.plan.train
         self.order = Order(worker.train.count, self._train.seed, self._train.regular.reshuffle)
 
     def valid(self, samples: NDArray[np.int64]) -> int:
@@ -54,7 +55,8 @@ class Batches:
         if len(inputs) == 0:
             topology = self._worker.executor.topology
             shape = row_quantum(topology.mesh, topology.stage.splits), inputs.shape[1]
-            inputs, targets = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+            inputs = np.zeros(shape, np.int64)
+            targets = np.full(shape, -1, np.int64)
         device = self._worker.group.device
         return Batch(
             *(torch.from_numpy(array).to(device, non_blocking=True) for array in (inputs, targets))

@@ -44,7 +44,8 @@ def permute(index: Indices, size: int, seed: int, epoch: int) -> Indices:
     out = index.astype(np.uint64, copy=True)
     pending = np.ones(out.shape, dtype=bool)
     while pending.any():
-        left, right = out[pending] >> half_bits, out[pending] & low
+        left = out[pending] >> half_bits
+        right = out[pending] & low
         for key in keys:
             left, right = right, left ^ (_mix(right, key) & low)
         out[pending] = (left << half_bits) | right
@@ -77,7 +78,8 @@ class Windows:
         ):
             if valid:
                 span = self._span(place, valid + 1)
-                inputs[row, :valid], targets[row, :valid] = span[:-1], span[1:]
+                inputs[row, :valid] = span[:-1]
+                targets[row, :valid] = span[1:]
         return inputs, targets
 
     def _span(self, window: int, count: int) -> npt.NDArray[np.integer]:
@@ -105,7 +107,8 @@ class ReshuffledWindows(Windows):
         if epoch == 0:
             return super()._span(window, count)
         documents, starts = self._order(epoch)
-        start, parts = window * self.seq_len, list[npt.NDArray[np.integer]]()
+        start = window * self.seq_len
+        parts = list[npt.NDArray[np.integer]]()
         at = int(np.searchsorted(starts, start, side="right")) - 1
         while count:
             first = int(self.offsets[documents[at]]) + start - int(starts[at])
@@ -113,7 +116,9 @@ class ReshuffledWindows(Windows):
                 first : min(first + count, int(self.offsets[documents[at] + np.uint64(1)]))
             ]
             parts.append(part)
-            start, count, at = start + len(part), count - len(part), at + 1
+            start = start + len(part)
+            count = count - len(part)
+            at = at + 1
         return np.concatenate(parts)
 
     def _order(self, epoch: int) -> tuple[Indices, npt.NDArray[np.int64]]:
@@ -151,7 +156,9 @@ class Order:
 
 
 #: Keys of what else is drawn by sample than the order of windows.
-MASKED, REPLACED, DROPPED = 1 << 32, 2 << 32, 3 << 32
+MASKED = 1 << 32
+REPLACED = 2 << 32
+DROPPED = 3 << 32
 
 
 def mask(

@@ -31,9 +31,11 @@ class EventLog:
         may()
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: what a full disk has taken of a line is known.
-        self._file, self._path = open_own(path, "ab", buffering=0), path
+        self._file = open_own(path, "ab", buffering=0)
+        self._path = path
         cut_unfinished_line(path)
-        self._encoder, self._unwritten = msgspec.json.Encoder(), bytearray()
+        self._encoder = msgspec.json.Encoder()
+        self._unwritten = bytearray()
 
     def write(self, event: Event) -> None:
         """Raises OSError where more than WAITING bytes could not be written, and Refusal

@@ -15,9 +15,11 @@ from farspan.domain.plan import Replica
 
 #: How many times the spread that was seen so far, and at least how many nats a token, a strayed
 #: loss is above others'.
-SPREADS, LEAST_NATS = 8.0, 0.5
+SPREADS = 8.0
+LEAST_NATS = 0.5
 #: Steps that are looked at before anything is judged, and over which the spread is a mean.
-FIRST, MEMORY = 20, 200
+FIRST = 20
+MEMORY = 200
 #: Steps on end after which a worker is taken for faulty.
 PATIENCE = 3
 
@@ -45,7 +47,9 @@ class LossOutliers:
             for group, rows in zip(last.mesh.batch, last.rows, strict=True)
             if rows
         }
-        self._seen, self._variance, self._steps = 0, 0.0, 0
+        self._seen = 0
+        self._variance = 0.0
+        self._steps = 0
         self._last: int | None = None
 
     def look(self, by_rank: dict[int, float]) -> LossOutlier | None:
@@ -61,7 +65,8 @@ class LossOutliers:
             self._seen += 1
             squares = sum(score[2] ** 2 for score in scores.values()) / len(scores)
             self._variance += (squares - self._variance) / min(self._seen, MEMORY)
-            self._last, self._steps = None, 0
+            self._last = None
+            self._steps = 0
             return None
         self._steps = self._steps + 1 if rank == self._last else 1
         self._last = rank
@@ -71,7 +76,8 @@ class LossOutliers:
         """Nats a token of a worker and of all others together, and how far apart they are for so
         many tokens: by chance a difference of means over n and m tokens has the variance of a
         token's loss times 1/n + 1/m."""
-        mine, all_of_them = self._tokens[rank], sum(self._tokens.values())
+        mine = self._tokens[rank]
+        all_of_them = sum(self._tokens.values())
         rest = all_of_them - mine
         loss = by_rank[rank] / mine
         others = sum(by_rank[other] for other in self._tokens if other != rank) / rest

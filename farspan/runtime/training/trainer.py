@@ -39,9 +39,11 @@ QUIET_STEPS = 2000
 LOWER = "lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER"
 #: A signal that ends a whole run reaches its workers within so many seconds of each other, as
 #: agents of several hosts pass it on: a choice. They ask each other so often meanwhile.
-SPREAD_S, LOOK_S = 1.0, 0.05
+SPREAD_S = 1.0
+LOOK_S = 0.05
 #: Steps whose spans are recorded: the second and third of a start, and one of so many later.
-TRACED_FIRST, TRACED_EVERY = (1, 2), 200
+TRACED_FIRST = (1, 2)
+TRACED_EVERY = 200
 
 
 class Trainer:
@@ -57,7 +59,9 @@ class Trainer:
     ) -> None:
         """A time budget counts from `began`, a time of the same clock; None is now. Without
         `background` a checkpoint is written before training goes on."""
-        self.worker, self.monotonic, train = worker, monotonic, worker.plan.train
+        self.worker = worker
+        self.monotonic = monotonic
+        train = worker.plan.train
         self.batches = Batches(worker)
         self.checkpointer = Checkpointer(
             worker.executor,
@@ -93,7 +97,8 @@ class Trainer:
         self._rounds = len(replicas) == 1 and any(
             stage.grad_sync.bits < 32 for stage in replicas[0].stages
         )
-        self._settling, self._stopping = False, ""
+        self._settling = False
+        self._stopping = ""
         #: The ranks whose preemption has ended this start, if one has.
         self.preempted: tuple[int, ...] = ()
 
@@ -103,7 +108,8 @@ class Trainer:
         return self._used_s + self.monotonic() - self._started
 
     def _work(self) -> RunWork:
-        train, read = self.worker.plan.train, self.validation
+        train = self.worker.plan.train
+        read = self.validation
         return RunWork(
             step_tokens=train.tokens_per_step,
             validate_every=train.validate_every,
@@ -119,9 +125,12 @@ class Trainer:
     def run(self) -> str:
         """Train to the end, the deadline, an early stop, a request to stop or a preemption; returns
         which. The last state is saved."""
-        train, reason, self._first_step = self.worker.plan.train, self._ended(), self.state.step
+        train = self.worker.plan.train
+        reason = self._ended()
+        self._first_step = self.state.step
         while not reason:
-            began, spans = time.perf_counter(), self.worker.executor.spans
+            began = time.perf_counter()
+            spans = self.worker.executor.spans
             spans.on = (
                 self.state.step - self._first_step in TRACED_FIRST
                 or self.state.step % TRACED_EVERY == TRACED_EVERY - 1
@@ -156,7 +165,8 @@ class Trainer:
                     )
                 )
             self.checkpointer.poll()
-            together, first = self._together(), self.state.step == self._first_step + 1
+            together = self._together()
+            first = self.state.step == self._first_step + 1
             unknown = self.budget.stepped(self.state.step) if together or first else False
             if not together:
                 continue
@@ -179,11 +189,13 @@ class Trainer:
         """Why to stop and whether to save, where gradients travel in fewer bits than 32: one step
         later, which sends what rounding has left of those before. So no checkpoint lacks it."""
         if self._settling:
-            self._settling, stopping = False, self._stopping
+            self._settling = False
+            stopping = self._stopping
             return stopping or reason, True
         if not self._rounds or not (save or reason in STOPPED):
             return reason, save
-        self._settling, self._stopping = True, reason
+        self._settling = True
+        self._stopping = reason
         return "", False
 
     def _leave_out(self) -> None:
@@ -219,7 +231,8 @@ class Trainer:
     def _stop_reason(self) -> str:
         """Agree on why all stop, once the state is saved. A signal that comes to all workers is a
         stop, whoever sent it; it does not come to all at once."""
-        group, ranks = self.worker.group, tuple[int, ...]()
+        group = self.worker.group
+        ranks = tuple[int, ...]()
         for _ in range(round(SPREAD_S / LOOK_S)):
             asked = group.gather(float(self.worker.stop()))
             signalled = group.gather(float(self.worker.preempted()))
@@ -233,7 +246,8 @@ class Trainer:
     def _together(self) -> bool:
         """Whether all replicas are at one place: always where there is one, else after they have
         met."""
-        outer, sync = self.worker.executor.outer, self.worker.plan.sync
+        outer = self.worker.executor.outer
+        sync = self.worker.plan.sync
         if outer is None or sync is None:
             return True
         last = self.state.step >= self.state.steps
@@ -256,14 +270,18 @@ class Trainer:
         """Why to stop, if at all, and whether to save: agreed by all workers. A request or a signal
         anywhere stops all; rank 0's clock decides the rest; validations gave all the same. Workers
         of one replica hear of it a step later, without waiting for each other."""
-        group, train, steps, save = self.worker.group, self.worker.plan.train, 0, False
+        group = self.worker.group
+        train = self.worker.plan.train
+        steps = 0
+        save = False
         share = 0.0
         if group.rank == 0:
             save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
             steps, share, save = self.budget.say(self.state.step, self.state.steps, save)
             if save:
                 self._saved_at = self.monotonic()  # Said once: it is heard and done a step later.
-        stop, preempted = float(self.worker.stop()), float(self.worker.preempted())
+        stop = float(self.worker.stop())
+        preempted = float(self.worker.preempted())
         mine = (stop, preempted, float(steps), float(save), share)
         exchange = self.worker.executor.decisions
         if len(self.worker.plan.replicas) > 1:
@@ -297,9 +315,11 @@ class Trainer:
     def _step(self, step: int) -> tuple[float, float, int, float]:
         """One update. Returns the mean loss and the gradient norm before clipping of this worker's
         replica, the valid tokens of all, and the learning rate."""
-        train, executor = self.worker.plan.train, self.worker.executor
+        train = self.worker.plan.train
+        executor = self.worker.executor
         valid_tokens, outcome = self.gradients(step)
-        norm, loss = outcome.norm / self.state.loss_scale, outcome.loss / valid_tokens
+        norm = outcome.norm / self.state.loss_scale
+        loss = outcome.loss / valid_tokens
         followed = self.budget.followed(step, self.state.steps)
         lr = learning_rate(
             train.schedule,
@@ -325,15 +345,14 @@ class Trainer:
     def gradients(self, step: int) -> tuple[int, Outcome]:
         """The gradients of one step, in the state: of the mean loss times the loss scale. Returns
         the valid tokens."""
-        topology, executor, tokens = (
-            self.worker.executor.topology,
-            self.worker.executor,
-            np.empty(0, dtype=np.int64),
-        )
+        topology = self.worker.executor.topology
+        executor = self.worker.executor
+        tokens = np.empty(0, dtype=np.int64)
         valid_tokens = self.batches.valid(topology.replica_samples(step))
         if executor.tied is not None:
             tokens = self.batches.read(topology.replica_samples(step))[0]
-        mine, scale = topology.samples(step), self.state.loss_scale / valid_tokens
+        mine = topology.samples(step)
+        scale = self.state.loss_scale / valid_tokens
         return valid_tokens, executor.gradients(tokens, lambda i: self.batches.of(mine[i]), scale)
 
     # -- what can go wrong
@@ -375,10 +394,8 @@ class Trainer:
         outlier = self.strays.look({rank: loss for rank, (loss, _) in outcome.by_rank.items()})
         if outlier is None:
             return
-        device, samples = (
-            self.worker.plan.devices[outlier.rank],
-            self.worker.executor.topology.replica_samples(step),
-        )
+        device = self.worker.plan.devices[outlier.rank]
+        samples = self.worker.executor.topology.replica_samples(step)
         fact = f"{outlier.loss:.2f} nats a token where the others have {outlier.others:.2f}"
         where = f"rank {outlier.rank} ({device.backend} {device.index} of {device.host})"
         if outlier.steps == 1 and self.worker.group.rank == 0:
@@ -480,7 +497,8 @@ class Trainer:
         return load(path, Plan) if path.exists() else None
 
     def _adopt(self, progress: TrainerState) -> None:
-        plan, run = self.worker.plan, self.worker.run
+        plan = self.worker.plan
+        run = self.worker.run
         if progress.training != self.state.training:
             former = self._former(progress)
             unlike = (

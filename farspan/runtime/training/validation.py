@@ -90,15 +90,20 @@ class Validation:
         to_device: Callable[[tuple[np.ndarray, np.ndarray]], Batch],
         monotonic: Callable[[], float],
     ) -> None:
-        self._worker, self._state = worker, state
-        self._to_device, self._monotonic = to_device, monotonic
-        self._plan, self._val = worker.plan, worker.val
+        self._worker = worker
+        self._state = state
+        self._to_device = to_device
+        self._monotonic = monotonic
+        self._plan = worker.plan
+        self._val = worker.val
         #: The step whose state was validated last, -1 where it is to be read again; and what the
         #: validations in between read of it.
         self.step = -1
         self._sample = LossSums()
-        plan, val = worker.plan, worker.val
-        each, count = plan.train.seq_len, val.count
+        plan = worker.plan
+        val = worker.val
+        each = plan.train.seq_len
+        count = val.count
         tokens = plan.train.validate_tokens
         #: Windows that a validation in between reads, and that the last one reads at most.
         self.first = count if not tokens else min(count, -(-tokens // each))
@@ -140,8 +145,10 @@ class Validation:
     def _mine(self, chosen: Indices) -> Iterator[Indices]:
         """The windows of each microbatch that this worker reads: as many microbatches on every
         worker of a replica, all replicas taking turns, each window once."""
-        topology, sizes = self._worker.executor.topology, self._sizes
-        mine, before = sizes[topology.replica_index], sum(map(sum, sizes[: topology.replica_index]))
+        topology = self._worker.executor.topology
+        sizes = self._sizes
+        mine = sizes[topology.replica_index]
+        before = sum(map(sum, sizes[: topology.replica_index]))
         first = before + sum(mine[: topology.batch])
         # The window after the last has no targets: it fills up.
         filled = np.append(chosen, np.full(self.round, self._val.count, np.uint64))
@@ -154,7 +161,8 @@ class Validation:
     def measure(self, step: int, budget: TimeBudget, *, last: bool) -> Measured | None:
         """Return the loss on the same windows each time, from where the last validation reads on;
         None where nothing of it is new."""
-        began, known = self._monotonic(), step == self.step
+        began = self._monotonic()
+        known = step == self.step
         sample = sums = self._sample if known else self.read_timed(0, self.first, budget)
         if last:
             sums = self._read_on(sample, budget)
@@ -174,7 +182,8 @@ class Validation:
         them: rank 0 says how many more are read at a time."""
         left = self.most - sums.windows
         while left > 0:
-            mine, least = 0, min(left, self.round)
+            mine = 0
+            least = min(left, self.round)
             if self._worker.group.rank == 0:
                 mine = budget.more_windows(self._plan.train.seq_len, least, left)
             (more,) = map(int, self._worker.group.sum(mine))
@@ -187,10 +196,12 @@ class Validation:
     def judge(self, step: int, measured: Measured) -> bool:
         """Whether no validation's sample had so small a loss; counted where it is clearly worse,
         with those since the best before it."""
-        self.step, self._sample = step, measured.sample
+        self.step = step
+        self._sample = measured.sample
         if measured.known:
             return False
-        loss, state = measured.sample.mean, self._state
+        loss = measured.sample.mean
+        state = self._state
         if state.best_loss is None or loss < state.best_loss:
             state.best_loss = loss
             state.stale = 0
@@ -202,9 +213,12 @@ class Validation:
     def report(self, step: int, measured: Measured, best: bool) -> Validated:
         """Return the event of a validation; of the last one with its loss on the sample that others
         read."""
-        worker, sums = self._worker, measured.sums
-        val, sample = worker.manifest.val, measured.sample if measured.last else None
-        unigram, bigram = None, None
+        worker = self._worker
+        sums = measured.sums
+        val = worker.manifest.val
+        sample = measured.sample if measured.last else None
+        unigram = None
+        bigram = None
         if worker.group.rank == 0:
             unigram, bigram = self._entropies_of(sums.windows)
         return Validated(
@@ -234,7 +248,8 @@ class Validation:
             return manifest.unigram_nats, manifest.bigram_nats
         if count not in self._entropies:
             inputs, targets = self._val.read(self.windows(0, count))
-            mask, train = targets >= 0, self._worker.train.tokens
+            mask = targets >= 0
+            train = self._worker.train.tokens
             entropies = entropies_of(train, inputs[mask], targets[mask], manifest.vocab_size)
             self._entropies[count] = entropies
         return self._entropies[count]
