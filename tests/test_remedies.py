@@ -20,7 +20,7 @@ NUMERIC_SPECS = ("d", ",", "g", "f", "%", "e")
 CHECKED_NAME = re.compile(r"_?remedy|fix|(path|host|family|site)_words?")
 #: Functions that return a remedy or a part of one: what they return is checked.
 CHECKED_FUNCTIONS = {
-    "_fix",
+    "_choose_fix",
     "_init_command",
     "_mending",
     "_missing_extra",
@@ -42,7 +42,7 @@ CHECKED_FUNCTIONS = {
     "setting_remedy",
 }
 #: Functions that return a fact and its remedy.
-PAIR_FUNCTIONS = {"_cause", "_explained"}
+PAIR_FUNCTIONS = {"_cause", "_explain_failure", "_explained"}
 ALLOWED_FUNCTIONS = NUMBERS | CHECKED_FUNCTIONS | PAIR_FUNCTIONS
 #: Words of farspan's own, from its tables and constants, by their file.
 OWN_WORDS: dict[str, set[str]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Container
 from typing import Annotated, Any, Literal
 
@@ -102,7 +103,10 @@ class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def precisions(self) -> tuple[Precision, ...]:
         """`dtypes` without tf32, which is only used where a training asks for it: its numbers are
         fp32."""
-        return tuple(dict.fromkeys("fp32" if dtype == "tf32" else dtype for dtype in self.dtypes))
+        precisions: list[Precision] = [
+            "fp32" if dtype == "tf32" else dtype for dtype in self.dtypes
+        ]
+        return tuple(dict.fromkeys(precisions))
 
 
 class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,26 +157,24 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     origin: Origin = "given"
 
     def but(self, **changes: Any) -> Device:
-        """The same device with other figures, by the names of its parts' fields (`PART_OF`) or of
-        its own."""
-        for part in dict.fromkeys(PART_OF[name] for name in changes if name in PART_OF):
-            fields = {
-                name: changes.pop(name) for name in list(changes) if PART_OF.get(name) == part
-            }
-            changes[part] = msgspec.structs.replace(getattr(self, part), **fields)
-        return msgspec.structs.replace(self, **changes)
+        """Return the same device with other figures, by the names of its parts' fields (`PART_OF`)
+        or of its own."""
+        own: dict[str, Any] = {}
+        by_part: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            fields = by_part.setdefault(PART_OF[name], {}) if name in PART_OF else own
+            fields[name] = value
+        for part, fields in by_part.items():
+            own[part] = msgspec.structs.replace(getattr(self, part), **fields)
+        return msgspec.structs.replace(self, **own)
 
 
 #: The part of a Device that holds a figure, by the figure's name: no two parts share a name.
 PART_OF = {
-    name: part
-    for part, kind in (
-        ("sheet", DataSheet),
-        ("times", DeviceTimes),
-        ("learned", LearnedPace),
-        ("slot", WorkerSlot),
-    )
-    for name in kind.__struct_fields__
+    **dict.fromkeys(DataSheet.__struct_fields__, "sheet"),
+    **dict.fromkeys(DeviceTimes.__struct_fields__, "times"),
+    **dict.fromkeys(LearnedPace.__struct_fields__, "learned"),
+    **dict.fromkeys(WorkerSlot.__struct_fields__, "slot"),
 }
 
 
@@ -257,30 +259,31 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def summary(self) -> str:
         """`3 a30 + 1 t4 in 2 hosts at 1 site`."""
-        kinds = [device.kind for device in self.devices]
-        devices = " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        kinds = Counter(device.kind for device in self.devices)
+        devices = [f"{count} {kind}" for kind, count in kinds.items()]
         hosts = counted(len(self.hosts), "host")
         sites = counted(len(self.sites), "site")
-        return f"{devices} in {hosts} at {sites}"
+        return f"{' + '.join(devices)} in {hosts} at {sites}"
 
     def __repr__(self) -> str:
         return f"<Cluster: {self.summary}>"
 
     def _repr_html_(self) -> str:
-        devices = [
-            (site.name, host.name, device.kind, format_bytes(device.memory), device.origin)
-            for site in self.sites
-            for host in site.hosts
-            for device in host.devices
-        ]
+        devices = []
+        for site in self.sites:
+            for host in site.hosts:
+                for device in host.devices:
+                    memory = format_bytes(device.memory)
+                    devices.append((site.name, host.name, device.kind, memory, device.origin))
         links = []
         for a, b in itertools.combinations([host.name for host in self.hosts], 2):
             link = self.link(a, b)
             if link is None:
                 links.append((a, b, "unknown", "unknown", ""))
                 continue
+            rtt = short_time(link.rtt_s)
             rate = "unknown" if link.bandwidth is None else format_rate(link.bandwidth)
-            links.append((a, b, short_time(link.rtt_s), rate, link.origin))
+            links.append((a, b, rtt, rate, link.origin))
         heads = ("host", "host", "round trip", "bandwidth", "origin")
         network = html_table(heads, links, right=(2, 3)) if links else ""
         heads = ("site", "host", "device", "memory", "origin")
@@ -289,11 +292,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def devices(self) -> tuple[Device, ...]:
         """Every device, in rank order: site by site, host by host."""
-        return tuple(device for host in self.hosts for device in host.devices)
+        return tuple(itertools.chain.from_iterable(host.devices for host in self.hosts))
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        return tuple(host for site in self.sites for host in site.hosts)
+        return tuple(itertools.chain.from_iterable(site.hosts for site in self.sites))
 
     @property
     def machines(self) -> tuple[Host, ...]:
@@ -304,108 +307,123 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return next(site for site in self.sites if any(other.name == host for other in site.hosts))
 
     def with_hosts(self, change: Callable[[Host], Host]) -> Cluster:
-        """The same cluster with every host changed."""
-        sites = tuple(
-            msgspec.structs.replace(site, hosts=tuple(map(change, site.hosts)))
-            for site in self.sites
-        )
-        return msgspec.structs.replace(self, sites=sites)
+        """Return the same cluster with every host changed."""
+        sites = []
+        for site in self.sites:
+            hosts = tuple(map(change, site.hosts))
+            sites.append(msgspec.structs.replace(site, hosts=hosts))
+        return msgspec.structs.replace(self, sites=tuple(sites))
 
     def with_devices(self, change: Callable[[Host, int], Device]) -> Cluster:
-        """The same cluster with another device in every place of every host."""
-        return self.with_hosts(
-            lambda host: msgspec.structs.replace(
-                host, devices=tuple(change(host, index) for index in range(len(host.devices)))
-            )
-        )
+        """Return the same cluster with another device in every place of every host."""
+
+        def change_devices(host: Host) -> Host:
+            devices = [change(host, index) for index in range(len(host.devices))]
+            return msgspec.structs.replace(host, devices=tuple(devices))
+
+        return self.with_hosts(change_devices)
 
     def lacking(self, precision: Precision) -> list[str]:
-        """The kinds that do not compute a precision in hardware. tf32 is fp32 on devices that lack
-        it, if others have it."""
-        has_tf32 = any("tf32" in device.sheet.dtypes for device in self.devices)
-        asked = "fp32" if precision == "tf32" and has_tf32 else precision
-        return sorted({device.kind for device in self.devices if asked not in device.sheet.dtypes})
+        """Return the kinds that do not compute a precision in hardware.
+
+        tf32 is fp32 on devices that lack it, if others have it.
+        """
+        devices = self.devices
+        has_tf32 = any("tf32" in device.sheet.dtypes for device in devices)
+        needed = "fp32" if precision == "tf32" and has_tf32 else precision
+        kinds = {device.kind for device in devices if needed not in device.sheet.dtypes}
+        return sorted(kinds)
 
     def first(self, devices: int) -> Cluster:
-        """The same cluster with its first so many devices only, in rank order."""
+        """Return the same cluster with its first `devices` devices only, in rank order."""
         return self.only(range(devices))
 
     def only(self, places: Container[int]) -> Cluster:
-        """The same cluster with the devices at these places only, in rank order."""
+        """Return the same cluster with the devices at these places only, in rank order."""
         place = itertools.count()
         sites = []
+        site_names = []
+        host_names = []
         for site in self.sites:
             hosts = []
             for host in site.hosts:
-                taken = tuple(device for device in host.devices if next(place) in places)
-                if taken:
-                    hosts.append(msgspec.structs.replace(host, devices=taken))
+                devices = [device for device in host.devices if next(place) in places]
+                if devices:
+                    hosts.append(msgspec.structs.replace(host, devices=tuple(devices)))
+                    host_names.append(host.name)
             if hosts:
                 sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
-        names = {site.name for site in sites} | {host.name for site in sites for host in site.hosts}
-        links = tuple(link for link in self.links if link.a in names and link.b in names)
-        kept = msgspec.structs.replace(self, sites=tuple(sites), links=links)
-        joined = {frozenset((link.a, link.b)) for link in links}
-        # Ways between two sites over one that goes stay, as links.
-        over = (
-            _joined(way, a.name, b.name)
-            for a, b in itertools.combinations(sites, 2)
-            if {a.name, b.name} not in joined
-            and (way := self._shortest(a.name, b.name)) != kept._shortest(a.name, b.name)
-        )
-        return msgspec.structs.replace(kept, links=(*links, *over))
+                site_names.append(site.name)
+        ends = {*site_names, *host_names}
+        links = [link for link in self.links if link.a in ends and link.b in ends]
+        kept = msgspec.structs.replace(self, sites=tuple(sites), links=tuple(links))
+        # A path between two sites over one that is removed stays, as a link.
+        joined = [{link.a, link.b} for link in links]
+        for a, b in itertools.combinations(site_names, 2):
+            if {a, b} in joined:
+                continue
+            path = self._shortest_path(a, b)
+            if path != kept._shortest_path(a, b):
+                links.append(_join_path(path, a, b))
+        return msgspec.structs.replace(kept, links=tuple(links))
 
     def link(self, a: str, b: str) -> Link | None:
-        """The network between two hosts: theirs, their sites', or derived from others; None where
-        nothing is known.
+        """Return the network between two hosts: theirs, their sites', or derived from others; None
+        where nothing is known.
 
-        Derived: inside a site its local network; between sites the way over other sites with the
+        Derived: inside a site its local network; between sites the path over other sites with the
         shortest round trip, whose round trips add up and whose slowest part, pace and losses count.
         Between sites no more goes over than the hosts' cards let through; inside one, a link of the
         hosts' own goes before cards and local network.
         """
         site_a = self.site_of(a)
         site_b = self.site_of(b)
-        cards = [nic for nic in (_card(site_a, a), _card(site_b, b)) if nic is not None]
-        link = self._given(a, b, {a, b}) or self._given(a, b, {site_a.name, site_b.name})
+        cards = _known_cards((site_a, a), (site_b, b))
+        link = self._find_link(a, b, site_a, site_b)
         if site_a.name == site_b.name:
-            return link or _inside(site_a, a, b, cards)
+            return link or _derive_lan(site_a, a, b, cards)
         if link is None:
-            way = self._shortest(site_a.name, site_b.name)
-            link = _joined(way, a, b) if way else None
-        if link is None or not cards or min(cards) >= (link.bandwidth or LINE_BANDWIDTH):
-            return link
-        return msgspec.structs.replace(link, bandwidth=min(cards))
+            path = self._shortest_path(site_a.name, site_b.name)
+            link = _join_path(path, a, b) if path else None
+        if link is not None and cards:
+            card_rate = min(cards)
+            if card_rate < (link.bandwidth or LINE_BANDWIDTH):
+                return msgspec.structs.replace(link, bandwidth=card_rate)
+        return link
 
     def assumed_network(self, a: str, b: str) -> AssumedNetwork | None:
-        """What the network between two hosts is taken to carry where neither the file nor a
-        measurement says it; None where they do, or where nothing leads from one to the other.
+        """Return what the network between two hosts is taken to carry where neither the file nor a
+        measurement has it; None where they do, or where nothing leads from one to the other.
 
         Inside a site it is that of the known machines whose shape both hosts have; else it is that
         of hosts of which nothing is known.
         """
         site_a = self.site_of(a)
         site_b = self.site_of(b)
-        link = self._given(a, b, {a, b}) or self._given(a, b, {site_a.name, site_b.name})
+        link = self._find_link(a, b, site_a, site_b)
         if site_a.name != site_b.name:
             joined = self.link(a, b)
             return None if joined is None or joined.bandwidth is not None else UNKNOWN_LINE
         if link is None:
-            cards = [nic for nic in (_card(site_a, a), _card(site_a, b)) if nic is not None]
+            cards = _known_cards((site_a, a), (site_a, b))
+            card_rate = min(cards, default=math.inf)
             assumed = _assumed_lan(site_a, a, b)
-            known = site_a.lan_bandwidth is not None or len(cards) == 2
-            return None if known or min(cards, default=math.inf) <= assumed.rate else assumed
+            is_known = site_a.lan_bandwidth is not None or len(cards) == 2
+            return None if is_known or card_rate <= assumed.rate else assumed
         guessed = link.bandwidth is None or link.origin == "derived"
         return _assumed_lan(site_a, a, b) if guessed else None
 
-    def _given(self, a: str, b: str, pair: set[str]) -> Link | None:
-        """The first link that joins a pair of names, as one of two hosts."""
-        found = (link for link in self.links if {link.a, link.b} == pair)
-        return next((msgspec.structs.replace(link, a=a, b=b) for link in found), None)
+    def _find_link(self, a: str, b: str, site_a: Site, site_b: Site) -> Link | None:
+        """Return the first link that joins two hosts, or else their sites, as one of the hosts."""
+        for pair in ({a, b}, {site_a.name, site_b.name}):
+            for link in self.links:
+                if {link.a, link.b} == pair:
+                    return msgspec.structs.replace(link, a=a, b=b)
+        return None
 
-    def _shortest(self, start: str, goal: str) -> list[Link]:
-        """Dijkstra's shortest way over site links, by round trip, of such the widest; empty where
-        there is none."""
+    def _shortest_path(self, start: str, goal: str) -> list[Link]:
+        """Find Dijkstra's shortest path over site links, by round trip, of such the widest; empty
+        where there is none."""
         # Round trip, and the rate of the slowest link so far with its sign turned: less is better
         # of both.
         best: dict[str, tuple[tuple[float, float], list[Link]]] = {start: ((0.0, -math.inf), [])}
@@ -413,75 +431,78 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         while open_sites:
             current = min(open_sites, key=lambda name: best[name][0])
             open_sites.remove(current)
-            (rtt, rate), way = best[current]
+            (rtt, rate), path = best[current]
             if current == goal:
-                return way
+                return path
             for link in self.links:
                 if current not in (link.a, link.b):
                     continue
                 neighbour = link.b if link.a == current else link.a
-                cost = (
-                    rtt + link.rtt_s,
-                    max(rate, -math.inf if link.bandwidth is None else -link.bandwidth),
-                )
+                link_rate = -math.inf if link.bandwidth is None else -link.bandwidth
+                cost = (rtt + link.rtt_s, max(rate, link_rate))
                 if neighbour not in best or cost < best[neighbour][0]:
-                    best[neighbour] = cost, [*way, link]
-                    open_sites += [neighbour] if neighbour not in open_sites else []
+                    best[neighbour] = cost, [*path, link]
+                    if neighbour not in open_sites:
+                        open_sites.append(neighbour)
         return []
 
 
-def _card(site: Site, name: str) -> float | None:
-    """Bytes a second of a host's network card, where that is known."""
-    return next((host.nic for host in site.hosts if host.name == name), None)
+def _known_cards(*ends: tuple[Site, str]) -> list[float]:
+    """Return bytes a second of hosts' network cards, of those that are known."""
+    cards = []
+    for site, name in ends:
+        nic = next((host.nic for host in site.hosts if host.name == name), None)
+        if nic is not None:
+            cards.append(nic)
+    return cards
 
 
 def _assumed_lan(site: Site, a: str, b: str) -> AssumedNetwork:
-    """What two hosts of a site are taken to have: the slower of their known machines' networks; and
-    UNKNOWN_SITE unless both are known."""
-    known = [
-        known_network(
-            [device.kind for device in host.devices],
-            [
-                device.sheet.interconnect.kind if device.sheet.interconnect else ""
-                for device in host.devices
-            ],
-        )
-        for host in site.hosts
-        if host.name in (a, b)
-    ]
-    both = [network for network in known if network is not None]
-    return min(both) if both and len(both) == len(known) else UNKNOWN_SITE
+    """Return what two hosts of a site are taken to have: the slower of their known machines'
+    networks; and UNKNOWN_SITE unless both are known."""
+    networks = []
+    for host in site.hosts:
+        if host.name not in (a, b):
+            continue
+        kinds = [device.kind for device in host.devices]
+        interconnects = [device.sheet.interconnect for device in host.devices]
+        joined = [interconnect.kind if interconnect else "" for interconnect in interconnects]
+        network = known_network(kinds, joined)
+        if network is None:
+            return UNKNOWN_SITE
+        networks.append(network)
+    return min(networks, default=UNKNOWN_SITE)
 
 
-def _inside(site: Site, a: str, b: str, cards: list[float]) -> Link:
-    """The local network of a site between two of its hosts, whose `cards` are those that are
-    known."""
-    # A switch carries what both cards do, where nothing else is said of it.
-    known = site.lan_bandwidth or (min(cards) if len(cards) == 2 else None)
-    assumed = UNKNOWN_SITE if known else _assumed_lan(site, a, b)
+def _derive_lan(site: Site, a: str, b: str, cards: list[float]) -> Link:
+    """Return the local network of a site between two of its hosts, whose `cards` are those that
+    are known."""
+    rate = site.lan_bandwidth
+    if not rate and len(cards) == 2:
+        # A switch carries what both cards do, where nothing else is known of it.
+        rate = min(cards)
+    assumed = UNKNOWN_SITE if rate else _assumed_lan(site, a, b)
+    rtt_s = assumed.rtt_s if site.lan_rtt_s is None else site.lan_rtt_s
+    bandwidth = min([rate or assumed.rate, *cards])
+    origin: Origin = "derived" if site.lan_bandwidth is None else "given"
+    return Link(a=a, b=b, rtt_s=rtt_s, bandwidth=bandwidth, origin=origin)
+
+
+def _join_path(path: list[Link], a: str, b: str) -> Link:
+    """Return one link for a path of several."""
+    rates = [link.bandwidth for link in path if link.bandwidth is not None]
+    windows = [link.window for link in path if link.window is not None]
+    losses = [link.loss for link in path if link.loss is not None]
+    received = math.prod(1 - loss for loss in losses)
+    rtt_s = sum(link.rtt_s for link in path)
+    pace = max(link.pace for link in path)
     return Link(
         a=a,
         b=b,
-        rtt_s=assumed.rtt_s if site.lan_rtt_s is None else site.lan_rtt_s,
-        bandwidth=min([known or assumed.rate, *cards]),
-        origin="derived" if site.lan_bandwidth is None else "given",
-    )
-
-
-def _joined(way: list[Link], a: str, b: str) -> Link:
-    rates = [link.bandwidth for link in way if link.bandwidth is not None]
-    windows = [link.window for link in way if link.window is not None]
-    arrives = 1.0
-    for link in way:
-        arrives *= 1 - (link.loss or 0.0)
-    known_loss = any(link.loss is not None for link in way)
-    return Link(
-        a=a,
-        b=b,
-        rtt_s=sum(link.rtt_s for link in way),
-        bandwidth=min(rates) if rates else None,
-        window=min(windows) if windows else None,
-        loss=1 - arrives if known_loss else None,
-        pace=max(link.pace for link in way),
+        rtt_s=rtt_s,
+        bandwidth=min(rates, default=None),
+        window=min(windows, default=None),
+        loss=1 - received if losses else None,
+        pace=pace,
         origin="derived",
     )

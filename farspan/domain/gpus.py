@@ -4,6 +4,7 @@ code for, the fix."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +22,7 @@ OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU as `nvidia-smi` lists it; None and 0 where it does not say."""
+    """A GPU as `nvidia-smi` lists it; None and 0 where it reports nothing."""
 
     name: str
     #: Bytes.
@@ -34,7 +35,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nvidia(msgspec.Struct, frozen=True, kw_only=True):
-    """What `nvidia-smi` says of a machine, in the order of its numbers; `failure` is why it says
+    """What `nvidia-smi` lists of a machine, in the order of its numbers; `failure` is why it lists
     nothing."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -64,13 +65,11 @@ class Wheel(msgspec.Struct, frozen=True, kw_only=True):
     visible: str | None = None
 
     def __str__(self) -> str:
-        built = (
-            f"CUDA {self.cuda}"
-            if self.cuda
-            else f"ROCm {self.hip}"
-            if self.hip
-            else "no CUDA: it is a CPU wheel"
-        )
+        built = "no CUDA: it is a CPU wheel"
+        if self.cuda:
+            built = f"CUDA {self.cuda}"
+        elif self.hip:
+            built = f"ROCm {self.hip}"
         return f"torch {self.torch} is built for {built}; get_arch_list() is {list(self.archs)}"
 
 
@@ -91,7 +90,7 @@ class Build(NamedTuple):
 
     @property
     def driver(self) -> str:
-        return OLDEST_DRIVER[int(self.cuda.split(".")[0])]
+        return OLDEST_DRIVER[_parse_version(self.cuda)[0]]
 
     def install(self, torch: str) -> str:
         tag = f"cu{self.cuda.replace('.', '')}"
@@ -133,65 +132,57 @@ def judge(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict:
     """Whether PyTorch can use the GPUs that the driver lists on a host, by default this machine,
     and what mends it where it cannot."""
     if wheel.visible is not None and wheel.visible.strip() in HIDDEN:
-        return Verdict(notes=("CUDA_VISIBLE_DEVICES hides the NVIDIA GPUs",) if nvidia.gpus else ())
+        hidden = "CUDA_VISIBLE_DEVICES hides the NVIDIA GPUs"
+        return Verdict(notes=(hidden,) if nvidia.gpus else ())
     if not nvidia.gpus:
-        said = f"nvidia-smi does not list the GPUs of this machine: {nvidia.failure}"
-        return Verdict(notes=(said,) if nvidia.failure and not wheel.seen else ())
-    cards = _wanted(nvidia.gpus, wheel.visible)
+        failure = f"nvidia-smi does not list the GPUs of this machine: {nvidia.failure}"
+        return Verdict(notes=(failure,) if nvidia.failure and not wheel.seen else ())
+    cards = _select_visible(nvidia.gpus, wheel.visible)
+    counts = Counter(card.name for card in cards)
+    models = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
+    card_names = " and ".join(models)
     if wheel.hip and wheel.seen:
-        return Verdict(
-            notes=(
-                f"{_names(cards)}: left out, as torch {wheel.torch} is built for ROCm {wheel.hip}",
-            )
-        )
+        note = f"{card_names}: left out, as torch {wheel.torch} is built for ROCm {wheel.hip}"
+        return Verdict(notes=(note,))
     if any(runs(gpu.capability, wheel.archs) for gpu in wheel.seen):
-        return Verdict(notes=_left_out(cards, wheel))
+        return Verdict(notes=_note_left_out(cards, wheel))
     driver = next((card.driver for card in cards if card.driver), "")
-    why, fix = _cause(cards, driver, wheel)
+    cause, fix = _explain_failure(cards, driver, wheel)
     cpu = "or, to train on the CPU: set parallel.device: cpu, or CUDA_VISIBLE_DEVICES=''"
-    problem = Problem(
-        code="device-unusable",
-        what=f"PyTorch cannot use the {_names(cards)} of {host or 'this machine'}",
-        where=f"host {host}" if host else "nvidia-smi",
-        fact=f"{why}; driver {driver or 'unknown'}; {wheel}",
-        remedy=f"on {shell_word(host)}: {fix}" if host else f"{fix}; {cpu}",
-    )
-    return Verdict(problem)
-
-
-def _wanted(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; all where it names none of them."""
-    names = [name.strip() for name in (visible or "").split(",") if name.strip()]
-    kept = tuple(
-        gpu
-        for index, gpu in enumerate(gpus)
-        if any(
-            name == str(index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
-            for name in names
-        )
-    )
-    return kept or gpus
-
-
-def _names(cards: tuple[Gpu, ...]) -> str:
-    counts = {card.name: sum(other.name == card.name for other in cards) for card in cards}
-    return " and ".join(
-        f"{count} x {name}" if count > 1 else name for name, count in counts.items()
+    where = "nvidia-smi"
+    remedy = f"{fix}; {cpu}"
+    if host:
+        where = f"host {host}"
+        remedy = f"on {shell_word(host)}: {fix}"
+    what = f"PyTorch cannot use the {card_names} of {host or 'this machine'}"
+    fact = f"{cause}; driver {driver or 'unknown'}; {wheel}"
+    return Verdict(
+        Problem(code="device-unusable", what=what, where=where, fact=fact, remedy=remedy)
     )
 
 
-def _left_out(cards: tuple[Gpu, ...], wheel: Wheel) -> tuple[str, ...]:
-    """Which GPUs are not used beside others that are."""
-    unable = [gpu for gpu in wheel.seen if not runs(gpu.capability, wheel.archs)]
-    notes = [
-        f"{gpu.name} ({_arch(gpu.capability)}) is left out: {wheel}; "
-        f"{_fix(gpu.capability, '', wheel)}"
-        for gpu in unable
-    ]
-    divided = any(
-        card.mig for card in cards
-    )  # Of those CUDA sees one instance, whatever their number.
-    if not divided and (missing := len(cards) - len(wheel.seen)) > 0:
+def _select_visible(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; all where it names none of them."""
+    chosen = [name.strip() for name in (visible or "").split(",")]
+    uuids = tuple(name for name in chosen if name.startswith("GPU-"))
+    kept = []
+    for index, gpu in enumerate(gpus):
+        if str(index) in chosen or gpu.uuid.startswith(uuids):
+            kept.append(gpu)
+    return tuple(kept) or gpus
+
+
+def _note_left_out(cards: tuple[Gpu, ...], wheel: Wheel) -> tuple[str, ...]:
+    """Report which GPUs are not used where others are."""
+    notes = []
+    for gpu in wheel.seen:
+        if not runs(gpu.capability, wheel.archs):
+            arch = _format_arch(gpu.capability)
+            fix = _choose_fix(gpu.capability, "", wheel)
+            notes.append(f"{gpu.name} ({arch}) is left out: {wheel}; {fix}")
+    # Of divided cards (MIG) CUDA sees one instance, whatever their number.
+    missing = len(cards) - len(wheel.seen)
+    if missing > 0 and not any(card.mig for card in cards):
         notes.append(
             f"{missing} of {len(cards)} GPUs are left out: nvidia-smi lists them and PyTorch does "
             "not see them"
@@ -199,20 +190,20 @@ def _left_out(cards: tuple[Gpu, ...], wheel: Wheel) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _cause(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple[str, str]:
-    """Why no card can be used, and what mends it."""
-    known = [gpu.capability for gpu in wheel.seen] or [
-        card.capability for card in cards if card.capability
-    ]
-    newest = max(known, default=None)
-    fix = _fix(newest, driver, wheel)
+def _explain_failure(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple[str, str]:
+    """Return why no card can be used, and what mends it."""
+    known = [gpu.capability for gpu in wheel.seen]
+    if not known:
+        known = [card.capability for card in cards if card.capability]
+    fix = _choose_fix(max(known, default=None), driver, wheel)
     if wheel.cuda is None:
         return "PyTorch was built without CUDA", fix
-    oldest = OLDEST_DRIVER.get(int(wheel.cuda.split(".")[0]))
-    if oldest and driver and _numbers(driver) < _numbers(oldest) and not wheel.seen:
+    oldest = OLDEST_DRIVER.get(_parse_version(wheel.cuda)[0])
+    if oldest and driver and not wheel.seen and _parse_version(driver) < _parse_version(oldest):
         return f"the driver is too old: CUDA {wheel.cuda} needs {oldest} or newer", fix
     if known and not any(runs(capability, wheel.archs) for capability in known):
-        return f"the wheel has no code for {', '.join(map(_arch, sorted(set(known))))}", fix
+        archs = map(_format_arch, sorted(set(known)))
+        return f"the wheel has no code for {', '.join(archs)}", fix
     if any(card.mig for card in cards):
         return (
             "MIG is on, and CUDA finds no instance",
@@ -225,30 +216,31 @@ def _cause(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple[str, str]
     )
 
 
-def _fix(capability: Capability | None, driver: str, wheel: Wheel) -> str:
-    """The wheel for a card and a driver, or the driver for the wheel."""
-    able = [
-        build for build in BUILDS if capability is None or build.least <= capability <= build.most
-    ]
+def _choose_fix(capability: Capability | None, driver: str, wheel: Wheel) -> str:
+    """Choose the wheel for a card and a driver, or the driver for the wheel."""
+    able = []
+    for build in BUILDS:
+        if capability is None or build.least <= capability <= build.most:
+            able.append(build)
     if not able:
         return "no wheel of this PyTorch has code for such a card: use another GPU"
-    ready = [build for build in able if not driver or _numbers(driver) >= _numbers(build.driver)]
     newer = f"update the NVIDIA driver to {able[0].driver} or newer"
-    if not ready:
-        same_major = (
-            wheel.cuda is not None and wheel.cuda.split(".")[0] == able[-1].cuda.split(".")[0]
-        )
-        return newer if same_major else f"{newer}, then: {able[0].install(wheel.torch)}"
-    fix = ready[0].install(wheel.torch)
-    # The wheel that is there would do, had it its driver.
-    return f"{newer}, or: {fix}" if wheel.cuda is not None and ready[0] is not able[0] else fix
+    for build in able:
+        if driver and _parse_version(driver) < _parse_version(build.driver):
+            continue
+        fix = build.install(wheel.torch)
+        # The installed wheel would do, had it its driver.
+        return f"{newer}, or: {fix}" if wheel.cuda is not None and build is not able[0] else fix
+    if wheel.cuda is not None and _parse_version(wheel.cuda)[0] == _parse_version(able[-1].cuda)[0]:
+        return newer
+    return f"{newer}, then: {able[0].install(wheel.torch)}"
 
 
-def _arch(capability: Capability) -> str:
+def _format_arch(capability: Capability) -> str:
     return f"sm_{capability[0]}{capability[1]}"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
@@ -265,4 +257,5 @@ def is_kind(name: str, kind: str) -> bool:
     # The catalogue does not know every name of a kind: "NVIDIA H200 NVL" is an h200. But an A2000
     # is no a2, and an RTX 4080 SUPER no rtx4080.
     model = kind.replace("-", "") if kind.startswith("rtx-") else kind.split("-")[0]
-    return re.search(rf"{model}(?!\d|ti|super)", name.lower().replace(" ", "")) is not None
+    squashed = name.lower().replace(" ", "")
+    return re.search(rf"{model}(?!\d|ti|super)", squashed) is not None

@@ -1,4 +1,4 @@
-"""Plan: which device computes what. Techniques write it, the estimator prices it, the runtime
+"""Plan: which device computes what. Techniques write it, the estimator prices it, and the runtime
 executes it.
 
 Inside one replica everything is one synchronous computation, also across sites; several replicas
@@ -9,6 +9,7 @@ sequences, "data" also the state where ZeRO says so, "tensor" divides operators.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Annotated, Literal
 
@@ -31,7 +32,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Ranks laid out over named axes, row-major: the last axis varies fastest. A tensor axis is the
     last.
 
-    It keeps what it was asked for: searches ask the same mesh again and again.
+    It keeps what it was asked for: searches ask the same mesh repeatedly.
     """
 
     ranks: tuple[int, ...]
@@ -39,8 +40,9 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
-        if len(self.shape) != len(self.axes) or math.prod(self.shape) != len(self.ranks):
-            raise ValueError(f"{len(self.ranks)} ranks over axes {self.axes} of shape {self.shape}")
+        ranks = len(self.ranks)
+        if len(self.shape) != len(self.axes) or math.prod(self.shape) != ranks:
+            raise ValueError(f"{ranks} ranks over axes {self.axes} of shape {self.shape}")
         if "tensor" in self.axes[:-1]:
             raise ValueError("the tensor axis is the last")
 
@@ -53,28 +55,24 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return dict(zip(self.axes, self.shape, strict=True))
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ in their coordinate along `axis` only, group by group."""
-        if axis not in self.axes:
-            return self._apart
+        """Return the ranks that differ in their coordinate along `axis` only, group by group."""
         if axis not in self._groups:
-            place = self.axes.index(axis)
-            step = math.prod(self.shape[place + 1 :])
-            size = self.shape[place]
-            starts = [i for i in range(len(self.ranks)) if i // step % size == 0]
-            self._groups[axis] = tuple(
-                self.ranks[start : start + size * step : step] for start in starts
-            )
+            size = self.size(axis)
+            step = 1
+            if axis in self.axes:
+                step = math.prod(self.shape[self.axes.index(axis) + 1 :])
+            groups = []
+            for start in range(len(self.ranks)):
+                if start // step % size == 0:
+                    stop = start + size * step
+                    groups.append(self.ranks[start:stop:step])
+            self._groups[axis] = tuple(groups)
         return self._groups[axis]
 
     @functools.cached_property
     def _groups(self) -> dict[Axis, tuple[tuple[int, ...], ...]]:
         """The groups of each axis that was asked for."""
         return {}
-
-    @functools.cached_property
-    def _apart(self) -> tuple[tuple[int, ...], ...]:
-        """Each rank by itself."""
-        return tuple((rank,) for rank in self.ranks)
 
     @functools.cached_property
     def batch(self) -> tuple[tuple[int, ...], ...]:
@@ -86,18 +84,18 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def transposed(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each tensor coordinate: those that hold the same parts of operators for
         other sequences."""
-        ways = self.size("tensor")
-        return tuple(self.ranks[k::ways] for k in range(ways))
+        size = self.size("tensor")
+        return tuple(self.ranks[k::size] for k in range(size))
 
 
 def row_quantum(mesh: Mesh, splits: dict[str, str]) -> int:
-    """What divides the sequences of every microbatch: the width of a tensor axis whose ranks share
-    them out."""
+    """Return what divides the sequences of every microbatch: the width of a tensor axis whose ranks
+    share them out."""
     return mesh.size("tensor") if "b" in splits.values() else 1
 
 
 class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients of the batch axes are summed: buckets of so many bytes (None: one message a
+    """How gradients of the batch axes are summed: in buckets of `bucket_bytes` (None: one message a
     tensor), each sent as soon as it is whole; over one ring, or inside each site first and between
     sites once."""
 
@@ -147,30 +145,30 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     in_flight: tuple[Positive, ...] = (1,)
 
     def __post_init__(self) -> None:
-        if len(self.edges) != len(self.stages) - 1 or len(self.in_flight) != len(self.stages):
-            raise ValueError(
-                f"{len(self.stages)} stages, {len(self.edges)} edges, {len(self.in_flight)} depths"
-            )
+        stages = len(self.stages)
+        edges = len(self.edges)
+        depths = len(self.in_flight)
+        if edges != stages - 1 or depths != stages:
+            raise ValueError(f"{stages} stages, {edges} edges, {depths} depths")
         if len({sum(stage.rows) for stage in self.stages}) > 1:
             raise ValueError("stages of one pipeline read unlike numbers of sequences")
-        if len(self.stages) > 1 and any(
-            rows % self.microbatches for stage in self.stages for rows in stage.rows
-        ):
-            raise ValueError(
-                f"{self.microbatches} microbatches divide the rows of a stage unevenly"
-            )
-        if len(self.stages) > 1 and any(rows < 1 for stage in self.stages for rows in stage.rows):
-            raise ValueError("a batch coordinate of a pipeline's stage reads no sequence")
+        if stages > 1:
+            all_rows = list(itertools.chain.from_iterable(stage.rows for stage in self.stages))
+            if any(rows % self.microbatches for rows in all_rows):
+                raise ValueError(
+                    f"{self.microbatches} microbatches divide the rows of a stage unevenly"
+                )
+            if any(rows < 1 for rows in all_rows):
+                raise ValueError("a batch coordinate of a pipeline's stage reads no sequence")
         for stage in self.stages:
             quantum = row_quantum(stage.mesh, stage.splits)
-            if quantum > 1 and (
-                uneven := next((n for n in stage.rows if n % (self.microbatches * quantum)), 0)
-            ):
-                raise ValueError(
-                    f"{uneven} rows in {self.microbatches} microbatches: operators that divide "
-                    "rows over a tensor axis "
-                    f"of {quantum} need a multiple of {self.microbatches * quantum}"
-                )
+            multiple = self.microbatches * quantum
+            for rows in stage.rows if quantum > 1 else ():
+                if rows % multiple:
+                    raise ValueError(
+                        f"{rows} rows in {self.microbatches} microbatches: operators that divide "
+                        f"rows over a tensor axis of {quantum} need a multiple of {multiple}"
+                    )
 
     @property
     def batch(self) -> int:
@@ -183,21 +181,23 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def part(self, stage: int, coordinate: int, microbatch: int) -> int:
         """Sequences of one microbatch of a batch coordinate: its rows as evenly as they divide."""
         rows = self.stages[stage].rows[coordinate]
-        parts = self.microbatches
-        return (microbatch + 1) * rows // parts - microbatch * rows // parts
+        start = microbatch * rows // self.microbatches
+        return (microbatch + 1) * rows // self.microbatches - start
 
     def span(self, stage: int, coordinate: int, microbatch: int) -> tuple[int, int]:
-        """The sequences [start, stop) of a step that a batch coordinate of a stage reads as one
-        microbatch."""
-        coordinates = range(len(self.stages[stage].rows))
-        start = sum(self.part(stage, c, i) for i in range(microbatch) for c in coordinates)
-        start += sum(self.part(stage, c, microbatch) for c in range(coordinate))
+        """Return the sequences [start, stop) of a step that a batch coordinate of a stage reads as
+        one microbatch."""
+        # Earlier microbatches of all coordinates come first, then this one of earlier coordinates.
+        all_rows = self.stages[stage].rows
+        start = sum(microbatch * rows // self.microbatches for rows in all_rows)
+        for earlier in range(coordinate):
+            start += self.part(stage, earlier, microbatch)
         return start, start + self.part(stage, coordinate, microbatch)
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How replicas meet (DiLoCo, arXiv 2311.08105): every `every` steps the mean change of all
-    parameters becomes the gradient of an outer Nesterov step."""
+    """How replicas synchronize (DiLoCo, arXiv 2311.08105): every `every` steps the mean change of
+    all parameters becomes the gradient of an outer Nesterov step."""
 
     every: Positive
     bits: Literal[4, 8, 16, 32] = 32
@@ -227,7 +227,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a worker needs beside the token files. `technique` is a label for people: no code
+    """All that a worker needs but the token files. `technique` is a label for people: no code
     may read it."""
 
     technique: str
@@ -246,27 +246,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def unsound(plan: Plan) -> str:
-    """What of a plan cannot be, by itself; empty where all can."""
-    units = plan.model.layers + 2
-    ranks = sorted(
-        rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
-    )
-    if ranks != list(range(len(plan.devices))):
-        return (
-            f"its stages run on ranks {', '.join(map(str, ranks))}, not once on each of "
-            f"{len(plan.devices)} devices"
-        )
-    if (batch := sum(replica.batch for replica in plan.replicas)) != plan.train.batch:
+    """Return what of a plan cannot be, by itself; empty where all can."""
+    ranks: list[int] = []
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            ranks += stage.mesh.ranks
+    ranks.sort()
+    devices = len(plan.devices)
+    if ranks != list(range(devices)):
+        listed = ", ".join(map(str, ranks))
+        return f"its stages run on ranks {listed}, not once on each of {devices} devices"
+    batch = sum(replica.batch for replica in plan.replicas)
+    if batch != plan.train.batch:
         return f"its replicas read {batch} sequences a step, the training has {plan.train.batch}"
     if len(plan.replicas) > 1 and plan.sync is None:
         return f"its {len(plan.replicas)} replicas never meet: it has no sync"
+    units = plan.model.layers + 2
     for replica in plan.replicas:
-        bounds = [bound for stage in replica.stages for bound in stage.units]
-        joined = (
-            all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
-            and bounds[1:-1:2] == bounds[2::2]
-        )
-        if not joined or (bounds[0], bounds[-1]) != (0, units):
+        bounds: list[int] = []
+        joined = True
+        next_unit = 0
+        for stage in replica.stages:
+            first, last = stage.units
+            bounds += (first, last)
+            joined = joined and first == next_unit < last
+            next_unit = last
+        if not joined or next_unit != units:
             return (
                 f"its stages have units {bounds}, which are not the model's {units} one after "
                 "another"
