@@ -34,8 +34,6 @@ CHECKED_FUNCTIONS = {
     "prepare_command",
     "install_command",
     "install_command_there",
-    "_pip",
-    "_requirement",
     "_setting_unit_remedy",
     "resume",
     "serve_command",

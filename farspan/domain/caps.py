@@ -1,7 +1,7 @@
 """What control groups, version 2 and version 1, allow this process of memory: `python -m
-farspan.domain.caps` says it.
+farspan.domain.caps` prints it.
 
-Run through a host's or a device's `enter` command it says what holds there, also after what ran
+Run through a host's or a device's `enter` command it prints what holds there, also after what ran
 there was killed.
 """
 
@@ -32,18 +32,21 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def caps() -> list[Cap]:
-    """The groups of this process, and their parents, that have a limit."""
-    return [
-        cap for folder, version in _groups() if (cap := _cap(folder, *FILES[version])) is not None
-    ]
+    """Return the groups of this process, and their parents, that have a limit."""
+    limited = []
+    for folder, version in _memory_groups():
+        cap = _read_cap(folder, *FILES[version])
+        if cap is not None:
+            limited.append(cap)
+    return limited
 
 
 def tightest() -> Cap | None:
-    """The group with the least limit."""
+    """Return the group with the least limit."""
     return min(caps(), key=lambda cap: cap.limit, default=None)
 
 
-def _groups() -> Iterator[tuple[Path, int]]:
+def _memory_groups() -> Iterator[tuple[Path, int]]:
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -66,26 +69,34 @@ def _groups() -> Iterator[tuple[Path, int]]:
             group = group.parent
 
 
-def _cap(folder: Path, limit: str, use: str, peak: str) -> Cap | None:
-    """None where there is no limit ("max"), or the group lies outside what this process sees."""
-    allowed = _number(folder / limit)
-    used = _number(folder / use)
+def _read_cap(folder: Path, limit: str, use: str, peak: str) -> Cap | None:
+    """Read one group; None where there is no limit ("max"), or the group lies outside what this
+    process sees."""
+    allowed = _read_number(folder / limit)
+    used = _read_number(folder / use)
     if allowed is None or used is None or allowed >= UNLIMITED:
         return None
-    return Cap(limit=allowed, used=max(0, used - _cached(folder)), peak=_number(folder / peak))
+    return Cap(
+        limit=allowed,
+        used=max(0, used - _reclaimable_bytes(folder)),
+        peak=_read_number(folder / peak),
+    )
 
 
-def _cached(folder: Path) -> int:
+def _reclaimable_bytes(folder: Path) -> int:
     """Bytes of files that the kernel takes back before it kills anybody."""
     try:
-        figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        lines = (folder / "memory.stat").read_text().splitlines()
+        figures = dict(line.split() for line in lines)
     except (OSError, ValueError):
         return 0
-    names = ("inactive_file", "active_file")
-    return sum(int(figures.get(f"total_{name}", figures.get(name, 0))) for name in names)
+    reclaimable = 0
+    for name in ("inactive_file", "active_file"):
+        reclaimable += int(figures.get(f"total_{name}", figures.get(name, 0)))
+    return reclaimable
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     try:
         return int(path.read_text())
     except (OSError, ValueError):

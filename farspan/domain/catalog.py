@@ -60,23 +60,25 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     price: Price | None = None
 
     def device(self, kind: str, memory: int | None = None) -> Device | None:
-        """This kind as a device of a cluster; None where neither the catalogue nor the caller knows
-        its memory."""
+        """Return this kind as a device of a cluster; None where neither the catalogue nor the
+        caller knows its memory."""
         size = memory or (parse_bytes(self.memory) if self.memory else None)
         if size is None:
             return None
+        measured = {dtype: best.flops for dtype, best in self.measured.items()}
+        sheet = DataSheet(
+            flops=self.flops,
+            measured=measured,
+            dtypes=tuple(self.flops),
+            bandwidth=parse_rate(self.bandwidth) if self.bandwidth else None,
+            interconnect=self.interconnect.interconnect() if self.interconnect else None,
+            watts=self.watts,
+        )
         return Device(
             kind=kind,
             backend=self.backend,
             memory=size,
-            sheet=DataSheet(
-                flops=self.flops,
-                measured={dtype: best.flops for dtype, best in self.measured.items()},
-                dtypes=tuple(self.flops),
-                bandwidth=parse_rate(self.bandwidth) if self.bandwidth else None,
-                interconnect=self.interconnect.interconnect() if self.interconnect else None,
-                watts=self.watts,
-            ),
+            sheet=sheet,
             usd_per_hour=self.price.usd_per_hour if self.price else None,
             origin="catalogue",
         )
@@ -89,7 +91,7 @@ def devices() -> dict[str, CatalogDevice]:
 
 
 def kind_of(device_name: str) -> str | None:
-    """The catalogue's kind for a name that a driver reports; None where no entry fits."""
+    """Find the catalogue's kind for a name that a driver reports; None where no entry fits."""
     for kind, device in devices().items():
         # Drivers before about R465 leave the maker out.
         if device_name in device.match or f"NVIDIA {device_name}" in device.match:
@@ -98,15 +100,13 @@ def kind_of(device_name: str) -> str | None:
 
 
 def kind_of_label(label: str) -> str | None:
-    """The catalogue's kind for what Ray calls an accelerator; None where no entry fits. A label
-    that leaves the memory or the form open, such as V100 or A100, fits none."""
+    """Find the catalogue's kind for what Ray calls an accelerator; None where no entry fits. A
+    label that leaves the memory or the form open, such as V100 or A100, fits none."""
     name = label.lower()
     for kind, device in devices().items():
         # Ray joins the words of a driver's name that it has no label for.
-        drivers = (
-            driver.removeprefix("NVIDIA ").replace(" ", "-").lower() for driver in device.match
-        )
-        if name == kind or name in device.labels or name in drivers:
+        joined = [driver.removeprefix("NVIDIA ").replace(" ", "-") for driver in device.match]
+        if name == kind or name in device.labels or name in map(str.lower, joined):
             return kind
     return None
 
@@ -147,15 +147,18 @@ def ring_rate(joined: Interconnect, devices: int) -> float | None:
     """Bytes a second that ring collectives over `devices` devices of one host reach: the share of
     the entry of the interconnect's kind, with or without p2p, that is nearest in rate, for the
     nearest number of devices. None where no entry fits."""
-    entries = [
-        entry
-        for entry in interconnects().values()
-        if (entry.kind, entry.p2p) == (joined.kind, joined.p2p)
-    ]
+    entries = []
+    for entry in interconnects().values():
+        if entry.kind == joined.kind and entry.p2p == joined.p2p:
+            entries.append(entry)
     if not entries:
         return None
-    nearest = min(entries, key=lambda entry: abs(math.log(parse_rate(entry.rate) / joined.rate)))
-    share = nearest.shares[
-        min(nearest.shares, key=lambda count: (abs(math.log(count / devices)), count))
-    ]
-    return share * joined.rate
+
+    def rate_distance(entry: RingShare) -> float:
+        return abs(math.log(parse_rate(entry.rate) / joined.rate))
+
+    def count_distance(count: int) -> tuple[float, int]:
+        return abs(math.log(count / devices)), count
+
+    shares = min(entries, key=rate_distance).shares
+    return shares[min(shares, key=count_distance)] * joined.rate

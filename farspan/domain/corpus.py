@@ -23,13 +23,11 @@ CHECKSUM_BYTES = 6
 
 
 def encodable(text: str) -> str:
-    """The text with halves of surrogate pairs joined, and those without their other half as
+    """Return the text with halves of surrogate pairs joined, and those without their other half as
     U+FFFD."""
-    return (
-        text
-        if text.isascii()
-        else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    )
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class Skipped(
@@ -56,24 +54,26 @@ class Skipped(
         cls, file: PurePath, number: int, reason: str, detail: str = "", *, count: int = 1
     ) -> Skipped:
         """Row `number` of a file, from 1; with `count` that many rows from there on."""
-        kind = f"{_ending(file)} (rows)"
+        kind = f"{_describe_ending(file)} (rows)"
         path = f"{file}:{number}"
         return cls(reason=reason, path=path, detail=detail, kinds={kind: count}, bad=True)
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of files or rows by their endings."""
-        return self.kinds or {_ending(PurePath(self.path or "")): 1}
+        return self.kinds or {_describe_ending(PurePath(self.path or "")): 1}
 
     def __str__(self) -> str:
         if self.path is not None:
-            return f"{self.path}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+            detail = f" ({self.detail})" if self.detail else ""
+            return f"{self.path}: {self.reason}{detail}"
         several = sorted(self.kinds.items(), key=lambda kind: -kind[1])
+        counts = ", ".join([f"{number} {kind}" for kind, number in several])
         named = f" ({', '.join(self.first)})" if self.first else ""
-        return f"{', '.join(f'{number} {kind}' for kind, number in several)}: {self.reason}{named}"
+        return f"{counts}: {self.reason}{named}"
 
 
-def _ending(path: PurePath) -> str:
+def _describe_ending(path: PurePath) -> str:
     return path.suffix.lower() or "without an extension"
 
 
@@ -89,18 +89,19 @@ def by_kind(skipped: Iterable[Skipped]) -> list[Skipped]:
     for entry in skipped:
         key = (entry.reason, entry.bad)
         counts.setdefault(key, Counter()).update(entry.counts)
-        names = first.setdefault(key, [])
-        names += entry.first or ([_short_name(entry)] if entry.path is not None else [])
-        del names[NAMES_SHOWN:]
-    return [
-        Skipped(reason=key[0], bad=key[1], kinds=dict(kinds), first=tuple(first[key]))
-        for key, kinds in counts.items()
-    ]
-
-
-def _short_name(entry: Skipped) -> str:
-    name = PurePath(entry.path or "").name
-    return f"{name}: {entry.detail}" if entry.detail else name
+        first_names = first.setdefault(key, [])
+        if entry.first:
+            first_names += entry.first
+        elif entry.path is not None:
+            name = PurePath(entry.path).name
+            first_names.append(f"{name}: {entry.detail}" if entry.detail else name)
+        del first_names[NAMES_SHOWN:]
+    entries = []
+    for key, kinds in counts.items():
+        reason, bad = key
+        entry = Skipped(reason=reason, bad=bad, kinds=dict(kinds), first=tuple(first[key]))
+        entries.append(entry)
+    return entries
 
 
 class SkipLog:
@@ -132,7 +133,7 @@ class SkipLog:
         self._counted.clear()
 
     def entries(self) -> tuple[Skipped, ...]:
-        """The named ones in the order they were met, then the others by kind."""
+        """Return the named ones in the order they were met, then the others by kind."""
         return (*self._named, *self._counted)
 
 
@@ -161,7 +162,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`hash` covers source content, split, tokenizer and format: equal hash, equal bytes.
 
-    `documents.jsonl.zst` beside it holds every kept document (domain.corpus.Document) in the order
+    `documents.jsonl.zst` next to it holds every kept document (domain.corpus.Document) in the order
     of its split's token file: first all of train, then all of val. `copies.jsonl.zst` holds the
     others, which are searched and not trained on.
     """
@@ -187,13 +188,11 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     recoded: tuple[Skipped, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def without_checksums(self) -> CorpusManifest:
-        """The manifest as people and programs read it."""
+        """Return the manifest as people and programs read it."""
         bare = {"token_checksums": msgspec.UNSET, "offset_checksums": msgspec.UNSET}
-        return msgspec.structs.replace(
-            self,
-            train=msgspec.structs.replace(self.train, **bare),
-            val=msgspec.structs.replace(self.val, **bare),
-        )
+        train = msgspec.structs.replace(self.train, **bare)
+        val = msgspec.structs.replace(self.val, **bare)
+        return msgspec.structs.replace(self, train=train, val=val)
 
     @property
     def duplicates_line(self) -> str:
@@ -232,15 +231,14 @@ def copies_line(documents: int, near: int, exact: int) -> str:
 def token_file_sizes(manifest: CorpusManifest) -> list[int]:
     """Bytes of each of TOKEN_FILES."""
     token_bytes = 2 if manifest.dtype == "uint16" else 4
-    return [
-        size
-        for split in (manifest.train, manifest.val)
-        for size in (token_bytes * split.tokens, 8 * (split.documents + 1))
-    ]
+    sizes = []
+    for split in (manifest.train, manifest.val):
+        sizes += [token_bytes * split.tokens, 8 * (split.documents + 1)]
+    return sizes
 
 
 class Heading(msgspec.Struct, frozen=True, array_like=True):
-    """A heading of a text: its place there, its level from 1 on, and what it says.
+    """A heading of a text: its place there, its level from 1 on, and its words.
 
     The place is that of its first character, where line ends are one character each, or -1 for one
     that stands above the text.
@@ -252,7 +250,7 @@ class Heading(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """One text. `origin` says where it came from: a path, a dataset row, a qualified name.
+    """One text. `origin` is where it came from: a path, a dataset row, a qualified name.
 
     A form feed in the text begins a page.
     """
@@ -269,7 +267,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cite(origin: str, line: int, page: int) -> str:
-    """A place as one would cite it: `notes/a.md:12` or `a.pdf, page 3`; 0 is unknown."""
+    """Cite a place as one would in print: `notes/a.md:12` or `a.pdf, page 3`; 0 is unknown."""
     if page:
         return f"{origin}, page {page}"
     return f"{origin}:{line}" if line else origin

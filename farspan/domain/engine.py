@@ -1,4 +1,4 @@
-"""Engine: the mechanisms of a training system, as data. A plan says what happens; its engine says
+"""Engine: the mechanisms of a training system, as data. A plan decides what happens; its engine
 how."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     composed: bool = False
 
     def bytes(self, backward: bool, width: int) -> float:
-        """Bytes for each element in one of the passes, of a precision of so many bytes."""
+        """Bytes for each element in one of the passes, of a precision of `width` bytes."""
         cast = (4 + width) * self.casts[backward] if width < 4 else 0.0
         return width * self.working[backward] + 4 * self.full[backward] + cast
 
@@ -193,20 +193,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpu: dict[str, float | bool] = {}
 
     def on(self, backends: Iterable[str]) -> Engine:
-        """The engine as it is on devices of these backends."""
-        return (
-            msgspec.structs.replace(self, cpu={}, **self.cpu) if set(backends) == {"cpu"} else self
-        )
+        """Return the engine as it is on devices of these backends."""
+        if set(backends) == {"cpu"}:
+            return msgspec.structs.replace(self, cpu={}, **self.cpu)
+        return self
 
 
 @functools.cache
 def engine(name: str) -> Engine:
-    """The engine of `catalog/engines/NAME.yaml`, whose file is read once; a Refusal offers the
+    """Load the engine of `catalog/engines/NAME.yaml`, whose file is read once; a Refusal offers the
     nearest one."""
     folder = resources.files("farspan.catalog").joinpath("engines")
-    known = sorted(
-        file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
-    )
+    files = [file.name for file in folder.iterdir()]
+    known = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
     if name not in known:
         raise Refusal(
             "out-of-range",
@@ -216,4 +215,5 @@ def engine(name: str) -> Engine:
             remedy=advise(name, known, option="--engine"),
         )
     text = folder.joinpath(f"{name}.yaml").read_text()
-    return convert(parse_yaml(text, f"engines/{name}.yaml"), Engine, f"engines/{name}.yaml", text)
+    where = f"engines/{name}.yaml"
+    return convert(parse_yaml(text, where), Engine, where, text)

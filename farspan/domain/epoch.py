@@ -1,8 +1,8 @@
 """The starts of a run: each is an epoch, and what an earlier one still does afterwards counts for
 nothing.
 
-A worker that stood still, or that a cut link kept from hearing that it was replaced, may wake and
-write. The run folder's `epochs.json` says which epoch may, and up to which step checkpoints of
+A worker that stood still, or that a cut link kept from learning that it was replaced, may wake and
+write. The run folder's `epochs.json` records which epoch may, and up to which step checkpoints of
 earlier ones count.
 """
 
@@ -18,19 +18,19 @@ import msgspec
 from farspan.domain.codec import parse_json, save
 from farspan.domain.problems import Problem, Refusal, command
 
-#: The variable of a worker's environment that says which epoch it is of, as JSON.
+#: The variable of a worker's environment that holds its epoch, as JSON.
 EPOCH = "FARSPAN_EPOCH"
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ended the epoch before. `at` is when its supervisor saw it, in seconds since the Unix
-    epoch; `step` the last step that was heard of."""
+    epoch; `step` the last step that was reported."""
 
     problem: Problem
     at: float
     step: int
-    #: Whether the run goes on under another plan.
+    #: Whether the run resumes under another plan.
     replanned: bool = False
 
 
@@ -65,13 +65,15 @@ NO_EPOCHS = Ledger(epoch=0, ended={})
 
 
 def given(environment: os._Environ[str] | dict[str, str]) -> Epoch | None:
-    """The epoch that a launcher gave this worker; None of one that was started by hand."""
-    said = environment.get(EPOCH)
-    return parse_json(said.encode(), Epoch, f"variable {EPOCH}") if said else None
+    """Read the epoch that a launcher gave this worker; None of one that was started by hand."""
+    text = environment.get(EPOCH)
+    if not text:
+        return None
+    return parse_json(text.encode(), Epoch, f"variable {EPOCH}")
 
 
 def read_ledger(path: Path) -> Ledger:
-    """The ledger of a run; NO_EPOCHS where it has none. Raises Refusal for a damaged one."""
+    """Read the ledger of a run; NO_EPOCHS where it has none. Raises Refusal for a damaged one."""
     try:
         return parse_json(path.read_bytes(), Ledger, path)
     except FileNotFoundError:
@@ -90,20 +92,26 @@ def advance(path: Path, newest: int, before: Ledger | None = None) -> int:
     """Begin the next epoch of a run whose newest checkpoint has this step; returns its number.
     `before` stands for a ledger that is damaged."""
     before = read_ledger(path) if before is None else before
-    ended = {**before.ended, before.epoch: newest} if before.epoch else before.ended
-    save(Ledger(epoch=before.epoch + 1, ended=ended), path)
-    return before.epoch + 1
+    ended = dict(before.ended)
+    if before.epoch:
+        ended[before.epoch] = newest
+    epoch = before.epoch + 1
+    save(Ledger(epoch=epoch, ended=ended), path)
+    return epoch
 
 
-def rebuilt(found: int, newest: int) -> Ledger:
-    """A ledger for a run whose newest start and newest checkpoint were found without one. What
+def rebuilt(epoch: int, newest: int) -> Ledger:
+    """Rebuild the ledger of a run that lost it, from its newest start and newest checkpoint. What
     starts have saved so far counts; what they may still save does not."""
-    return Ledger(epoch=found, ended=dict.fromkeys(range(1, found + 1), newest))
+    return Ledger(epoch=epoch, ended=dict.fromkeys(range(1, epoch + 1), newest))
 
 
 def require(path: Path, number: int) -> None:
-    """Raises Refusal (superseded) where another epoch of the run has begun since, and (worker-lost)
-    where a damaged ledger does not say so: the next start mends it."""
+    """Refuse to write for an earlier epoch.
+
+    Raises Refusal: (superseded) where another epoch of the run has begun since, (worker-lost)
+    where a damaged ledger leaves that open: the next start mends it.
+    """
     try:
         now = read_ledger(path).epoch
     except Refusal as refusal:

@@ -30,8 +30,8 @@ def escape_controls(text: str, *, keep_styles: bool = False) -> str:
     Lines and tabs stay. With `keep_styles` colours stay too: for text whose parts are escaped.
     """
     if keep_styles:
-        return _STYLE_OR_CONTROL.sub(_escaped_unless_style, text)
-    return _CONTROL.sub(_escaped, text)
+        return _STYLE_OR_CONTROL.sub(_escape_unless_style, text)
+    return _CONTROL.sub(_escape_match, text)
 
 
 def escape_json_controls(json: str) -> str:
@@ -55,12 +55,12 @@ def shell_word(word: object) -> str:
     if isinstance(word, PurePath) and text.startswith("-"):
         text = f"./{text}"
     # Every second piece is one of control characters; empty pieces stand around those at the ends.
-    pieces = _CONTROLS_OR_BREAKS.split(text)
-    quoted = [
-        _octal(piece) if place % 2 else shlex.quote(piece)
-        for place, piece in enumerate(pieces)
-        if piece
-    ]
+    quoted = []
+    for place, piece in enumerate(_CONTROLS_OR_BREAKS.split(text)):
+        if place % 2:
+            quoted.append(_quote_octal(piece))
+        elif piece:
+            quoted.append(shlex.quote(piece))
     return "".join(quoted) or "''"
 
 
@@ -70,12 +70,12 @@ def shell_line(*words: object) -> str:
 
 
 def key_word(key: str) -> str:
-    """A key of a file, quoted for a shell unless it is made of names and places."""
+    """Quote a key of a file for a shell, unless it is made of names and places."""
     return key if _PLAIN_KEY.fullmatch(key) else shell_word(key)
 
 
 def yaml_word(value: object) -> str:
-    """A text as a YAML value, in quotes where it must be; a shell runs nothing of it either."""
+    """Write a text as a YAML value, quoted where it must be; a shell runs nothing of it either."""
     text = str(value)
     if not isinstance(value, str | PurePath):
         return text  # A number, true or false.
@@ -83,25 +83,26 @@ def yaml_word(value: object) -> str:
         return text
     if not _CONTROLS_OR_BREAKS.search(text):
         return "'" + text.replace("'", "''") + "'"
-    return '"' + "".join(map(_yaml_escaped, text)) + '"'
+    return '"' + "".join(map(_escape_yaml_char, text)) + '"'
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 
 
-def _escaped_unless_style(match: re.Match[str]) -> str:
-    return match[0] if len(match[0]) > 1 else _escaped(match)
+def _escape_unless_style(match: re.Match[str]) -> str:
+    return match[0] if len(match[0]) > 1 else _escape_match(match)
 
 
-def _octal(controls: str) -> str:
-    """Control characters as `$'...'`, byte by byte."""
-    content = b"".join(
-        char.encode(errors="surrogateescape" if "\udc80" <= char <= "\udcff" else "surrogatepass")
-        for char in controls
-    )
-    return "$'" + "".join(f"\\{byte:03o}" for byte in content) + "'"
+def _quote_octal(controls: str) -> str:
+    """Write control characters as `$'...'`, byte by byte."""
+    octal = ""
+    for char in controls:
+        errors = "surrogateescape" if "\udc80" <= char <= "\udcff" else "surrogatepass"
+        for byte in char.encode(errors=errors):
+            octal += f"\\{byte:03o}"
+    return f"$'{octal}'"
 
 
-def _yaml_escaped(char: str) -> str:
+def _escape_yaml_char(char: str) -> str:
     return char if _PLAIN_IN_QUOTES.fullmatch(char) else f"\\U{ord(char):08x}"

@@ -36,7 +36,7 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     weights: tuple[Weight, ...] = ()
     #: Tensors that the backward pass needs, by their dims.
     keeps: tuple[str, ...] = ()
-    #: Dims that devices can divide among themselves, beside b.
+    #: Dims that devices can divide among themselves, in addition to b.
     divisible: str = ""
     #: Where no fused kernel exists it computes in fp32, and keeps that, whatever the training's
     #: precision.
@@ -74,15 +74,22 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return content_hash(msgspec.structs.replace(self, layers=1))
 
     def unit(self, number: int) -> tuple[Operator, ...]:
-        """The operators of unit 0 (embedding), 1 to layers (blocks), or layers + 1 (head)."""
-        return self.embedding if number == 0 else self.block if number <= self.layers else self.head
+        """Return the operators of unit 0 (embedding), 1 to layers (block), or layers + 1 (head)."""
+        if number == 0:
+            return self.embedding
+        return self.block if number <= self.layers else self.head
 
     def kinds(self, first: int, last: int) -> tuple[tuple[tuple[Operator, ...], int], ...]:
-        """The distinct units of a stage [first, last), each with how often it occurs."""
+        """Return the distinct units of a stage [first, last), each with how often it occurs."""
+        counted = []
+        if first == 0 < last:
+            counted.append((self.embedding, 1))
         blocks = min(last, self.layers + 1) - max(first, 1)
-        counted = [(self.embedding, int(first == 0 < last)), (self.block, max(0, blocks))]
-        counted.append((self.head, int(first < last == self.units)))
-        return tuple((unit, count) for unit, count in counted if count)
+        if blocks > 0:
+            counted.append((self.block, blocks))
+        if first < last == self.units:
+            counted.append((self.head, 1))
+        return tuple(counted)
 
     def size(self, dims: str, **given: int) -> int:
         """Elements of a tensor over these dims; `b` and `s` are given."""
@@ -96,33 +103,32 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Trainable parameters of the units [first, last); a tied table counts once where both ends
         are in."""
         last = self.units if last is None else last
-        total = sum(
-            count * self.size(weight.dims)
-            for unit, count in self.kinds(first, last)
-            for op in unit
-            for weight in op.weights
-        )
-        both = self.tied and first == 0 and last == self.units
-        return total - (self.size("vd") if both else 0)
+        total = 0
+        for unit, count in self.kinds(first, last):
+            for op in unit:
+                total += count * sum(self.size(weight.dims) for weight in op.weights)
+        if self.tied and first == 0 and last == self.units:
+            total -= self.size("vd")
+        return total
 
 
 def forward_flops(
     graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None = None
 ) -> float:
     """FLOPs of one forward pass over `rows` sequences: 2 a multiply-add; attention's two products
-    are counted whole, or with so many `keys` a query."""
+    are counted whole, or with `keys` keys a query."""
     if op.kind == "matmul":
-        return 2.0 * math.prod(
-            graph.size(dim, b=rows, s=seq_len) for dim in set(op.einsum) - set(",->")
-        )
+        dims = set(op.einsum) - set(",->")
+        return 2.0 * math.prod(graph.size(dim, b=rows, s=seq_len) for dim in dims)
     if op.kind == "attention":
-        return 4.0 * (seq_len if keys is None else keys) * graph.size("bsnr", b=rows, s=seq_len)
+        keys = seq_len if keys is None else keys
+        return 4.0 * keys * graph.size("bsnr", b=rows, s=seq_len)
     return 0.0
 
 
 def replayed(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """What recomputation runs again of a unit: all but its last operator, of whose output the
-    backward pass needs nothing (PyTorch's checkpoints stop there, and compilers drop it)."""
+    """Return what recomputation runs again of a unit: all but its last operator, of whose output
+    the backward pass needs nothing (PyTorch's checkpoints stop there, and compilers drop it)."""
     return unit[:-1]
 
 

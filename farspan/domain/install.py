@@ -31,42 +31,36 @@ EXTRAS = {
 
 
 def extra_of(module: str) -> str:
-    """The extra that a missing module belongs to."""
+    """Return the extra that a missing module belongs to."""
     return EXTRAS.get(module.partition(".")[0], "train")
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra for this interpreter.
+    """Write the command that installs an extra for this interpreter.
 
     In a clone it keeps the editable install and its versions: without them pip would put a copy of
     the package in its place, or take the newest of everything.
     """
     clone = clone_of(Path(__file__))
-    return f"{_pip()} {_requirement(extra, clone)}"
+    requirement = [f"farspan[{extra}]"]
+    if clone == Path.cwd().resolve():
+        requirement = ["-c", CONSTRAINTS, "-e", f".[{extra}]"]
+    elif clone is not None:
+        requirement = ["-c", str(clone / CONSTRAINTS), "-e", f"{clone}[{extra}]"]
+    # pip of this interpreter: that on the path may be another's. uv makes environments without.
+    pip = [sys.executable, "-m", "pip", "install"]
+    if find_spec("pip") is None:
+        pip = ["uv", "pip", "install", "--python", sys.executable]
+    return shell_line(*pip, *requirement)
 
 
 def install_command_there(extra: str, python: str = "python3") -> str:
-    """The command that installs an extra on another host, for an interpreter there."""
+    """Write the command that installs an extra on another host, for an interpreter there."""
     return f"{shell_word(python)} -m pip install {shell_word(f'farspan[{extra}]')}"
 
 
 def clone_of(file: Path) -> Path | None:
-    """The clone that a file of the package lies in; None where it was installed from a package."""
+    """Find the clone that a file of the package lies in; None for one installed from a package."""
     root = file.resolve().parents[2]
     is_clone = (root / "pyproject.toml").is_file() and (root / CONSTRAINTS).is_file()
     return root if is_clone else None
-
-
-def _requirement(extra: str, clone: Path | None) -> str:
-    if clone is None:
-        return shell_word(f"farspan[{extra}]")
-    if clone == Path.cwd().resolve():
-        return shell_line("-c", CONSTRAINTS, "-e", f".[{extra}]")
-    return shell_line("-c", clone / CONSTRAINTS, "-e", f"{clone}[{extra}]")
-
-
-def _pip() -> str:
-    """pip of this interpreter: that on the path may be another's. uv makes environments without."""
-    if find_spec("pip") is None:
-        return shell_line("uv", "pip", "install", "--python", sys.executable)
-    return shell_line(sys.executable, "-m", "pip", "install")

@@ -15,7 +15,7 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 
 def module_command(python: str, module: str, *words: str) -> list[str]:
-    """The command that runs a module with this interpreter, here or on a host.
+    """Build the command that runs a module with this interpreter, here or on a host.
 
     The command sets the variable itself, as ssh and `enter` commands pass none on.
     """

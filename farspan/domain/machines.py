@@ -1,4 +1,4 @@
-"""Known machines: what the network between hosts is taken to carry where nothing says it."""
+"""Known machines: what the network between hosts is taken to carry where nothing else is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farspan.domain.units import parse_rate, parse_seconds
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A maker's host by its shape, so many `devices` of one of the `kinds`, with the rates and the
+    """A maker's host by its shape, `devices` devices of one of the `kinds`, with the rates and the
     round trip of its network as text."""
 
     kinds: tuple[str, ...]
@@ -28,7 +28,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class AssumedNetwork(NamedTuple):
     """Bytes a second and the round trip that are assumed between two hosts, the least and the most
-    rate that such hosts are found to have, and the known machine whose shape says so."""
+    rate that such hosts are found to have, and the known machine of that shape."""
 
     rate: float
     least: float
@@ -55,8 +55,8 @@ def machines() -> dict[str, Machine]:
 
 
 def known_network(kinds: Sequence[str], joined: Sequence[str]) -> AssumedNetwork | None:
-    """The network of the known machine that has devices of these kinds, joined by these kinds of
-    interconnect; None for a host of another shape."""
+    """Find the network of the known machine that has devices of these kinds, joined by these kinds
+    of interconnect; None for a host of another shape."""
     if set(joined) != {"nvlink"} or len(set(kinds)) != 1:
         return None
     for name, machine in machines().items():

@@ -1,7 +1,7 @@
 """How many processes the kernel has killed because memory ran out: in a control group, and on the
 machine.
 
-The machine's count says nothing of one process: another program's may have been killed. A group of
+The machine's count tells nothing of one process: another program's may have been killed. A group of
 version 2 counts its own processes. Version 1 is not read: its count leaves out parent groups.
 """
 
@@ -32,7 +32,7 @@ class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def own_group(
     proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")
 ) -> WorkerGroup | None:
-    """The group of this process; None where memory is not counted by a group of version 2."""
+    """Find the group of this process; None where memory is not counted by a group of version 2."""
     try:
         lines = (proc / "cgroup").read_text().splitlines()
     except OSError:
@@ -47,24 +47,28 @@ def own_group(
 
 
 def group_kills(folder: Path) -> int | None:
-    """Processes of a group of version 2 that were killed for memory; None where it does not say."""
+    """Count the processes of a group of version 2 that were killed for memory; None where it
+    counts none of them."""
     for name in GROUP:
-        if (count := _count(folder / name)) is not None:
+        if (count := _read_oom_kills(folder / name)) is not None:
             return count
     return None
 
 
 def group_members(folder: Path) -> list[int]:
-    """Processes in a group now; 0 stands for one that cannot be seen from here. Raises OSError."""
+    """List the processes in a group; 0 stands for one that cannot be seen from here.
+
+    Raises OSError.
+    """
     return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
 
 
 def machine_kills(path: Path = MACHINE) -> int | None:
-    """Processes of this machine that were killed for memory; None where it does not say."""
-    return _count(path)
+    """Count the processes of this machine that were killed for memory; None where it does not."""
+    return _read_oom_kills(path)
 
 
-def _count(path: Path) -> int | None:
+def _read_oom_kills(path: Path) -> int | None:
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -51,7 +51,8 @@ def matmul_parameters(spec: ModelSpec) -> int:
     biases."""
     kv = spec.kv_heads * spec.head_dim
     attention = spec.d_model * (2 * spec.d_model + 2 * kv)
-    mlp = spec.d_model * spec.d_ff * (3 if spec.activation == "swiglu" else 2)
+    matrices = 3 if spec.activation == "swiglu" else 2
+    mlp = matrices * spec.d_model * spec.d_ff
     return spec.layers * (attention + mlp) + spec.vocab_size * spec.d_model
 
 
@@ -61,18 +62,14 @@ def parameters(spec: ModelSpec) -> int:
     norm = spec.d_model * (2 if spec.norm == "layernorm" else 1)
     biases = 0
     if spec.bias:
-        biases = (
-            2 * spec.d_model
-            + 2 * kv
-            + spec.d_ff * (2 if spec.activation == "swiglu" else 1)
-            + spec.d_model
-        )
-    table = spec.vocab_size * spec.d_model
-    positions = (
-        (spec.context + spec.extra_positions) * spec.d_model if spec.positions == "learned" else 0
-    )
-    untied = 0 if spec.tied else table
-    return matmul_parameters(spec) + spec.layers * (2 * norm + biases) + norm + positions + untied
+        mlp_inputs = 2 if spec.activation == "swiglu" else 1
+        biases = 3 * spec.d_model + 2 * kv + mlp_inputs * spec.d_ff
+    positions = 0
+    if spec.positions == "learned":
+        positions = (spec.context + spec.extra_positions) * spec.d_model
+    untied = 0 if spec.tied else spec.vocab_size * spec.d_model
+    outside_matmuls = spec.layers * (2 * norm + biases) + norm + positions + untied
+    return matmul_parameters(spec) + outside_matmuls
 
 
 def train_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
@@ -82,4 +79,5 @@ def train_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     N counts the matrix-multiplied weights including the head. Attention is counted whole, not
     halved for the causal mask; recomputation is not counted. Both are the convention of MFU.
     """
-    return 6.0 * matmul_parameters(spec) + 12.0 * spec.layers * spec.d_model * seq_len
+    attention = 12.0 * spec.layers * spec.d_model * seq_len
+    return 6.0 * matmul_parameters(spec) + attention

@@ -17,22 +17,21 @@ def html_table(
     right: Collection[int] = (),
     strong: Collection[int] = (),
 ) -> str:
-    """A table whose every text is escaped. Columns of the places `right` are aligned to the right,
-    and the rows `strong` are bold."""
+    """Write a table whose every text is escaped. Columns of the places `right` are aligned to the
+    right, and the rows `strong` are bold."""
 
     def cells(name: str, texts: Sequence[str]) -> str:
-        sides = ["right" if place in right else "left" for place in range(len(texts))]
-        return "".join(
-            f'<{name} dir="auto" style="{_CELL}{side}">{escape(text)}</{name}>'
-            for text, side in zip(texts, sides, strict=True)
-        )
+        html = ""
+        for place, text in enumerate(texts):
+            side = "right" if place in right else "left"
+            html += f'<{name} dir="auto" style="{_CELL}{side}">{escape(text)}</{name}>'
+        return html
 
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    weights = ["bold" if place in strong else "normal" for place in range(len(rows))]
-    body = "".join(
-        f'<tr style="font-weight: {weight}">{cells("td", row)}</tr>'
-        for weight, row in zip(weights, rows, strict=True)
-    )
+    body = ""
+    for place, row in enumerate(rows):
+        weight = "bold" if place in strong else "normal"
+        body += f'<tr style="font-weight: {weight}">{cells("td", row)}</tr>'
     head = f"<thead><tr>{cells('th', heads)}</tr></thead>" if any(heads) else ""
     return f"<table>{title}{head}<tbody>{body}</tbody></table>"
 

@@ -14,7 +14,7 @@ from typing import IO, BinaryIO, Literal
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 
-#: What `open` says of a link that it may not follow; FreeBSD says the second.
+#: Errors of `open` for a link that it may not follow; FreeBSD's is the second.
 IS_LINK = (errno.ELOOP, errno.EMLINK)
 
 
@@ -39,7 +39,7 @@ def open_own(
         return open(path, mode, buffering=buffering, opener=open_without_link)
     except OSError as error:
         if error.errno in IS_LINK and path.is_symlink():
-            raise _link(path) from None
+            raise _link_refusal(path) from None
         raise
 
 
@@ -52,12 +52,12 @@ def is_replaced(file: IO[bytes], path: Path) -> bool:
 
 
 def refuse_link(path: Path) -> None:
-    """Raises Refusal (path-unusable) where a folder that farspan makes itself is a link."""
+    """Raise Refusal (path-unusable) where a folder that farspan makes itself is a link."""
     if path.is_symlink():
-        raise _link(path)
+        raise _link_refusal(path)
 
 
-def _link(path: Path) -> Refusal:
+def _link_refusal(path: Path) -> Refusal:
     return Refusal(
         "path-unusable",
         what="farspan does not write through a link",

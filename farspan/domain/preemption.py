@@ -18,13 +18,13 @@ def preempted(
     """Name the workers that were preempted together; `hosts` holds the host of each by rank, `more`
     further fields of Problem."""
     ranks = tuple(sorted(hosts))
-    names = joined(list(dict.fromkeys(hosts[rank] for rank in ranks)))
-    who = f"rank {ranks[0]} on {names} was"
+    host_names = joined(list(dict.fromkeys(hosts[rank] for rank in ranks)))
+    workers = f"rank {ranks[0]} on {host_names} was"
     if len(ranks) > 1:
-        who = f"ranks {joined([str(rank) for rank in ranks])} on {names} were"
+        workers = f"ranks {joined([str(rank) for rank in ranks])} on {host_names} were"
     return Problem(
         code="preempted",
-        what=f"{who} preempted",
+        what=f"{workers} preempted",
         where=str(where),
         fact=fact,
         remedy=remedy,

@@ -1,4 +1,4 @@
-"""What a user is told when farspan refuses: one shape for every refusal, one exit code for every
+"""What a user reads when farspan refuses: one shape for every refusal, one exit code for every
 kind."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int | None = None
     host: str | None = None
     last_words: str | None = None
-    #: What a worker may have been killed for, where the system does not say.
+    #: What a worker may have been killed for, where the system does not report it.
     suspected: Literal["memory"] | None = None
     #: All workers that were preempted together; `rank` is the first of them.
     ranks: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ class Finding(Problem, frozen=True, kw_only=True):
 
 
 def exit_code_of(findings: Iterable[Finding]) -> int:
-    """That of the first finding that stops a run; 0 where none does."""
+    """Return the code of the first finding that stops a run; 0 where none does."""
     return next((each.exit_code for each in findings if each.severity == "refused"), 0)
 
 
@@ -149,12 +149,12 @@ class Refusal(Exception):
         super().__init__(str(self.problem))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A refusal in a worker process reaches its parent whole."""
+        """Pickle whole: a refusal in a worker process reaches its parent so."""
         return Refusal.of, (self.problem,)
 
     @classmethod
     def of(cls, problem: Problem) -> Refusal:
-        """The exception for a Problem that another process wrote down."""
+        """Make the exception for a Problem that another process wrote down."""
         return cls(**msgspec.structs.asdict(problem))
 
 

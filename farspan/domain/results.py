@@ -7,7 +7,6 @@ losses are nats a token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +17,8 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes, format_seconds
 
-#: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning
-#: margin.
+#: Share of a run that validation, checkpoints, start-up and noise take in addition to its steps. A
+#: planning margin.
 RESERVE = 0.1
 
 
@@ -46,8 +45,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown(self) -> dict[str, float]:
-        """The same in as many parts as a picture can tell apart: communicators count with the
-        buffers, and libraries with the framework."""
+        """The same in few enough parts for a picture: communicators count with the buffers, and
+        libraries with the framework."""
         parts: dict[str, float] = msgspec.structs.asdict(self)
         parts["buffers"] += parts.pop("communicators")
         parts["framework"] += parts.pop("workspace")
@@ -55,8 +54,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        held: float = sum(msgspec.structs.astuple(self))
-        return round(held)
+        total: float = sum(msgspec.structs.astuple(self))
+        return round(total)
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,8 +81,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan would take. `interval` multiplies `step_s`: the run is expected between these two
     factors.
 
-    A step is split as its slowest device sees it: `compute_s`, communication that nothing hides,
-    and waiting for other stages (`bubble_s`).
+    A step is split as its slowest device sees it: `compute_s`, exposed communication
+    (`communication_s`), and waiting for other stages (`bubble_s`).
     """
 
     step_s: float
@@ -112,7 +111,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole_s(self) -> float:
-        """Seconds of a run of all steps, and of what it does beside them."""
+        """Seconds of a run of all steps, and of what it does in addition to them."""
         return self.workload.steps * self.step_s / (1 - RESERVE)
 
     @property
@@ -125,7 +124,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         """Bounds of `equal_loss_s`: those of a step's time and of the tokens together."""
         low, high = self.interval
         worst, best = sorted(self.token_efficiency_interval)
-        return low * self.whole_s / max(best, 1e-9), high * self.whole_s / max(worst, 1e-9)
+        least_s = low * self.whole_s / max(best, 1e-9)
+        most_s = high * self.whole_s / max(worst, 1e-9)
+        return least_s, most_s
 
     @property
     def equal_loss_factor(self) -> float:
@@ -135,9 +136,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def run_s(self) -> float:
         """Seconds of the run, which a deadline may end."""
-        return min(
-            self.whole_s, math.inf if self.workload.deadline_s is None else self.workload.deadline_s
-        )
+        deadline_s = self.workload.deadline_s
+        return self.whole_s if deadline_s is None else min(self.whole_s, deadline_s)
 
     @property
     def steps_done(self) -> float:
@@ -156,7 +156,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tflops_per_device(self) -> float:
         """Model FLOPs a second and device, in 10^12."""
-        return self.workload.flops_per_step / self.step_s / self.workload.devices / 1e12
+        workload = self.workload
+        return workload.flops_per_step / self.step_s / workload.devices / 1e12
 
     @property
     def mfu(self) -> float | None:
@@ -168,18 +169,23 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     def usd(self) -> float | None:
         """Devices by the hour and bytes that leave their site; None where a price is unknown."""
         price = self.workload.usd_per_hour
-        egress = self.workload.egress_usd_per_step
-        return None if price is None else price * self.run_s / 3600 + egress * self.steps_done
+        if price is None:
+            return None
+        egress = self.workload.egress_usd_per_step * self.steps_done
+        return price * self.run_s / 3600 + egress
 
     @property
     def kwh(self) -> float | None:
         """Every device at its board power for the whole run: an upper bound."""
-        return None if self.workload.watts is None else self.workload.watts * self.run_s / 3.6e6
+        watts = self.workload.watts
+        return None if watts is None else watts * self.run_s / 3.6e6
 
     def as_json(self) -> dict[str, Any]:
-        """The estimate as `--json` has it, with the figures that follow from it."""
-        names = ("run_s", "tokens_per_s", "tflops_per_device", "mfu", "usd", "kwh")
-        return {**msgspec.to_builtins(self), **{name: getattr(self, name) for name in names}}
+        """Return the estimate as `--json` has it, with the figures that follow from it."""
+        figures: dict[str, Any] = msgspec.to_builtins(self)
+        for name in ("run_s", "tokens_per_s", "tflops_per_device", "mfu", "usd", "kwh"):
+            figures[name] = getattr(self, name)
+        return figures
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +227,7 @@ class Started(_Event, frozen=True, kw_only=True, tag="started"):
 
 
 class Recovered(_Event, frozen=True, kw_only=True, tag="recovered"):
-    """After a fault workers go on, without a person: from `step`, which makes `lost` steps to do
+    """After a fault workers resume, without a person: from `step`, which makes `lost` steps to do
     again. The fault was seen `down_s` seconds ago."""
 
     step: int
@@ -229,7 +235,7 @@ class Recovered(_Event, frozen=True, kw_only=True, tag="recovered"):
     fault: Problem
     lost: int
     down_s: float
-    #: Whether the run goes on under another plan.
+    #: Whether the run resumes under another plan.
     replanned: bool = False
 
     def __str__(self) -> str:
@@ -301,7 +307,8 @@ class Saved(_Event, frozen=True, kw_only=True, tag="saved"):
     seconds: float
 
     def __str__(self) -> str:
-        return f"step {self.step:,} · saved {self.path}, {format_bytes(self.size_bytes)}"
+        size = format_bytes(self.size_bytes)
+        return f"step {self.step:,} · saved {self.path}, {size}"
 
 
 class Sampled(_Event, frozen=True, kw_only=True, tag="sampled"):
@@ -315,7 +322,8 @@ class Sampled(_Event, frozen=True, kw_only=True, tag="sampled"):
     verbatim: float | None = None
 
     def __str__(self) -> str:
-        return f"step {self.step:,} · sample: {' '.join((self.prompt + self.text).split())}"
+        sample = " ".join((self.prompt + self.text).split())
+        return f"step {self.step:,} · sample: {sample}"
 
 
 class Warned(_Event, frozen=True, kw_only=True, tag="warned"):
@@ -374,7 +382,8 @@ class Traced(_Event, frozen=True, kw_only=True, tag="traced"):
     spans: tuple[Span, ...]
 
     def __str__(self) -> str:
-        return f"step {self.step:,} · rank {self.rank} traced, {counted(len(self.spans), 'span')}"
+        spans = counted(len(self.spans), "span")
+        return f"step {self.step:,} · rank {self.rank} traced, {spans}"
 
 
 class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
@@ -387,7 +396,8 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     problem: Problem | None = None
 
     def __str__(self) -> str:
-        return f"step {self.step:,} · {self.reason} after {format_seconds(self.seconds)}"
+        seconds = format_seconds(self.seconds)
+        return f"step {self.step:,} · {self.reason} after {seconds}"
 
 
 #: Ends (`Finished.reason`) between two steps, by a request or a preemption: the step is saved, and
@@ -443,14 +453,17 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run, oldest first. A last line that a killed worker left unfinished is left
-    out. Raises Refusal (file-unreadable) for a line that is no event."""
+    """Read the events of a run, oldest first. A last line that a killed worker left unfinished is
+    left out. Raises Refusal (file-unreadable) for a line that is no event."""
     with open(path, "rb") as lines:
         yield from decoded((line for line in lines if line.endswith(b"\n")), path)
 
 
 def decoded(lines: Iterable[bytes], where: object) -> Iterator[Event]:
-    """Events from their lines, which may be another machine's. Raises Refusal (file-unreadable)."""
+    """Decode events from their lines, which may be another machine's.
+
+    Raises Refusal (file-unreadable).
+    """
     decoder = msgspec.json.Decoder(Event)
     for line in lines:
         try:

@@ -31,12 +31,12 @@ ON_STDIN = "-"
 #: The variable that names the port at which the workers meet, where that of MASTER_PORT is
 #: torchrun's.
 STORE_PORT = "FARSPAN_STORE_PORT"
-#: So many of the runs that there are a refusal names, the newest first.
+#: A refusal names this many of the runs that there are, the newest first.
 RUNS_SHOWN = 10
 
 
 def cache_folder() -> Path:
-    """Prepared corpora live here: $FARSPAN_CACHE, or farspan's folder in the user's cache."""
+    """Return where prepared corpora lie: $FARSPAN_CACHE or farspan's folder in the user's cache."""
     if given := os.environ.get("FARSPAN_CACHE"):
         return Path(given).expanduser()
     return _own_cache()
@@ -48,7 +48,7 @@ def _own_cache() -> Path:
 
 
 def make_cache_folder(name: str) -> Path:
-    """A folder of the cache, made if need be: it holds text.
+    """Make a folder of the cache if need be: it holds text.
 
     The user's own cache is for this user alone, also where hosts keep theirs in it. Another that
     is there keeps its mode, as of a group's; one that is made is for this user alone.
@@ -70,15 +70,14 @@ def make_cache_folder(name: str) -> Path:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of a source checkout; None for an installed package, or where git is not."""
+    """Return the commit of a source checkout; None for an installed package, or without git."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     with suppress(OSError, subprocess.TimeoutExpired):
         words = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-        return (
-            subprocess.run(words, capture_output=True, text=True, timeout=5).stdout.strip() or None
-        )
+        git = subprocess.run(words, capture_output=True, text=True, timeout=5)
+        return git.stdout.strip() or None
     return None
 
 
@@ -110,7 +109,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     launcher: str = "local"
     #: run.yaml as it was when the run was made; None of runs whose run.yaml may be edited.
     asked: RunConfig | None = None
-    #: Of random weights; None where the text is too short to say.
+    #: Of random weights; None where the text is too short for one.
     forecast: Forecast | None = None
 
     @property
@@ -120,7 +119,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def refuse_replaced(file: IO[bytes], path: Path) -> None:
-    """Raises Refusal (path-missing) where another file has taken the place of an open one of a run:
+    """Raise Refusal (path-missing) where another file has taken the place of an open one of a run:
     its folder was replaced."""
     if is_replaced(file, path):
         raise Refusal(
@@ -182,8 +181,8 @@ class RunFolder:
         )
 
     def make(self) -> None:
-        """The folder itself and its logs, for this user alone: it holds text, and what its cluster
-        runs."""
+        """Make the folder itself and its logs, for this user alone: it holds text, and what its
+        cluster runs."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.path.chmod(0o700)  # It may have been there, empty.
@@ -191,44 +190,44 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """The folder of a run that was started; refuses anything else."""
+        """Return the folder of a run that was started; refuses anything else."""
         run = cls(path)
-        if not run.plan.exists():
-            newest = sorted(
-                Path("runs").glob("*/plan.json"),
-                key=lambda file: file.stat().st_mtime,
-                reverse=True,
-            )
-            runs = [str(file.parent) for file in newest]
-            more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
-            fix = "see them: farspan status" if runs else "start one: farspan train run.yaml"
-            # Their names alone: what all paths begin with makes none of them more like.
-            likely = suggest(path.name, (Path(run).name for run in runs), synonyms=())
-            if likely:
-                fix = f"use {any_of([Path('runs', name) for name in likely])}"
-            missing = "it has no plan.json" if path.is_dir() else "there is no such folder"
-            raise Refusal(
-                "not-a-run",
-                what="this is not a farspan run",
-                where=path,
-                fact=f"{missing}; runs here: {', '.join(runs[:RUNS_SHOWN]) or 'none'}{more}",
-                remedy=fix,
-            )
-        return run
+        if run.plan.exists():
+            return run
+        plans = Path("runs").glob("*/plan.json")
+        newest = sorted(plans, key=lambda plan: plan.stat().st_mtime, reverse=True)
+        runs = [str(plan.parent) for plan in newest]
+        listed = ", ".join(runs[:RUNS_SHOWN]) or "none"
+        more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
+        fix = "see them: farspan status" if runs else "start one: farspan train run.yaml"
+        # Their names alone: what all paths begin with makes none of them more like.
+        likely = suggest(path.name, [plan.parent.name for plan in newest], synonyms=())
+        if likely:
+            fix = f"use {any_of([Path('runs', name) for name in likely])}"
+        missing = "it has no plan.json" if path.is_dir() else "there is no such folder"
+        raise Refusal(
+            "not-a-run",
+            what="this is not a farspan run",
+            where=path,
+            fact=f"{missing}; runs here: {listed}{more}",
+            remedy=fix,
+        )
 
     def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint in this folder, -1 without one. A checkpoint is renamed
-        into place when it is whole."""
-        steps = [
-            int(path.name.removeprefix("step-"))
-            for path in self.checkpoints.glob("step-*")
-            if path.name.removeprefix("step-").isdecimal() and (path / "manifest.json").is_file()
-        ]
-        return max(steps, default=-1)
+        """Return the step of the newest checkpoint in this folder, -1 without one.
+
+        A checkpoint is renamed into place when it is whole.
+        """
+        newest = -1
+        for path in self.checkpoints.glob("step-*"):
+            number = path.name.removeprefix("step-")
+            if number.isdecimal() and (path / "manifest.json").is_file():
+                newest = max(newest, int(number))
+        return newest
 
     def require_there(self) -> None:
-        """Raises Refusal (path-missing) where the folder was deleted, emptied or moved since the
-        run began."""
+        """Raise Refusal (path-missing) where the folder was deleted, emptied or moved since the run
+        began."""
         if not self.plan.exists():
             gone = "has no plan.json" if self.path.is_dir() else "is not there"
             raise Refusal(
@@ -240,12 +239,12 @@ class RunFolder:
             )
 
     def resume(self) -> str:
-        """The command that goes on with the run, on the machine where farspan was asked to
+        """Write the command that resumes the run, on the machine where farspan was asked to
         train."""
         return command("resume", os.environ.get(HOME, self.path))
 
     def prepare_command(self) -> str:
-        """The command that makes the run's corpus whole, on the same machine."""
+        """Write the command that makes the run's corpus whole, on the same machine."""
         return command("prepare", Path(os.environ.get(HOME, self.path)) / self.config.name)
 
     def load_plan(self) -> Plan:

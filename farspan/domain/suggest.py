@@ -32,76 +32,84 @@ MAX_CANDIDATES = 6
 
 
 def normal_form(word: str) -> str:
-    """A name without case and separators: `Learning-Rate` and `learning_rate` are the same."""
+    """Drop case and separators from a name: `Learning-Rate` and `learning_rate` are the same."""
     return re.sub(r"[-_\s/:+]+", "", word.casefold())
 
 
 def suggest(word: str, known: Iterable[str], synonyms: Rows = NAMES) -> tuple[str, ...]:
-    """The known names that a word may mean, best first; empty where none is like enough.
+    """Suggest the known names that a word may mean, best first; empty where none is like enough.
 
     `synonyms` are the field's; () for names that people choose themselves, such as those of files.
     """
-    names = tuple(dict.fromkeys(known))
     typed = normal_form(word)
     if not typed:
         return ()
-    by_name = {name: name for name in names}
-    same = _same(typed, by_name)
+    by_name = {name: name for name in known}
+    same = _find_same(typed, by_name)
     if same:
         return tuple(same)
-    meant = [name for meaning in _meanings(typed, synonyms) for name in names if name == meaning]
+    meanings = _find_meanings(typed, synonyms)
+    meant = [name for name in dict.fromkeys(meanings) if name in by_name]
     if meant:
-        return tuple(dict.fromkeys(meant))
-    if synonyms and not_offered(word, names) is not None:
+        return tuple(meant)
+    if synonyms and not_offered(word, by_name) is not None:
         return ()
-    return tuple(_alike(typed, by_name))
+    return tuple(_find_alike(typed, by_name))
 
 
 def suggest_key(key: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The dotted keys that a dotted key may mean: its own folder goes before others."""
+    """Suggest the dotted keys that a dotted key may mean: its own folder goes before others."""
     folder, _, last = key.rpartition(".")
     typed = normal_form(last)
-    paths = {path: path.rpartition(".")[2] for path in sorted(set(known))}
-    own = {path: name for path, name in paths.items() if path.rpartition(".")[0] == folder}
-    found = (
-        _same(typed, own)
-        or _keys_meant(typed, own)
-        or _keys_meant(typed, paths)
-        or _same(typed, paths)
-        or _alike(typed, own)
-        or _alike(typed, paths)
+    last_parts: dict[str, str] = {}
+    in_folder: dict[str, str] = {}
+    for path in sorted(set(known)):
+        path_folder, _, last_parts[path] = path.rpartition(".")
+        if path_folder == folder:
+            in_folder[path] = last_parts[path]
+    keys = (
+        _find_same(typed, in_folder)
+        or _find_meant_keys(typed, in_folder)
+        or _find_meant_keys(typed, last_parts)
+        or _find_same(typed, last_parts)
+        or _find_alike(typed, in_folder)
+        or _find_alike(typed, last_parts)
     )
-    return tuple(found[:MAX_CANDIDATES])
+    return tuple(keys[:MAX_CANDIDATES])
 
 
 def not_offered(word: str, known: Iterable[str]) -> NotOffered | None:
-    """Whether a word is the field's name of something that is not among what is known."""
+    """Find what farspan does not do that a word is the field's name of; None for another word."""
     typed = normal_form(word)
-    names = set(known)
+    known = set(known)
     for group in NOT_OFFERED:
-        if group.beside in names and typed in group.words.split():
+        if group.beside in known and typed in group.words.split():
             return group
     return None
 
 
 def known_names(word: str, known: Sequence[str], label: str = "known") -> str:
-    """A fact: the names that there are, and why none of them is `word` where the field has it."""
-    names = f"{label}: {', '.join(known)}"
+    """Write a fact: the names that there are, and why `word`, if the field has it, is none."""
+    listed = f"{label}: {', '.join(known)}"
     missing = not_offered(word, known)
-    return names if missing is None else f"{missing.reason}; {names}"
+    return listed if missing is None else f"{missing.reason}; {listed}"
 
 
 def any_of(names: Sequence[object], option: str = "") -> str:
     """Names for a remedy, each quoted: `a, b or c`; with an option before each of them."""
     lead = f"{option} " if option else ""
-    words = [f"{lead}{shell_word(name)}" for name in names]
-    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+    return _join_alternatives([f"{lead}{shell_word(name)}" for name in names])
 
 
 def any_key(keys: Sequence[str]) -> str:
     """Dotted keys for a remedy: `a.x, a.y or b`."""
-    words = list(map(key_word, keys))
-    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+    return _join_alternatives(list(map(key_word, keys)))
+
+
+def _join_alternatives(words: list[str]) -> str:
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def advise(
@@ -113,64 +121,71 @@ def advise(
     fix: str | None = None,
     synonyms: Rows = NAMES,
 ) -> str:
-    """A remedy for a name that is unknown: `use a100-40 or a100-80`, or `--technique data`.
+    """Write a remedy for a name that is unknown: `use a100-40 or a100-80`, or `--technique data`.
 
     Where nothing is like it, `fix`, or else what there is.
     """
-    names = tuple(dict.fromkeys(known))
-    candidates = suggest(word, names, synonyms)
+    choices = tuple(dict.fromkeys(known))
+    candidates = suggest(word, choices, synonyms)
     lead = "" if option else f"{verb} "
     if candidates:
         return f"{lead}{any_of(candidates, option)}"
     if fix is not None:
         return fix
-    if len(names) > MAX_CANDIDATES:
-        return f"name one of those that are known, as {any_of(names[:1], option)}"
-    return f"{lead}{any_of(names, option)}"
+    if len(choices) > MAX_CANDIDATES:
+        return f"name one of those that are known, as {any_of(choices[:1], option)}"
+    return f"{lead}{any_of(choices, option)}"
 
 
-def _meanings(typed: str, synonyms: Rows) -> list[str]:
-    return [name for words, names in synonyms if typed in words.split() for name in names]
+def _find_meanings(typed: str, synonyms: Rows) -> list[str]:
+    meanings: list[str] = []
+    for words, meant in synonyms:
+        if typed in words.split():
+            meanings += meant
+    return meanings
 
 
-def _same(typed: str, names: dict[str, str]) -> list[str]:
-    """The keys of `names` whose values differ from a word in case and separators alone."""
-    return [key for key, name in names.items() if normal_form(name) == typed]
+def _find_same(typed: str, name_of: dict[str, str]) -> list[str]:
+    """Find the keys of `name_of` whose values differ from a word in case and separators alone."""
+    return [key for key, name in name_of.items() if normal_form(name) == typed]
 
 
-def _keys_meant(typed: str, names: dict[str, str]) -> list[str]:
-    """The dotted keys that end in what the field's word means."""
-    return [
-        path
-        for meaning in dict.fromkeys(_meanings(typed, KEYS))
-        for path in names
-        if f".{path}".endswith(f".{meaning}")
-    ]
+def _find_meant_keys(typed: str, paths: Iterable[str]) -> list[str]:
+    """Find the dotted keys that end in what the field's word means."""
+    keys = []
+    for meaning in dict.fromkeys(_find_meanings(typed, KEYS)):
+        keys += [path for path in paths if f".{path}".endswith(f".{meaning}")]
+    return keys
 
 
-def _alike(typed: str, names: dict[str, str]) -> list[str]:
-    """The keys of `names` whose values begin with a word, or else have a part that does, or else
-    are most like it."""
-    for fits in (_begins, _has_part):
-        found = [key for key, name in names.items() if fits(typed, name)]
-        if found:
-            return found if len(found) <= MAX_CANDIDATES else []
-    scores = {key: likeness(typed, normal_form(name)) for key, name in names.items()}
-    best = max(scores.values(), default=0.0)
-    found = [key for key, score in scores.items() if score == best >= LIKE]
-    return found if len(found) <= MAX_CANDIDATES else []
+def _find_alike(typed: str, name_of: dict[str, str]) -> list[str]:
+    """Find the keys of `name_of` whose values begin with a word, or else have a part that does, or
+    else are most like it."""
+    for fits in (_begins_with, _has_part):
+        candidates = [key for key, name in name_of.items() if fits(typed, name)]
+        if candidates:
+            break
+    else:
+        scores = {key: likeness(typed, normal_form(name)) for key, name in name_of.items()}
+        best = max(scores.values(), default=0.0)
+        candidates = [key for key, score in scores.items() if score == best >= LIKE]
+    return candidates if len(candidates) <= MAX_CANDIDATES else []
 
 
-def _begins(typed: str, name: str) -> bool:
-    """Whether a name goes on where a word ends: `cos` and `cosine`."""
+def _begins_with(typed: str, name: str) -> bool:
+    """Return whether a name continues where a word ends: `cos` and `cosine`."""
     return len(typed) >= MIN_BEGINNING and normal_form(name).startswith(typed)
 
 
 def _has_part(typed: str, name: str) -> bool:
-    """Whether a word begins behind a separator of a name: `amst` in `fabric/gat-amst`."""
+    """Return whether a word begins after a separator of a name: `amst` in `fabric/gat-amst`."""
+    if len(typed) < MIN_PART:
+        return False
     parts = SEPARATORS.split(name)
-    rests = [normal_form("".join(parts[place:])) for place in range(1, len(parts))]
-    return len(typed) >= MIN_PART and any(rest.startswith(typed) for rest in rests)
+    for place in range(1, len(parts)):
+        if normal_form("".join(parts[place:])).startswith(typed):
+            return True
+    return False
 
 
 def likeness(typed: str, name: str) -> float:
@@ -178,23 +193,24 @@ def likeness(typed: str, name: str) -> float:
     typed word has too many slips."""
     if re.findall(r"\d+", typed) != re.findall(r"\d+", name):
         return 0.0
-    slips = _slips(typed, name)
+    slips = _count_slips(typed, name)
     if slips > (MAX_SLIPS if len(typed) >= LONG_WORD else 1):
         return 0.0
     return 1 - slips / max(len(typed), len(name), 1)
 
 
-def _slips(a: str, b: str) -> int:
-    """Letters left out, added, replaced, or swapped with their neighbour, from one word to the
-    other: the distance of optimal string alignment."""
+def _count_slips(a: str, b: str) -> int:
+    """Count letters left out, added, replaced, or swapped with their neighbour, from one word to
+    the other: the distance of optimal string alignment."""
     rows = [list(range(len(b) + 1))]
     for i, letter in enumerate(a, 1):
+        above = rows[-1]
         row = [i]
         for j, other in enumerate(b, 1):
-            cost = min(
-                rows[i - 1][j] + 1, row[j - 1] + 1, rows[i - 1][j - 1] + int(letter != other)
-            )
-            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+            replaced = above[j - 1] + int(letter != other)
+            cost = min(above[j] + 1, row[j - 1] + 1, replaced)
+            is_swap = letter == b[j - 2] and a[i - 2] == other
+            if is_swap and i > 1 and j > 1:
                 cost = min(cost, rows[i - 2][j - 2] + 1)
             row.append(cost)
         rows.append(row)

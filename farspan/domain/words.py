@@ -10,28 +10,25 @@ from farspan.domain.plan import Stage
 
 def stage_words(stage: Stage, layers: int) -> str:
     """`embedding, blocks 1-12; data 2; ZeRO 2; gradients by site`."""
-    axes = [
-        f"{axis} {size}"
-        for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True)
-        if size > 1
-    ]
+    axes = []
+    for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True):
+        if size > 1:
+            axes.append(f"{axis} {size}")
     parts = [units_words(stage.units, layers), " x ".join(axes) or "one device"]
     if stage.zero:
         parts.append(f"ZeRO {stage.zero}")
     if stage.recompute:
         parts.append("recompute")
     if len(stage.mesh.ranks) > stage.mesh.size("tensor"):
-        bits = "" if stage.grad_sync.bits == 32 else f" in {stage.grad_sync.bits} bits"
-        parts.append(
-            (
-                "gradients site by site"
-                if stage.grad_sync.topology == "hierarchical"
-                else "gradients in one ring"
-            )
-            + bits
-        )
-    if split := {op: dim for op, dim in stage.splits.items() if dim}:
-        parts.append("divides " + ", ".join(f"{op} by {dim}" for op, dim in split.items()))
+        gradients = "gradients in one ring"
+        if stage.grad_sync.topology == "hierarchical":
+            gradients = "gradients site by site"
+        if stage.grad_sync.bits != 32:
+            gradients += f" in {stage.grad_sync.bits} bits"
+        parts.append(gradients)
+    splits = [f"{op} by {dim}" for op, dim in stage.splits.items() if dim]
+    if splits:
+        parts.append(f"divides {', '.join(splits)}")
     return "; ".join(parts)
 
 
@@ -41,21 +38,26 @@ def units_words(units: tuple[int, int], layers: int) -> str:
     first, last = units
     if units == (0, layers + 2):
         return "the whole model"
-    blocks = (max(first, 1), min(last, layers + 1) - 1)
     parts = ["embedding"] if first == 0 else []
-    if blocks[0] <= blocks[1]:
-        parts.append(
-            f"block {blocks[0]}" if blocks[0] == blocks[1] else f"blocks {blocks[0]}-{blocks[1]}"
-        )
-    return ", ".join([*parts, *(["head"] if last == layers + 2 else [])])
+    first_block = max(first, 1)
+    last_block = min(last - 1, layers)
+    if first_block == last_block:
+        parts.append(f"block {first_block}")
+    elif first_block < last_block:
+        parts.append(f"blocks {first_block}-{last_block}")
+    if last == layers + 2:
+        parts.append("head")
+    return ", ".join(parts)
 
 
 def listed(words: Sequence[str]) -> str:
     """`2 x 16, 3 x 8`: neighbours that are the same counted."""
-    runs = [(word, len(list(group))) for word, group in itertools.groupby(words)]
-    return ", ".join(f"{count} x {word}" for word, count in runs)
+    runs = [f"{len(list(group))} x {word}" for word, group in itertools.groupby(words)]
+    return ", ".join(runs)
 
 
 def joined(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`; nothing of none."""
-    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else "".join(words)
+    """Join a list: `a`, `a and b`, `a, b and c`; nothing of none."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
