@@ -31,8 +31,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What joins devices of one host, with its rate as text: bytes a second each way of one
-    device."""
+    """The interconnect of one host's devices, with its rate as text: bytes a second in each
+    direction of one device."""
 
     kind: Literal["nvlink", "pcie", "xgmi", "unified"]
     rate: str
@@ -120,8 +120,8 @@ def peak_flops(device_name: str, precision: DType, count: int) -> float | None:
 
 
 class RingShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ring collectives of NCCL or RCCL reach of an interconnect's rate: the bus bandwidth of
-    all_reduce_perf for large messages, over the rate of one device each way."""
+    """Share of an interconnect's rate that ring collectives of NCCL or RCCL reach: bus bandwidth of
+    all_reduce_perf for large messages, over the rate of one device in each direction."""
 
     kind: Literal["nvlink", "pcie", "xgmi"]
     rate: str

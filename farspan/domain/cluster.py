@@ -1,5 +1,5 @@
-"""What machines there are: devices in hosts, hosts in sites, links between them. SI units; rates in
-bytes a second."""
+"""A cluster: devices in hosts, hosts in sites, links between them. SI units; rates in bytes a
+second."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from farspan.domain.units import counted, format_bytes, format_rate, short_time
 
 #: tf32 is fp32 numbers multiplied on the matrix units, to ten bits after the point (AMD: xf32).
 DType = Precision
-#: What a figure may be: as many as anything here can be, more FLOP/s than there are on earth,
-#: seconds of a day at most.
+#: Bounds of a figure: more than any count here, more FLOP/s than there are on earth, the seconds of
+#: a day.
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
 Flops = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
@@ -27,7 +27,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 #: same cluster.
 Origin = Literal["catalogue", "given", "measured", "derived"]
 
-#: What a pair of hosts of one site, and a line between two sites, are taken to have where nothing
+#: What a pair of hosts of one site, and a link between two sites, are taken to have where nothing
 #: is known of them.
 SITE_RTT_S = UNKNOWN_SITE.rtt_s
 SITE_BANDWIDTH = UNKNOWN_SITE.rate
@@ -73,20 +73,18 @@ class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What joins a kind of device to others of its host, by the data sheet."""
+    """The links of a kind of device to others of its host, by the data sheet."""
 
     #: `unified`: nothing, as it shares the host's memory and comes once a host.
     kind: Literal["nvlink", "pcie", "xgmi", "unified"]
-    #: Bytes a second each way of one device, all of its links together.
+    #: Bytes a second in each direction of one device, all of its links together.
     rate: Flops
-    #: Whether devices read one another's memory; else what one sends another goes through the
-    #: host's memory.
+    #: Whether devices read each other's memory; else messages go through the host's memory.
     p2p: bool = True
 
 
 class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a kind of device can do at its best. Unknown figures are None or absent, never
-    guessed."""
+    """Peak figures of a kind of device. Unknown ones are None or absent, never guessed."""
 
     #: Peak dense FLOP/s by dtype.
     flops: dict[DType, float] = {}
@@ -110,7 +108,7 @@ class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a probe timed on the device itself."""
+    """Times that a probe measured on the device itself."""
 
     #: Matrix products; they go before the data sheet's FLOP/s where they exist.
     rates: tuple[MatmulRate, ...] = ()
@@ -119,11 +117,11 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LearnedPace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What trials of the model at hand showed."""
+    """Corrections that trials of the model at hand showed."""
 
     #: Measured over predicted compute time; 1 where there was no trial.
     pace: float = 1.0
-    #: Measured bytes of a worker beside its tensors; None takes the engine's figure.
+    #: Measured bytes of a worker in addition to its tensors; None takes the engine's figure.
     framework: int | None = None
 
 
@@ -132,11 +130,11 @@ class WorkerSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     #: CPU threads.
     threads: int = 1
-    #: Share of those threads' time, where the device is held to one: launching operators takes so
-    #: much longer. The data sheet's FLOP/s and bandwidth are what is left of them.
+    #: Share of those threads' time, where the device is throttled to one: launching operators takes
+    #: 1 / `share` times as long. The data sheet's FLOP/s and bandwidth are already scaled by it.
     share: float = 1.0
-    #: Seconds that a message waits in the mean until a device that is held to a share has its next
-    #: turn.
+    #: Mean seconds that a message waits until a device that is throttled to a share has its next
+    #: time slice.
     turn_s: float = 0.0
     #: The command that runs another command confined to this device; None is the host's.
     enter: tuple[str, ...] | None = None
@@ -238,14 +236,13 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     window: int | None = None
     #: Measured bytes under way in one round trip, by number of streams.
     in_flight: dict[int, int] = {}
-    #: Measured seconds to send so many bytes one way, first byte to last.
+    #: Measured seconds to send a number of bytes in one direction, first byte to last.
     transfer_s: dict[int, float] = {}
     #: Share of packets lost.
     loss: float | None = None
     #: Measured seconds that a byte over it, in or out, keeps all cores of a host at its end busy.
     busy_s: float | None = None
-    #: Round trips and bytes over it take so many times as long as the figures say, by what trials
-    #: have shown.
+    #: Measured over predicted time of round trips and bytes over it, as trials have shown.
     pace: float = 1.0
     origin: Origin = "given"
 
@@ -253,7 +250,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sites: tuple[Site, ...]
     links: tuple[Link, ...] = ()
-    #: Measured seconds of an all-reduce of so many bytes over all devices.
+    #: Measured seconds of an all-reduce over all devices, by its bytes.
     allreduce_s: dict[int, float] = {}
 
     @property
@@ -396,7 +393,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         measurement has it; None where they do, or where nothing leads from one to the other.
 
         Inside a site it is that of the known machines whose shape both hosts have; else it is that
-        of hosts of which nothing is known.
+        of unknown hosts.
         """
         site_a = self.site_of(a)
         site_b = self.site_of(b)

@@ -12,11 +12,11 @@ from farspan.domain.objective import Objective
 Quantity = str | int | float
 Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 Dollars = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-_NAMES = msgspec.Meta(
+_NAME_RULE = msgspec.Meta(
     pattern=r"^(?!\.)[^/]{1,100}$",
     description="a name of 1 to 100 letters, no / and no dot in front",
 )
-Name = Annotated[str, _NAMES]
+Name = Annotated[str, _NAME_RULE]
 Source = Annotated[str, msgspec.Meta(min_length=1)]
 #: What follows a fault of a run.
 OnFault = Literal["recover", "wait", "stop"]
@@ -104,7 +104,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mask: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
     reshuffle: Literal["auto"] | bool = "auto"
     recompute: bool = False
-    #: Bits of a number on its way between sites.
+    #: Bits of a number in transit between sites.
     wan_bits: Literal[8, 16, 32] = 32
     compile: bool = False
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
@@ -181,8 +181,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def tokenizer_config(self) -> TokenizerConfig:
-        """The tokenizer asked for; a model that is read from a folder brings its own, unless told
-        otherwise."""
+        """The tokenizer asked for; a model that is read from a folder brings its own, unless
+        another is set."""
         if isinstance(self.tokenizer, str):
             return TokenizerConfig(use=self.tokenizer)
         if self.model.path is not None and self.tokenizer == TokenizerConfig():

@@ -1,4 +1,4 @@
-"""What a prepared corpus is: one folder of token files, described by its manifest `corpus.json`."""
+"""A prepared corpus: one folder of token files, described by its manifest `corpus.json`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def by_kind(skipped: Iterable[Skipped]) -> list[Skipped]:
 
 
 class SkipLog:
-    """What a source left out: the first of each reason by name, the others counted.
+    """The files and rows that a source left out: the first of each reason by name, the others
+    counted.
 
     Its size does not grow with the number of rows.
     """
@@ -196,7 +197,7 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def duplicates_line(self) -> str:
-        """How many documents of the source are searched and not trained on; empty for none."""
+        """Documents of the source that are searched and not trained on, in words; "" for none."""
         exact = self.exact_duplicates
         near = self.near_duplicates
         if not exact and not near:
@@ -215,8 +216,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def copies_line(documents: int, near: int, exact: int) -> str:
-    """How many of the distinct `documents` are near copies, and where exact copies stand besides;
-    empty without copies."""
+    """Count in words which of the distinct `documents` are near copies, and at how many more places
+    exact copies stand; empty without copies."""
     lines = []
     if near:
         others = "a near copy of another" if near == 1 else "near copies of others"

@@ -15,9 +15,8 @@ from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise
 
-#: What kernels do beside matrix products' arithmetic, by what they go over: a weight's elements, a
-#: table's, the rows of a biased product, those of the residual stream, q and k, q's heads, scores,
-#: logits.
+#: Memory-bound work of kernels, by the tensors that they read: a weight's elements, a table's, the
+#: rows of a biased product, those of the residual stream, q and k, q's heads, scores, logits.
 Activity = Literal[
     "weight",
     "table",
@@ -68,8 +67,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Share of the best product's FLOP/s on a device that a training's matrix products reach, by
     #: dtype.
     efficiency: dict[DType, float]
-    #: Share of those that products reach whose summed or written dims are whole multiples of so
-    #: many bytes only, not of 16: by the bytes, the next smaller one counts.
+    #: Share of those that products reach whose summed or written dims are whole multiples of fewer
+    #: bytes than 16: by the bytes, the next smaller one counts.
     aligned: dict[int, float] = {}
     #: Share of the memory's bandwidth that streaming kernels reach; and that composed ones do
     #: (`Moves.composed`).
@@ -84,19 +83,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tf32: bool = False
     #: Times that the update's tensors go through memory: 1 where one kernel does all of it.
     update_passes: float = 1.0
-    #: Seconds to launch one kernel. Where others than processors compute, launches go on beside
-    #: what was launched.
+    #: Seconds to launch one kernel. Where other devices than CPUs compute, launches overlap with
+    #: the kernels launched before.
     launch_s: float
     #: Sustained FLOP/s a watt of board power at most; None does not limit.
     flops_per_watt: float | None = None
-    #: Bytes that one TCP stream has under way where the link does not say.
+    #: Bytes that one TCP stream has in flight where the link does not give them.
     window: int
-    #: TCP streams of a collective, and of a pair of stages where the plan says 1.
+    #: TCP streams of a collective, and of a pair of stages where the plan has 1.
     streams: int = 1
-    #: Bytes that a collective, and a send, has under way at most; None is the streams' windows.
+    #: Bytes that a collective, and a send, has in flight at most; None is the streams' windows.
     collective_bytes: float | None = None
     send_bytes: float | None = None
-    #: Collectives that are under way at once.
+    #: Collectives that are in flight at once.
     collectives: int = 1
     #: A step of a ring begins when the receiver has answered: a round trip of the longest wire.
     #: Else parts travel on as they come.
@@ -115,7 +114,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Sums between sites, and what replicas changed, go straight to everyone, all at once; else
     #: around a ring.
     direct: bool = False
-    #: Sums that are scattered go straight to whom each part is for; else around a ring.
+    #: Sums that are scattered go straight to the rank that each part is for; else around a ring.
     scatters_straight: bool = False
     #: Gradients are copied into buckets to be sent, and whole sums keep buckets for all of them;
     #: else they lie in them from the start.
@@ -125,18 +124,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Every device of a stage sends its own part of what crosses to the next; else one device of
     #: each host.
     sends_paired: bool = False
-    #: Stages that share a tied table sum its gradient by one collective; else by a send each way.
+    #: Stages that share a tied table sum its gradient by one collective; else each sends the other
+    #: its part.
     ties_collective: bool = False
-    #: How much longer arithmetic takes while collectives of the batch axes run beside it: they
+    #: How much longer arithmetic takes while collectives of the batch axes overlap with it: they
     #: share multiprocessors and memory.
     contention: float = 0.0
-    #: What moves bytes takes turns with arithmetic on the same cores, and so many times as long as
-    #: alone, as both lose what caches held; 0 where others than processors compute.
+    #: Communication shares its cores with arithmetic, and takes this many times as long as alone:
+    #: both lose their caches; 0 where other devices than CPUs compute.
     move_cost: float = 0.0
-    #: Seconds of a core that a byte through its sockets takes, in or out, where no link says.
+    #: Seconds of a core for a byte through its sockets, in or out, where no link gives them.
     socket_s: float = 0.0
-    #: Seconds of a core that each message of a sum takes beside its bytes: threads wake for it, and
-    #: others stop.
+    #: Seconds of a core that each message of a sum takes in addition to its bytes: threads wake for
+    #: it, and others stop.
     message_busy_s: float = 0.0
     #: Seconds that a message which is waited for waits in the mean for each other worker on its
     #: receiver's core.
@@ -144,7 +144,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Seconds that a byte of such a message takes longer for each of them.
     turn_byte_s: float = 0.0
     #: Passes of a gradient's fp32 bytes through memory until it is encoded, decoded and added, by
-    #: the bits that it travels in; and of a parameter's where replicas meet.
+    #: the bits that it travels in; and of a parameter's where replicas synchronize.
     coding_passes: dict[int, float] = {}
     meeting_passes: float = 0.0
     #: A sender computes nothing until its message has arrived.
@@ -160,7 +160,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Factor on all tensors of a worker: what an allocator loses, and buffers that a compiler keeps
     #: twice.
     overhead: float = 1.0
-    #: Factor on what comes and goes within a step: what an allocator holds of it while nobody does.
+    #: Factor on what comes and goes within a step: what an allocator keeps of it after it is freed.
     slack: float = 1.0
     #: Share of a stage's state that every device holds whole at its peak although the plan divides
     #: it.
@@ -175,12 +175,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     workspace: int = 0
     #: Bytes that a communicator keeps for each of its channels (`estimate.memory.CHANNELS`).
     channel_bytes: int = 0
-    #: Checkpoints are written from a copy while training goes on.
+    #: Checkpoints are written from a copy while training continues.
     snapshots: bool = False
     #: Bytes a parameter of the host's memory while a run starts: of the whole model on the first
     #: host, which makes the state, and of every stage on the hosts that receive it.
     host_state: int = 0
-    #: Logits are made so many bytes at a time; None makes them whole.
+    #: Bytes of logits that are computed at a time; None computes all at once.
     logits_chunk: int | None
     #: Factors on the predicted step between which the measured one is expected, eight times of ten:
     #: of compute by the data sheet, of networks as they were given, and of either where it was

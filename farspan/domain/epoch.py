@@ -40,7 +40,7 @@ class Epoch(
     """The start that workers belong to, as their launcher describes it."""
 
     number: Number
-    #: Seconds that the run has used up when it starts, whatever its checkpoint says: time between
+    #: Seconds that the run has used up when it starts, whatever its checkpoint has: time between
     #: starts counts too.
     used_s: float = 0.0
     #: Steps, from 0 on, whose batch is left out: their gradient was not finite.
@@ -56,7 +56,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ended: dict[int, int]
 
     def counts(self, epoch: int, step: int) -> bool:
-        """Whether a checkpoint of an epoch counts that has this step."""
+        """Return whether a checkpoint of an epoch counts that has this step."""
         return epoch >= self.epoch or step <= self.ended.get(epoch, step)
 
 

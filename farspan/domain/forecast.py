@@ -1,4 +1,4 @@
-"""The validation loss that a run is expected to reach, and what that was told from."""
+"""The validation loss that a run is predicted to reach, and what it was predicted from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How well counts of so many training tokens predict the validation split, nats a token
-    (`corpus.counting`): of two tokens in a row; of these and what the same piece of text has said
-    before; of six in a row and the same."""
+    """How well counts of `tokens` training tokens predict the validation split, nats a token
+    (`corpus.counting`): of two tokens in a row; of these and the same piece of text so far; of six
+    in a row and the same."""
 
     tokens: float
     few: float
@@ -22,7 +22,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss: float
     interval: tuple[float, float]
     parameters: float
-    #: Of the training split, and those that the run reads of it, again and again if need be.
+    #: Of the training split, and those that the run reads of it, repeatedly if need be.
     unique_tokens: float
     tokens: float
     steps: float

@@ -1,5 +1,5 @@
-"""Whether PyTorch can use the NVIDIA GPUs of a machine: what the driver lists, what the wheel has
-code for, the fix."""
+"""Diagnosis of a machine's NVIDIA GPUs: what the driver lists, what PyTorch's wheel has code for,
+and the fix where it cannot use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem
 
 Capability = tuple[int, int]
-#: What `CUDA_VISIBLE_DEVICES` says to hide every GPU.
+#: Values of `CUDA_VISIBLE_DEVICES` that hide every GPU.
 HIDDEN = ("", "-1", "NoDevFiles", "none", "void")
 #: Oldest Linux driver for programs of each major version of CUDA ("CUDA Toolkit release notes",
 #: table of minor version compatibility).
@@ -104,11 +104,11 @@ BUILDS = (Build("13.0", (7, 5), (99, 0)), Build("12.6", (5, 0), (9, 0)))
 
 
 def runs(capability: Capability, archs: tuple[str, ...]) -> bool:
-    """Whether a wheel has code for a card: binary code (`sm_86`) runs on the same major version
-    from its minor one on, PTX (`compute_90`) on all later cards; what ends in a letter is for its
-    own card (`sm_90a`) or family (`sm_100f`).
+    """Return whether a wheel has code for a card: binary code (`sm_86`) runs on the same major
+    version from its minor one on, PTX (`compute_90`) on all later cards; what ends in a letter is
+    for its own card (`sm_90a`) or family (`sm_100f`).
     """
-    if not archs:  # A build that does not say what it has code for.
+    if not archs:  # A build that does not list what it has code for.
         return True
     for arch in archs:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
@@ -129,8 +129,8 @@ def runs(capability: Capability, archs: tuple[str, ...]) -> bool:
 
 
 def judge(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict:
-    """Whether PyTorch can use the GPUs that the driver lists on a host, by default this machine,
-    and what mends it where it cannot."""
+    """Judge whether PyTorch can use the GPUs that the driver lists on a host, by default this
+    machine, and what mends it where it cannot."""
     if wheel.visible is not None and wheel.visible.strip() in HIDDEN:
         hidden = "CUDA_VISIBLE_DEVICES hides the NVIDIA GPUs"
         return Verdict(notes=(hidden,) if nvidia.gpus else ())
@@ -245,8 +245,8 @@ def _parse_version(version: str) -> tuple[int, ...]:
 
 
 def is_kind(name: str, kind: str) -> bool:
-    """Whether a GPU that its driver calls `name` is of a kind that a plan names: a driver's name,
-    or a catalogue's."""
+    """Return whether a GPU that its driver calls `name` is of a kind that a plan names: a driver's
+    name, or a catalogue's."""
     if name == kind:
         return True
     if kind not in catalog.devices():

@@ -41,12 +41,13 @@ def install_command(extra: str) -> str:
     In a clone it keeps the editable install and its versions: without them pip would put a copy of
     the package in its place, or take the newest of everything.
     """
-    clone = clone_of(Path(__file__))
+    root = Path(__file__).resolve().parents[2]
+    is_clone = (root / "pyproject.toml").is_file() and (root / CONSTRAINTS).is_file()
     requirement = [f"farspan[{extra}]"]
-    if clone == Path.cwd().resolve():
+    if is_clone and root == Path.cwd().resolve():
         requirement = ["-c", CONSTRAINTS, "-e", f".[{extra}]"]
-    elif clone is not None:
-        requirement = ["-c", str(clone / CONSTRAINTS), "-e", f"{clone}[{extra}]"]
+    elif is_clone:
+        requirement = ["-c", str(root / CONSTRAINTS), "-e", f"{root}[{extra}]"]
     # pip of this interpreter: that on the path may be another's. uv makes environments without.
     pip = [sys.executable, "-m", "pip", "install"]
     if find_spec("pip") is None:
@@ -57,10 +58,3 @@ def install_command(extra: str) -> str:
 def install_command_there(extra: str, python: str = "python3") -> str:
     """Write the command that installs an extra on another host, for an interpreter there."""
     return f"{shell_word(python)} -m pip install {shell_word(f'farspan[{extra}]')}"
-
-
-def clone_of(file: Path) -> Path | None:
-    """Find the clone that a file of the package lies in; None for one installed from a package."""
-    root = file.resolve().parents[2]
-    is_clone = (root / "pyproject.toml").is_file() and (root / CONSTRAINTS).is_file()
-    return root if is_clone else None

@@ -37,12 +37,12 @@ class AssumedNetwork(NamedTuple):
     machine: str = ""
 
 
-#: Between two hosts of a site of which nothing is known: 10 Gbit/s Ethernet, whose round trip
+#: Between two hosts of a site, both unknown: 10 Gbit/s Ethernet, whose round trip
 #: through one switch and two kernels is about 0.1 ms. They have what offices have, up to what
 #: clouds give VMs with a T4, an A30 or an A100
 #: (cloud.google.com/compute/docs/gpus/gpu-network-bandwidth).
 UNKNOWN_SITE = AssumedNetwork(rate=10e9 / 8, least=1e9 / 8, most=100e9 / 8, rtt_s=1e-4)
-#: Between two sites of which nothing is known: what research networks and cloud regions commonly
+#: Between two sites without figures: what research networks and cloud regions commonly
 #: grant. A tenth and ten times of it are a choice. Its round trip is always given.
 UNKNOWN_LINE = AssumedNetwork(rate=1e9 / 8, least=0.1e9 / 8, most=10e9 / 8, rtt_s=math.nan)
 

@@ -1,8 +1,8 @@
 """How many processes the kernel has killed because memory ran out: in a control group, and on the
 machine.
 
-The machine's count tells nothing of one process: another program's may have been killed. A group of
-version 2 counts its own processes. Version 1 is not read: its count leaves out parent groups.
+The machine's count is no evidence of one process: another program's may have been killed. A group
+of version 2 counts its own processes. Version 1 is not read: its count leaves out parent groups.
 """
 
 from __future__ import annotations

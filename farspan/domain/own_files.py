@@ -44,7 +44,7 @@ def open_own(
 
 
 def is_replaced(file: IO[bytes], path: Path) -> bool:
-    """Whether another file lies where an open one was; not where none does."""
+    """Return whether another file lies where an open one was; not where none does."""
     try:
         return not os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -3,7 +3,7 @@ executes it.
 
 Inside one replica everything is one synchronous computation, also across sites; several replicas
 exist only where they keep separate optimizer state. Mesh axes: "site" and "data" divide a step's
-sequences, "data" also the state where ZeRO says so, "tensor" divides operators.
+sequences, "data" also the state where ZeRO does, "tensor" divides operators.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     bucket_bytes: Positive | None
     topology: Topology = "flat"
-    #: Bits of a number on the way; fewer than 32 keep an error feedback.
+    #: Bits of a number in transit; fewer than 32 keep an error feedback.
     bits: Literal[8, 16, 32] = 32
     #: Bytes a second that each worker's connection to another site carries at most; None does not
     #: hold it back.
@@ -201,7 +201,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     every: Positive
     bits: Literal[4, 8, 16, 32] = 32
-    #: The exchange goes on while the next steps are computed (arXiv 2501.18512).
+    #: The exchange overlaps with the next steps (arXiv 2501.18512).
     overlap: bool = False
     lr: float = 0.7
     momentum: float = 0.9

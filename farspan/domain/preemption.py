@@ -1,4 +1,4 @@
-"""A preemption: the machine takes workers away by a signal, without the word of who started them.
+"""A preemption: the machine takes workers away by a signal that their launcher did not send.
 
 So do a preempted VM, the shutdown of a node, and Slurm. The step that the signal came in is saved.
 """

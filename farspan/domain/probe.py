@@ -1,5 +1,5 @@
-"""What short trials are asked, and what they found: how fast one device trains one model, and what
-it can do at all."""
+"""Queries of short trials and their results: how fast one device trains one model, and what it can
+do at all."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was not measured, as it would have needed more bytes than were free: of so many rows,
-    where it has rows."""
+    """What was not measured, as it would have needed more bytes than were free; `rows` where it
+    has rows."""
 
     what: str
     needed: int
@@ -96,7 +96,7 @@ class RatesQuery(msgspec.Struct, frozen=True, tag="rates"):
 
 
 class UnitsQuery(msgspec.Struct, frozen=True, tag="units"):
-    """How long do a model's units take over so many sequences of `seq_len` tokens? Answered by
+    """How long do a model's units take over `rows` sequences of `seq_len` tokens? Answered by
     UnitTimes."""
 
     device: PlannedDevice
@@ -109,7 +109,7 @@ class UnitsQuery(msgspec.Struct, frozen=True, tag="units"):
 
 
 class AllReduceQuery(msgspec.Struct, frozen=True, tag="allreduce"):
-    """Time all-reduces with the other probes of a group that meet at the same place. Answered by
+    """Time all-reduces with the other probes of a group, which connect to one address. Answered by
     seconds by bytes."""
 
     device: PlannedDevice

@@ -39,8 +39,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     communicators: float = 0.0
     #: What the allocator holds of tensors' memory while no tensor does, or a compiler keeps twice.
     fragmentation: float = 0.0
-    #: The copy of what the worker writes of a checkpoint, while training goes on; of other devices
-    #: than CPUs it lies in the host's memory.
+    #: The copy of the worker's part of a checkpoint, while training continues; of devices other
+    #: than CPUs it lies in the memory of the host.
     snapshot: float = 0.0
 
     @property
@@ -92,8 +92,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     #: Of each rank.
     memory: tuple[Memory, ...]
     workload: Workload
-    #: Tokens that reach the loss of one synchronous token: 1 but for replicas that meet now and
-    #: then; with bounds.
+    #: Tokens that reach the loss of one synchronous token: 1 but for replicas with an outer sync;
+    #: with bounds.
     token_efficiency: float = 1.0
     token_efficiency_interval: tuple[float, float] = (1.0, 1.0)
     #: Whether a published run in this setting stands behind `token_efficiency`.
@@ -130,7 +130,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def equal_loss_factor(self) -> float:
-        """What multiplies a figure of the run to become one of `equal_loss_s`."""
+        """Factor that makes a figure of the run one of `equal_loss_s`."""
         return self.equal_loss_s / self.run_s
 
     @property
@@ -277,12 +277,12 @@ class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
     #: Whether these weights are kept as the best so far, by what validations in between read.
     best: bool
     of: int | None = None
-    #: Of `loss`, as an estimate of the whole split's; None where too few windows say nothing of it.
+    #: Of `loss`, as an estimate of the whole split's; None where there are too few windows.
     standard_error: float | None = None
-    #: What the tokens are known by: losses of runs with unlike names are not of the same tokens.
+    #: What the tokens are known by: losses of runs with other names are not of the same tokens.
     read: str | None = None
-    #: Entropies of these same tokens under the training split's counts, nats a token; told by rank
-    #: 0.
+    #: Entropies of these same tokens under the training split's counts, nats a token; reported by
+    #: rank 0.
     unigram_nats: float | None = None
     bigram_nats: float | None = None
     #: Of the last validation of a run: its loss on the `sample_tokens` that validations in between
@@ -296,7 +296,7 @@ class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
 
     @property
     def whole(self) -> bool:
-        """Whether all of the split was read."""
+        """True if all of the split was read."""
         return self.tokens == self.of
 
 
@@ -401,7 +401,7 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
 
 
 #: Ends (`Finished.reason`) between two steps, by a request or a preemption: the step is saved, and
-#: the run goes on from there.
+#: the run resumes from there.
 STOPPED = ("interrupted", "preempted")
 
 Event = (

@@ -28,7 +28,7 @@ HOME = "FARSPAN_RUN"
 #: each other, and its value where the secret is the first line of standard input.
 SECRET = "FARSPAN_SECRET"
 ON_STDIN = "-"
-#: The variable that names the port at which the workers meet, where that of MASTER_PORT is
+#: The variable that names the port of the workers' rendezvous, where that of MASTER_PORT is
 #: torchrun's.
 STORE_PORT = "FARSPAN_STORE_PORT"
 #: A refusal names this many of the runs that there are, the newest first.

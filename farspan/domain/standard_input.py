@@ -1,7 +1,7 @@
-"""What the process that started this one says on its standard input.
+"""What the process that started this one writes to its standard input.
 
-STOP there is its word that the run is to save and end: a signal without that word comes from
-elsewhere. The end of the input says that the process that started this one is gone.
+STOP there asks the run to save and end: a signal without it comes from elsewhere. The end of the
+input means that the process that started this one is gone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def first_line() -> str:
 
 
 def holds_more() -> bool:
-    """Return whether something was said that nobody has read; only a pipe can say it.
+    """Return whether there is input that nobody has read; only a pipe shows it.
 
-    It is not read: the workers of one torchrun share one input, and each has to find the word.
+    It is not read: the workers of one torchrun share one input, and each has to find it.
     """
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
         return False

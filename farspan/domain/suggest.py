@@ -95,10 +95,10 @@ def known_names(word: str, known: Sequence[str], label: str = "known") -> str:
     return listed if missing is None else f"{missing.reason}; {listed}"
 
 
-def any_of(names: Sequence[object], option: str = "") -> str:
+def any_of(choices: Sequence[object], option: str = "") -> str:
     """Names for a remedy, each quoted: `a, b or c`; with an option before each of them."""
     lead = f"{option} " if option else ""
-    return _join_alternatives([f"{lead}{shell_word(name)}" for name in names])
+    return _join_alternatives([f"{lead}{shell_word(choice)}" for choice in choices])
 
 
 def any_key(keys: Sequence[str]) -> str:

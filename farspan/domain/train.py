@@ -39,8 +39,7 @@ class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: hashes.
     muon: Muon | msgspec.UnsetType = msgspec.UNSET
     #: Of an exponential moving average of the weights, which is what is validated and kept as the
-    #: best: the share of it that is left after a step. Of replicas it follows the models that they
-    #: meet at.
+    #: best: the share of it that is left after a step. Of replicas it averages synced parameters.
     average: Annotated[float, msgspec.Meta(gt=0, lt=1)] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -57,7 +56,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Regularization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What keeps a model that reads its text many times from overfitting it."""
+    """Settings that keep a model that reads its text many times from overfitting it."""
 
     #: Share of what the embedding and each half of a block write that is set to 0, the rest scaled
     #: up (Srivastava et al. 2014).
@@ -65,7 +64,7 @@ class Regularization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     #: Share of the tokens read that another token, drawn at random, takes the place of; what is
     #: predicted stays.
     mask: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    #: After the first epoch documents follow one another in another order each time.
+    #: After the first epoch documents come in another order each time.
     reshuffle: bool = False
 
 
@@ -83,16 +82,16 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     attention: Literal["sdpa", "vanilla"] = "sdpa"
     recompute: bool = False
     compile: bool = False
-    #: Bits of a number on its way between sites: gradients, activations, replicas' changes. Fewer
-    #: than the precision's keep what rounding left for the next time (arXiv 1901.09847), but for
-    #: activations: each is another sample's.
+    #: Bits of a number in transit between sites: gradients, activations, replicas' changes. Fewer
+    #: than the precision's keep the quantization residual (error feedback, arXiv 1901.09847), but
+    #: for activations: each is another sample's.
     wan_bits: Literal[8, 16, 32] = 32
     seed: int = 0
     #: Steps between validations, and how many tokens of the validation split each of these reads
     #: (0: all).
     validate_every: Positive = 100
     validate_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: Stop after so many validations in a row that are worse than the best by more than chance; 0
+    #: Stop after this many validations in a row that are worse than the best by more than chance; 0
     #: never stops early.
     patience: Annotated[int, msgspec.Meta(ge=0)] = 0
     checkpoint_every_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0

@@ -11,8 +11,8 @@ from farspan.domain.results import Environment
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`step_s` is what a step of the whole run takes, meetings of replicas by their share; None
-    where none was made."""
+    """`step_s` is what a step of the whole run takes, outer syncs of replicas by their share;
+    None where none was made."""
 
     #: Of the plan, without how long it trains: `plan_key`.
     plan: str
@@ -20,7 +20,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     step_s: float | None = None
     #: Seconds of every step after those that warm up.
     steps: tuple[float, ...] = ()
-    #: Seconds that a rank computed in a step, of those whose passes end when they say so.
+    #: Seconds that a rank computed in a step, of those whose spans end with their passes
+    #: (`results.IN_STEP`).
     compute_s: dict[int, float] = {}
     #: Peak bytes by rank, of those ranks whose records came back.
     memory_bytes: dict[int, int] = {}

@@ -133,7 +133,7 @@ def parse_round_trip(text: str | int | float) -> float:
 
 
 def is_bare(text: str | int | float) -> bool:
-    """Whether a quantity is a number without a unit."""
+    """Return whether a quantity is a number without a unit."""
     match = _NUMBER.fullmatch(str(text))
     return match is not None and not match[2]
 

@@ -22,7 +22,7 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem | None = None
     #: Its exit code, negative for a signal; None where its launcher could not ask any more.
     code: int | None = None
-    #: What the launcher says of that.
+    #: What the launcher reports of that.
     fact: str = ""
     #: Of one that was killed: whether for memory, and how much it held and was predicted to need.
     killed_for: KillCause = "other"
