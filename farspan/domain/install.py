@@ -49,10 +49,9 @@ def install_command(extra: str) -> str:
     elif is_clone:
         requirement = ["-c", str(root / CONSTRAINTS), "-e", f"{root}[{extra}]"]
     # pip of this interpreter: that on the path may be another's. uv makes environments without.
-    pip = [sys.executable, "-m", "pip", "install"]
     if find_spec("pip") is None:
-        pip = ["uv", "pip", "install", "--python", sys.executable]
-    return shell_line(*pip, *requirement)
+        return shell_line("uv", "pip", "install", "--python", sys.executable, *requirement)
+    return shell_line(sys.executable, "-m", "pip", "install", *requirement)
 
 
 def install_command_there(extra: str, python: str = "python3") -> str:
