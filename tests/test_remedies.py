@@ -25,7 +25,7 @@ CHECKED_FUNCTIONS = {
     "_mending",
     "_missing_extra",
     "_moving_remedy",
-    "_psql",
+    "_psql_command",
     "_remedy",
     "advise",
     "advise_device",

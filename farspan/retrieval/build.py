@@ -1,16 +1,15 @@
-"""Make an index, or bring it up to its text: chunks that are new or changed are embedded, what is
-gone is removed.
+"""Build an index, or update it: embed chunks that are new or changed, and remove deleted ones.
 
     documents -> chunks -> vectors -> passages, BM25, stores in a new folder -> manifest renamed
     over the old one
 
-Weights, means and maps stay those of the fit while the text changes; `refit` makes new ones
-(`retrieval/fitting.py`). What is embedded is kept beside the index until that is whole, so that a
-build that was stopped goes on where it was.
+Weights, means and maps stay those of the fit while the text changes; `refit` fits new ones
+(`retrieval/fitting.py`). Embeddings are cached next to the index until it is complete, so that an
+interrupted build resumes.
 
-A store in a folder begins as a copy of the old index's, whose readers have the old one. At a server
-one table serves both: what is new is added before the new index takes the old one's place, what is
-gone is deleted after, and a search passes over ids that its index does not know.
+A store in a folder begins as a copy of the old index's, which its readers keep open. At a server
+one table serves both: new vectors are added before the new index replaces the old one, deleted
+chunks' vectors are removed after, and a search skips ids that its index does not have.
 """
 
 from __future__ import annotations
@@ -68,13 +67,14 @@ from farspan.retrieval.passages import (
 from farspan.retrieval.pooling import bf16_is_fast
 from farspan.retrieval.stores import FIELD, Ids, Payload, Store, Vectors
 
-#: Columns that searches can be narrowed by, at most, and what payloads hold beside them.
-_FIELDS = 64
-_NOT_COLUMNS = {"title", "origin", "text"}
-_ADD_AT_ONCE = 1024
-#: Where it is noted which tables a build found or made at servers: in the end all but the new
-#: index's are dropped.
-_TABLES = "tables.json"
+#: Metadata columns that searches can filter by, and what payloads hold in addition.
+_MAX_FIELDS = 64
+_PAYLOAD_FIELDS = {"title", "origin", "text"}
+_ADD_BATCH_SIZE = 1024
+_MIN_CHUNK_TOKENS = 8
+#: Records the tables that a build found or made at servers: in the end all but the new index's are
+#: dropped.
+_TABLES_FILE = "tables.json"
 
 
 class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,8 +86,7 @@ class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(frozen=True)
 class Chunked:
-    """What the index is of: documents, their chunks, and the hash (N) of what is embedded of each
-    chunk."""
+    """The documents of an index, their chunks, and the hash (N) of each chunk's embedded text."""
 
     documents: list[IndexedDocument]
     chunks: list[Chunk]
@@ -98,8 +97,7 @@ class Chunked:
 
 @dataclass(frozen=True)
 class Embedded:
-    """What embeds, which chunks (N) the fit knows, and what gives the vectors of chunks by their
-    rows."""
+    """The embedder, the chunks (N) it was fitted to, and a function from rows to vectors."""
 
     embedder: Embedder
     vectors: Callable[[Ids], Vectors]
@@ -110,57 +108,62 @@ class Embedded:
 
 
 def build(task: Task) -> IndexManifest:
-    """Make the index, or bring it up to the documents; nothing to do where it is.
+    """Build the index, or update it to the documents; do nothing where it is up to date.
 
-    An index with an evaluation serves also where none is asked for. Until the new one is whole the
-    old one stays. Refuses a corpus without text, and to be the second at work on this index
-    (run-busy).
+    An index with an evaluation also serves where none is asked for. The old index stays until the
+    new one is complete. Raises Refusal for a corpus without text, and while another process builds
+    this index (run-busy).
     """
-    task = _resolved(task)
+    task = _resolve_store(task)
     path = task.path
-    building = task.path.with_name(f"{task.path.name}.building")
+    building = path.with_name(f"{path.name}.building")
     places = task.known_copies().places
     documents = [
         indexed_document(document, places.get(number, ()))
         for number, document in enumerate(task.documents)
     ]
     corpus = corpus_hash(documents)
-    if (manifest := _current(task, corpus)) and not building.exists():
+    manifest = _load_current(task, corpus)
+    if manifest and not building.exists():
         if manifest.source != task.source:
-            # Files were touched, and say what they said before.
+            # Files were touched, and their content is the same.
             manifest = msgspec.structs.replace(manifest, source=task.source)
             save(manifest, path / MANIFEST)
-        _seal(path, manifest)
+        _seal_servers(path, manifest)
         task.say(f"index {path} is up to date")
         return manifest
-    with _alone(building, path):
-        manifest = _current(task, corpus)
-        before = _manifest(path)
-        kept = building / _features_name(task)
-        _sweep(building, {"lock", kept.name, _TABLES}, building)
-        _sweep(path, {MANIFEST, before.files if before else ""}, building)
+
+    with _lock_building(building, path):
+        # Another process may have completed it while this one waited for the lock.
+        manifest = _load_current(task, corpus)
+        before = _load_manifest(path)
+        cache = building / _cache_name(task)
+        _remove_others(building, {"lock", cache.name, _TABLES_FILE}, building)
+        _remove_others(path, {MANIFEST, before.files if before else ""}, building)
         if manifest is None:
-            kept.mkdir(exist_ok=True)
-            task.work.folder = kept
-            manifest = _write(task, building, documents, corpus, before)
+            cache.mkdir(exist_ok=True)
+            task.work.folder = cache
+            manifest = _write_index(task, building, documents, corpus, before)
             save(manifest, path / MANIFEST)
-            _sweep(path, {MANIFEST, manifest.files}, building)
-        _clear_servers(path, building, manifest, task.say)
+            _remove_others(path, {MANIFEST, manifest.files}, building)
+        _drop_old_vectors(path, building, manifest, task.say)
         shutil.rmtree(building, ignore_errors=True)
     return manifest
 
 
-def _features_name(task: Task) -> str:
-    """The folder for what a model has embedded, in the way of this process."""
+def _cache_name(task: Task) -> str:
+    """Return the folder for embeddings of this model, computed as this process does."""
     device = task.model.tok.weight.device
-    return content_hash(task.origin, str(torch.__version__), device.type, bf16_is_fast(device))
+    version = str(torch.__version__)
+    return content_hash(task.origin, version, device.type, bf16_is_fast(device))
 
 
-def _resolved(task: Task) -> Task:
-    """The task with its store's whole name: `auto` may come to mean another."""
+def _resolve_store(task: Task) -> Task:
+    """Return the task with its store's whole name: the meaning of `auto` may change."""
     name, location = stores.resolve(task.recipe.store)
     spec = f"{name}:{location}" if location else name
-    return replace(task, recipe=msgspec.structs.replace(task.recipe, store=spec))
+    recipe = msgspec.structs.replace(task.recipe, store=spec)
+    return replace(task, recipe=recipe)
 
 
 def _fit_id(task: Task, corpus: str) -> str:
@@ -168,46 +171,54 @@ def _fit_id(task: Task, corpus: str) -> str:
     return content_hash(task.origin, recipe, corpus, list(task.own), task.fit_s)
 
 
-def _manifest(path: Path) -> IndexManifest | None:
-    """The manifest at `path`; None also where it is of another version, or damaged."""
+def _load_manifest(path: Path) -> IndexManifest | None:
+    """Return the manifest at `path`; None also where it has another version, or is damaged."""
     with suppress(Refusal):
         return load(path / MANIFEST, IndexManifest)
     return None
 
 
-def _current(task: Task, corpus: str) -> IndexManifest | None:
-    """The manifest at the path if its index is the one to be made, or that one with an
-    evaluation."""
-    manifest = _manifest(task.path)
+def _load_current(task: Task, corpus: str) -> IndexManifest | None:
+    """Return the manifest at the path if its index is the requested one, or has an evaluation
+    more."""
+    manifest = _load_manifest(task.path)
     if manifest is None or manifest.origin != task.origin or manifest.corpus != corpus:
         return None
-    enough = (task.recipe, msgspec.structs.replace(task.recipe, evaluate=True))
+    evaluated = msgspec.structs.replace(task.recipe, evaluate=True)
+    if manifest.recipe not in (task.recipe, evaluated):
+        return None
     fitted = not task.refit or manifest.fit.id == _fit_id(task, corpus)
-    return manifest if manifest.recipe in enough and fitted else None
+    return manifest if fitted else None
 
 
-def _alone(building: Path, path: Path) -> IO[bytes]:
-    """The lock of the folder of a building; refuses where another process has it. Who has it
-    removes the folder."""
+def _lock_building(building: Path, path: Path) -> IO[bytes]:
+    """Lock the folder of a build; its holder removes the folder.
+
+    Raises Refusal where another process has the lock.
+    """
     while True:
         building.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             lock = locked(building / "lock", "this index is being made already", path)
-            if os.path.samestat(os.fstat(lock.fileno()), (building / "lock").stat()):
+            # The folder may have been removed, and made again, before the lock was taken.
+            current = (building / "lock").stat()
+            if os.path.samestat(os.fstat(lock.fileno()), current):
                 return lock
 
 
-def _sweep(folder: Path, kept: set[str], building: Path) -> None:
-    """Remove what killed processes have left, and the files of an index of before: these are first
-    moved away whole, as who is just opening them may write to them."""
+def _remove_others(folder: Path, kept: set[str], building: Path) -> None:
+    """Remove all of `folder` but `kept`: what killed processes left, and an old index's files.
+
+    Entries are moved away whole first, since a process that is opening one may write to it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for entry in [*folder.iterdir()]:
         if entry.name not in kept:
-            gone = entry.rename(building / f"gone-{entry.name}")
-            shutil.rmtree(gone, ignore_errors=True) if gone.is_dir() else gone.unlink()
+            moved = entry.rename(building / f"gone-{entry.name}")
+            shutil.rmtree(moved, ignore_errors=True) if moved.is_dir() else moved.unlink()
 
 
-def _write(
+def _write_index(
     task: Task,
     building: Path,
     documents: list[IndexedDocument],
@@ -216,10 +227,10 @@ def _write(
 ) -> IndexManifest:
     """Write the files of the index into a folder of their own, and fill its store."""
     with ExitStack() as stack:
-        old = _usable(task, before)
+        old = _open_reusable(task, before)
         if old is not None:
             stack.callback(old.close)
-        chunked = _chunked(task, documents, old)
+        chunked = _chunk_documents(task, documents, old)
         if not chunked.chunks:
             raise Refusal(
                 "no-documents",
@@ -228,50 +239,61 @@ def _write(
                 fact=f"{counted(len(documents), 'document')}, none with text",
                 remedy="name a source with text: farspan init FOLDER",
             )
+
         task.work.expect("storing", len(chunked.chunks))
-        if old is None or task.refit or (task.recipe.evaluate and not old.manifest.recipe.evaluate):
-            old = None
-            recipe = task.recipe
-            embedded = _fitted(task, chunked, corpus)
+        recipe = task.recipe
+        if old is not None:
+            lacks_evaluation = recipe.evaluate and not old.manifest.recipe.evaluate
+            if task.refit or lacks_evaluation:
+                old = None
+        if old is None:
+            embedded = _fit_and_embed(task, chunked, corpus)
         else:
-            embedded = _followed(task, chunked, old)
-            recipe = msgspec.structs.replace(task.recipe, evaluate=old.manifest.recipe.evaluate)
+            embedded = _embed_new(task, chunked, old)
+            recipe = msgspec.structs.replace(recipe, evaluate=old.manifest.recipe.evaluate)
+
         manifest = _manifest_of(task, chunked, embedded, recipe, corpus)
         _write_files(task, chunked, embedded, manifest)
-        _note_tables(building, task.path, before, manifest)
-        _fill(task, manifest, embedded, old)
+        _record_tables(building, task.path, before, manifest)
+        _fill_store(task, manifest, embedded, old)
     return manifest
 
 
 def _manifest_of(
     task: Task, chunked: Chunked, embedded: Embedded, recipe: Recipe, corpus: str
 ) -> IndexManifest:
-    at_server = bool(stores.resolve(recipe.store)[1])
-    place = content_hash(str(task.path.resolve()), recipe.store, embedded.fit.id)
-    own = VectorSet(
-        encoder=OWN,
-        dim=embedded.dim,
-        store=recipe.store,
-        table=f"farspan_{place}" if at_server else "",
-    )
-    return IndexManifest(
-        origin=task.origin,
+    _, location = stores.resolve(recipe.store)
+    table = ""
+    if location:
+        place = content_hash(str(task.path.resolve()), recipe.store, embedded.fit.id)
+        table = f"farspan_{place}"
+    dim = embedded.dim
+    fit = embedded.fit
+    sets = {OWN: VectorSet(encoder=OWN, dim=dim, store=recipe.store, table=table)}
+    origin = task.origin
+    evaluation = embedded.evaluation
+    fitted_chunks = int(embedded.fitted.sum())
+    fields = _filter_fields(chunked.documents)
+    files = content_hash(origin, recipe, corpus, fit)
+    manifest = IndexManifest(
+        origin=origin,
         recipe=recipe,
         corpus=corpus,
         source=task.source,
         documents=len(chunked.documents),
-        near_copies=task.known_copies().near,
-        exact_copies=task.known_copies().exact,
         chunks=len(chunked.chunks),
-        sets={OWN: own},
-        dim=own.dim,
-        table=own.table,
-        fit=embedded.fit,
-        fitted_chunks=int(embedded.fitted.sum()),
-        fields=_fields(chunked.documents),
-        evaluation=embedded.evaluation,
-        files=content_hash(task.origin, recipe, corpus, embedded.fit),
+        sets=sets,
+        dim=dim,
+        table=table,
+        fit=fit,
+        evaluation=evaluation,
+        fitted_chunks=fitted_chunks,
+        fields=fields,
+        files=files,
     )
+    near = task.known_copies().near
+    exact = task.known_copies().exact
+    return msgspec.structs.replace(manifest, near_copies=near, exact_copies=exact)
 
 
 def _write_files(task: Task, chunked: Chunked, embedded: Embedded, manifest: IndexManifest) -> None:
@@ -279,56 +301,63 @@ def _write_files(task: Task, chunked: Chunked, embedded: Embedded, manifest: Ind
     files = task.path / manifest.files
     # Only a manifest that somebody changed has named this folder before.
     shutil.rmtree(files, ignore_errors=True)
-    (files / PASSAGES).mkdir(parents=True)
-    passages.write(
-        files / PASSAGES, chunked.documents, chunked.chunks, chunked.texts, embedded.fitted
-    )
-    texts = (
-        "\n".join([*_titles(document), text.text])
-        for document, text in zip(chunked.documents, task.documents, strict=True)
-    )
-    Lexical.build(texts, embedded.fit.k1, embedded.fit.b).save(files / LEXICAL)
+    folder = files / PASSAGES
+    folder.mkdir(parents=True)
+    documents = chunked.documents
+    passages.write(folder, documents, chunked.chunks, chunked.texts, embedded.fitted)
+
+    # BM25 also finds a document by its titles, and by those of its copies.
+    texts = []
+    for document, text in zip(documents, task.documents, strict=True):
+        titles = [document.title, *(place.title for place in document.places)]
+        texts.append("\n".join([*dict.fromkeys(titles), text.text]))
+    lexical = Lexical.build(texts, embedded.fit.k1, embedded.fit.b)
+    lexical.save(files / LEXICAL)
     embedded.embedder.save(files / FITTED)
-    _seal(task.path, manifest)
+    _seal_servers(task.path, manifest)
 
 
-def _usable(task: Task, before: IndexManifest | None) -> Index | None:
-    """The index that is there, opened, if its vectors are of this model and recipe and whole."""
+def _open_reusable(task: Task, before: IndexManifest | None) -> Index | None:
+    """Open the old index if its vectors are complete, and of this model and recipe."""
+    recipe = task.recipe
     if before is None or before.origin != task.origin:
         return None
-    same = msgspec.structs.replace(
-        before.recipe, store=task.recipe.store, evaluate=task.recipe.evaluate
-    )
-    another_store = before.recipe.store != task.recipe.store
-    if same != task.recipe or (another_store and not _is_own(task.path, before)):
+    same = msgspec.structs.replace(before.recipe, store=recipe.store, evaluate=recipe.evaluate)
+    if same != recipe:
+        return None
+    another_store = before.recipe.store != recipe.store
+    if another_store and not _owns_vectors(task.path, before):
         return None
 
     def embedder(fitted: Path, of: Origin) -> Embedder:
         return Embedder.load(task.model, task.tokenizer, fitted, task.work, task.processes)
 
     try:
-        # Nobody else replaces it meanwhile, and its words are not asked for.
+        # The lock keeps others from replacing it, and its BM25 is not needed.
         old = Index(task.path, before, embedder, "")
-        # Who reads all of it now finds what is damaged while everything can still be made again.
+        # Reading all of it finds damage while everything can still be embedded again.
         count = len(old.documents) and sum(1 for _ in old.passages)
-        if count and np.isin(old.passages.rows_N["id"], old.store.ids()).all():
-            return old
+        if count:
+            stored = np.isin(old.passages.rows_N["id"], old.store.ids())
+            if stored.all():
+                return old
         old.close()
     except Refusal as refusal:
-        gone = another_store and refusal.problem.code == "store-unreachable"
-        if refusal.problem.code != "no-index" and not gone:
+        code = refusal.problem.code
+        is_unreachable = another_store and code == "store-unreachable"
+        if code != "no-index" and not is_unreachable:
             raise
     return None
 
 
-def _seal(path: Path, manifest: IndexManifest) -> None:
-    """Mark that this user puts vectors at the servers of an index."""
+def _seal_servers(path: Path, manifest: IndexManifest) -> None:
+    """Record that this user stores vectors at the servers of an index."""
     if manifest.servers:
         seal_server(path / manifest.files / SEAL, manifest.servers)
 
 
-def _is_own(path: Path, manifest: IndexManifest) -> bool:
-    """Whether this user has put the vectors of the index at `path` where they lie."""
+def _owns_vectors(path: Path, manifest: IndexManifest) -> bool:
+    """Return whether this user stored the vectors of the index at `path`."""
     if manifest.servers:
         try:
             require_server(path / manifest.files / SEAL, manifest.servers, "")
@@ -337,193 +366,205 @@ def _is_own(path: Path, manifest: IndexManifest) -> bool:
     return True
 
 
-def _chunked(task: Task, documents: list[IndexedDocument], old: Index | None) -> Chunked:
-    """The chunks of every document; those of documents that the old index has are read from it."""
-    # Of a document that a source gives twice the first one's chunks have the ids that their content
-    # gives them.
-    numbered = list(enumerate(old.documents)) if old else []
-    known = {document.key: number for number, document in reversed(numbered)}
-    size = max(min(task.recipe.chunk_tokens, task.model.spec.context - 1), 8)
+def _chunk_documents(task: Task, documents: list[IndexedDocument], old: Index | None) -> Chunked:
+    """Chunk every document; the chunks of documents that the old index has are read from it."""
+    known: dict[str, int] = {}
+    if old is not None:
+        # Of a document that a source gives twice the first one's chunks have the ids that their
+        # content gives them.
+        for number, document in enumerate(old.documents):
+            known.setdefault(document.key, number)
+    size = min(task.recipe.chunk_tokens, task.model.spec.context - 1)
+    size = max(size, _MIN_CHUNK_TOKENS)
+
     chunks: list[Chunk] = []
     for number, (document, text) in enumerate(zip(documents, task.documents, strict=True)):
         if old is not None and document.key in known:
-            rows = old.passages.of_document(known[document.key])
-            chunks += [
-                msgspec.structs.replace(old.passages.chunk(row), document=number) for row in rows
-            ]
+            for row in old.passages.of_document(known[document.key]):
+                chunk = old.passages.chunk(row)
+                chunks.append(msgspec.structs.replace(chunk, document=number))
         else:
             chunks += chunk_document(text, number, task.tokenizer, size)
     texts_N = np.array([text_hash(chunk.indexed) for chunk in chunks], np.int64)
     new = sum(document.key not in known for document in documents)
-    return Chunked(documents, _distinct(chunks), texts_N, new)
+    return Chunked(documents, _make_ids_unique(chunks), texts_N, new)
 
 
-def _distinct(chunks: list[Chunk]) -> list[Chunk]:
-    """Chunks with an id each: a document that a source gives twice would give its chunks' twice."""
+def _make_ids_unique(chunks: list[Chunk]) -> list[Chunk]:
+    """Give each chunk an id of its own: a document that a source has twice repeats its chunks'."""
     seen: set[int] = set()
-    distinct = []
+    unique = []
     for chunk in chunks:
         number = chunk.id
         while number in seen:
             number = (number + 1) % 2**63
         seen.add(number)
-        distinct.append(chunk if number == chunk.id else msgspec.structs.replace(chunk, id=number))
-    return distinct
+        if number != chunk.id:
+            chunk = msgspec.structs.replace(chunk, id=number)
+        unique.append(chunk)
+    return unique
 
 
-def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
-    """Everything embedded, and fitted to the documents of today."""
-    task.say(
-        f"embedding {counted(len(chunked.chunks), 'chunk')} of "
-        f"{counted(len(chunked.documents), 'document')}"
-    )
+def _fit_and_embed(task: Task, chunked: Chunked, corpus: str) -> Embedded:
+    """Embed every chunk, and fit the embedder to the documents of today."""
+    num_chunks = len(chunked.chunks)
+    num_documents = len(chunked.documents)
+    task.say(f"embedding {counted(num_chunks, 'chunk')} of {counted(num_documents, 'document')}")
     embedder, vectors_NE, evaluation = fit_corpus(task, chunked.chunks)
     fit = Fit(
         id=_fit_id(task, corpus),
-        documents=len(chunked.documents),
-        chunks=len(chunked.chunks),
+        documents=num_documents,
+        chunks=num_chunks,
         k1=evaluation.k1 if evaluation else K1,
         b=evaluation.b if evaluation else B,
     )
-    known_N = np.ones(len(chunked.chunks), bool)
-    dim = vectors_NE.shape[1]
-    return Embedded(embedder, vectors_NE.__getitem__, dim, known_N, fit, evaluation)
+    fitted_N = np.ones(num_chunks, bool)
+    _, dim = vectors_NE.shape
+    return Embedded(embedder, vectors_NE.__getitem__, dim, fitted_N, fit, evaluation)
 
 
-def _followed(task: Task, chunked: Chunked, old: Index) -> Embedded:
-    """What is new or changed embedded under the old fit; vectors of the rest are the old ones."""
-    ids_N = old.passages.rows_N["id"]
-    texts_N = old.passages.rows_N["text"]
-    row_of_text = dict(zip(texts_N.tolist(), range(len(texts_N)), strict=True))
+def _embed_new(task: Task, chunked: Chunked, old: Index) -> Embedded:
+    """Embed new and changed chunks under the old fit; the vectors of the others are the old
+    index's."""
+    manifest = old.manifest
+    chunks = chunked.chunks
+    old_rows = old.passages.rows_N
+    ids_N = old_rows["id"]
+
+    # The row (N) of each chunk's text in the old index, or -1.
+    row_of_text = {text: row for row, text in enumerate(old_rows["text"].tolist())}
     rows_N = np.array([row_of_text.get(text, -1) for text in chunked.texts.tolist()])
     new = np.flatnonzero(rows_N < 0)
-    gone = old.manifest.documents - (len(chunked.documents) - chunked.new)
+
+    num_kept = len(chunked.documents) - chunked.new
+    removed = manifest.documents - num_kept
     task.say(
-        f"{counted(chunked.new, 'document')} new or changed, {gone:,} gone: embedding "
+        f"{counted(chunked.new, 'document')} new or changed, {removed:,} gone: embedding "
         f"{counted(len(new), 'chunk')}"
     )
-    texts = [chunked.chunks[row].indexed for row in new]
+    texts = [chunks[row].indexed for row in new]
     task.work.expect("embedding", sum(map(len, texts)))
     embedder = old.embedder
     assert isinstance(embedder, Embedder)
     new_vectors_NE = embedder.passages(texts)
 
     def vectors(rows: Ids) -> Vectors:
-        is_new = rows_N[rows] < 0
-        vectors_NE = np.empty((len(rows), old.manifest.dim), np.float32)
+        source_rows = rows_N[rows]
+        is_new = source_rows < 0
+        old_ids = ids_N[source_rows[~is_new]]
+        vectors_NE = np.empty((len(rows), manifest.dim), np.float32)
         vectors_NE[is_new] = new_vectors_NE[np.searchsorted(new, rows[is_new])]
-        vectors_NE[~is_new] = old.store.vectors(ids_N[rows_N[rows[~is_new]]].tolist())
+        vectors_NE[~is_new] = old.store.vectors(old_ids.tolist())
         return vectors_NE
 
-    fitted_N = old.passages.rows_N["fitted"][rows_N] & (rows_N >= 0)
-    fitted_N |= _near_fitted(task.known_copies(), chunked.chunks, fitted_N)
-    manifest = old.manifest
+    fitted_N = old_rows["fitted"][rows_N] & (rows_N >= 0)
+    fitted_N |= _near_fitted(task.known_copies(), chunks, fitted_N)
     return Embedded(embedder, vectors, manifest.dim, fitted_N, manifest.fit, manifest.evaluation)
 
 
 def _near_fitted(
     copies: Copies, chunks: Sequence[Chunk], fitted_N: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Which chunks (N) are of near copies of documents that the fit was made to: it knows their
-    words."""
+    """Return which chunks (N) are near copies of text that the embedder was fitted to."""
     owners_N = np.array([chunk.document for chunk in chunks])
-    known = np.zeros(len(copies.clusters), bool)
-    known[owners_N[fitted_N]] = True
+    clusters = np.asarray(copies.clusters)
+    is_fitted = np.zeros(len(clusters), bool)
+    is_fitted[owners_N[fitted_N]] = True
     is_copy_N: npt.NDArray[np.bool_] = owners_N >= copies.kept
-    return is_copy_N & known[np.asarray(copies.clusters)[owners_N]]
+    return is_copy_N & is_fitted[clusters[owners_N]]
 
 
-def _titles(document: IndexedDocument) -> list[str]:
-    """What a document is called, here and where its copies stand."""
-    return list(dict.fromkeys([document.title, *(place.title for place in document.places)]))
+def _filter_fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
+    """Return the fields that searches can filter by: columns whose names every store accepts."""
+    columns: Counter[str] = Counter()
+    for document in documents:
+        for place in document.everywhere:
+            columns.update(filter(FIELD.fullmatch, place.metadata))
+    common = [name for name, _ in columns.most_common(_MAX_FIELDS)]
+    return ("title", "origin", *[name for name in common if name not in _PAYLOAD_FIELDS])
 
 
-def _fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
-    """What searches can be narrowed by: columns whose names every store takes for no more than
-    names."""
-    columns = Counter(
-        name
-        for document in documents
-        for where in document.everywhere
-        for name in where.metadata
-        if FIELD.fullmatch(name)
-    )
-    return (
-        "title",
-        "origin",
-        *[name for name, _ in columns.most_common(_FIELDS) if name not in _NOT_COLUMNS],
-    )
-
-
-def _fill(task: Task, manifest: IndexManifest, embedded: Embedded, old: Index | None) -> None:
-    """Bring the store of the new index to its passages."""
+def _fill_store(task: Task, manifest: IndexManifest, embedded: Embedded, old: Index | None) -> None:
+    """Add to the new index's store what it lacks, and delete what the index does not have."""
     listed = passages_of(task.path, manifest)
     ids_N = listed.rows_N["id"]
     task.work.start("storing")
-    with closing(_new_store(task.path, manifest, old)) as store:
-        there = store.ids()
-        new = np.flatnonzero(~np.isin(ids_N, there))
+    with closing(_open_new_store(task.path, manifest, old)) as store:
+        stored_ids = store.ids()
+        new = np.flatnonzero(~np.isin(ids_N, stored_ids))
         task.work.did(len(ids_N) - len(new), kept=True)
-        for start in range(0, len(new), _ADD_AT_ONCE):
-            rows = new[start : start + _ADD_AT_ONCE]
-            payloads = [_payload(listed, int(row), manifest) for row in rows]
+        for start in range(0, len(new), _ADD_BATCH_SIZE):
+            rows = new[start : start + _ADD_BATCH_SIZE]
+            payloads = [_fields_of(listed, int(row), manifest) for row in rows]
             store.add(ids_N[rows].tolist(), embedded.vectors(rows), payloads)
             task.work.did(len(rows))
         if not manifest.table:
-            store.delete(there[~np.isin(there, ids_N)].tolist())
+            _delete_others(store, stored_ids, ids_N)
         store.finish()
 
 
-def _new_store(path: Path, manifest: IndexManifest, old: Index | None) -> Store:
+def _delete_others(store: Store, stored_ids: Ids, ids_N: Ids) -> None:
+    """Delete the stored ids that are not among an index's `ids_N`."""
+    others = stored_ids[~np.isin(stored_ids, ids_N)]
+    store.delete(others.tolist())
+
+
+def _open_new_store(path: Path, manifest: IndexManifest, old: Index | None) -> Store:
     own = manifest.sets[OWN]
     place = manifest.place(path)
     if old is not None and not own.table and old.manifest.sets[OWN] == own:
-        shutil.copytree(old.manifest.place(path).folder, place.folder)
+        old_place = old.manifest.place(path)
+        shutil.copytree(old_place.folder, place.folder)
         return own.module.open(place)
     return own.module.create(place)
 
 
-def _payload(listed: Passages, row: int, manifest: IndexManifest) -> Payload:
-    """What a search can be narrowed by; at a server, where others may read it, also the text."""
+def _fields_of(listed: Passages, row: int, manifest: IndexManifest) -> Payload:
+    """Return the fields that searches filter by; at a server, for its other readers, also the
+    text."""
     document = listed.documents[int(listed.rows_N["document"][row])]
-    payload = {
-        name: value for name in manifest.fields if (value := field(document, name)) is not None
-    }
-    return payload | {"text": listed.chunk(row).text} if manifest.table else payload
+    values = {name: field(document, name) for name in manifest.fields}
+    payload = {name: value for name, value in values.items() if value is not None}
+    if manifest.table:
+        payload["text"] = listed.chunk(row).text
+    return payload
 
 
-def _noted_tables(building: Path) -> list[ServerTable]:
-    noted = building / _TABLES
-    return load(noted, list[ServerTable]) if noted.exists() else []
+def _recorded_tables(building: Path) -> list[ServerTable]:
+    file = building / _TABLES_FILE
+    return load(file, list[ServerTable]) if file.exists() else []
 
 
-def _note_tables(
+def _record_tables(
     building: Path, path: Path, before: IndexManifest | None, manifest: IndexManifest
 ) -> None:
-    """Note what the old index and the new one have at servers, before anything is made there."""
-    noted = _noted_tables(building)
-    for one in (before, manifest):
-        if one is not None and one.table and _is_own(path, one):
-            noted += [ServerTable(store=each.store, table=each.table) for each in one.sets.values()]
-    save(noted, building / _TABLES)
+    """Record the old and the new index's tables at servers, before any is created there."""
+    tables = _recorded_tables(building)
+    for index in (before, manifest):
+        if index is None or not index.table or not _owns_vectors(path, index):
+            continue
+        for vectors in index.sets.values():
+            tables.append(ServerTable(store=vectors.store, table=vectors.table))
+    save(tables, building / _TABLES_FILE)
 
 
-def _clear_servers(
+def _drop_old_vectors(
     path: Path, building: Path, manifest: IndexManifest, say: Callable[[str], None]
 ) -> None:
-    """Remove from servers what the new index does not need. Not to reach one is no failure of the
-    index: what stays there is said."""
+    """Remove from servers what the new index does not need.
+
+    A server that does not answer is reported, and does not fail the build.
+    """
     used = manifest.sets[OWN]
-    for one in _noted_tables(building):
+    for recorded in _recorded_tables(building):
         try:
-            if one.table != used.table:
-                old = msgspec.structs.replace(used, store=one.store, table=one.table)
+            if recorded.table != used.table:
+                old = msgspec.structs.replace(used, store=recorded.store, table=recorded.table)
                 old.module.drop(old.place(building))
                 continue
+            ids_N = passages_of(path, manifest).rows_N["id"]
             with closing(used.module.open(used.place(building))) as store:
-                there = store.ids()
-                ids_N = passages_of(path, manifest).rows_N["id"]
-                store.delete(there[~np.isin(there, ids_N)].tolist())
+                _delete_others(store, store.ids(), ids_N)
         except Refusal as refusal:
             what = refusal.problem.what
-            say(f"what the old index had in {one.table} is still there: {what}")
+            say(f"what the old index had in {recorded.table} is still there: {what}")

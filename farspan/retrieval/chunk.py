@@ -1,9 +1,8 @@
-"""Documents to chunks: overlapping windows of tokens, cut where sections, paragraphs, sentences or
-words end.
+"""Cut documents into chunks: overlapping windows of tokens that end at the end of a section,
+paragraph, sentence or word.
 
-Cuts lie before white space (or inside a word too long for half a chunk): there byte-level
-pre-tokenizers of GPT-2's kind start a new token anyway, so a chunk's tokens are those that the
-document has at its place.
+Cuts lie before white space (or inside a word too long for half a chunk). Byte-level pre-tokenizers
+of GPT-2's kind start a new token there, so a chunk's tokens are those of the document at its place.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from farspan.retrieval.outline import HeadingPaths, outline
 
 _LINE = re.compile(r"[^\n]+")
 _WORD = re.compile(r"\s*\S+|\s+")
-#: Blank space between two lines that is looked at: a long run of it would be gone through from each
-#: of its places.
+#: Blanks between two lines that a pattern matches: it would scan a long run from each place in it.
 _MAX_BLANKS = 200
-#: Where to cut before, best first: the end of a paragraph, of a line or sentence, of a word.
-_ENDS = (
+#: Chunks are cut before one of these, best first: the end of a paragraph, of a line or sentence, of
+#: a word.
+_BOUNDARIES = (
     re.compile(rf"\s{{0,{_MAX_BLANKS}}}\n\s{{0,{_MAX_BLANKS}}}\n"),
     re.compile(r"\n|(?<=[.!?:;])\s"),
     re.compile(r"\s"),
@@ -38,18 +37,16 @@ _ENDS = (
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """`text` is the text of document number `document` from character `start` on."""
 
-    #: From what the chunk says and where it is from: it stays the same when the text around it
-    #: changes.
+    #: A hash of the chunk's text and source: it stays the same when the text around it changes.
     id: int
     document: int
-    #: Whether the chunk is of the document's head, which the evaluation leaves out of what can be
-    #: found.
+    #: Whether the chunk is of the document's head, which the evaluation leaves out of candidates.
     head: bool
     title: str
     origin: str
     text: str
     start: int
-    #: Where to look it up: line and page of the source, 0 where it has none, and the headings
+    #: The place to look it up: line and page of the source, 0 where it has none, and the headings
     #: above, outermost first.
     line: int = 0
     page: int = 0
@@ -57,54 +54,60 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def indexed(self) -> str:
-        """What is embedded: a head goes with its title."""
+        """The text that is embedded: a head goes with its title."""
         return f"{self.title}\n{self.text}" if self.head else self.text
 
 
 def head_length(document: Document) -> int:
-    """Characters of the first line; where that only repeats the title, also the line after it."""
-    lines = [match for match in _LINE.finditer(document.text) if any(map(str.isalnum, match[0]))][
-        :2
-    ]
+    """Return the length of the first line, in characters; where it repeats the title, also of the
+    next."""
+    lines = []
+    for match in _LINE.finditer(document.text):
+        if any(map(str.isalnum, match[0])):
+            lines.append(match)
+        if len(lines) == 2:
+            break
     if not lines:
         return len(document.text)
-    repeats = bare(lines[0][0]) == bare(document.title)
-    end = lines[min(repeats, len(lines) - 1)].end()
-    return end if document.text[end:].strip() else len(document.text)
+    head = lines[0]
+    if len(lines) == 2 and bare(head[0]) == bare(document.title):
+        head = lines[1]
+    has_body = document.text[head.end() :].strip()
+    return head.end() if has_body else len(document.text)
 
 
 def bare(line: str) -> str:
-    """Letters and digits alone, small: what two lines are compared by."""
+    """Return the letters and digits of a line in lower case, which two lines are compared by."""
     return "".join(filter(str.isalnum, line)).lower()
 
 
 def chunk_document(
     document: Document, number: int, tokenizer: Tokenizer, size: int
 ) -> Iterator[Chunk]:
-    """The chunks of one document, whose number they bear: of at most `size` tokens (8 or more), in
-    order; neighbours share at most an eighth of that.
+    """Yield the chunks of a document, in order, of at most `size` tokens (8 or more).
 
-    Head and body are cut apart, so that no chunk holds some of both. A part that is blank gives no
-    chunk.
+    Neighbours share at most an eighth of that. Head and body are cut apart, so that no chunk has
+    some of both. A part that is blank gives no chunk.
     """
-    cut = head_length(document)
+    length = head_length(document)
     headings = outline(document)
-    seen = Counter[str]()
     starts = [heading.start for heading in headings]
     paths = HeadingPaths(headings)
-    for head, offset, part in ((True, 0, document.text[:cut]), (False, cut, document.text[cut:])):
-        for start, stop in _windows(part, tokenizer, size, [at - offset for at in starts]):
-            at = offset + start
+    repeats = Counter[str]()
+    parts = ((True, 0, document.text[:length]), (False, length, document.text[length:]))
+    for head, offset, part in parts:
+        part_headings = [at - offset for at in starts]
+        for start, stop in _split_windows(part, tokenizer, size, part_headings):
             text = part[start:stop]
-            # Blank space that a chunk begins with is no place.
+            repeats[text] += 1
+            # The chunk's place is that of its first character that is not blank.
+            at = offset + start
             first = at + len(text) - len(text.lstrip())
-            line, page = (
-                at_document and at_document + document.text.count(mark, 0, first)
-                for at_document, mark in ((document.line, "\n"), (document.page, "\f"))
-            )
-            seen[text] += 1
+            line = document.line and document.line + document.text.count("\n", 0, first)
+            page = document.page and document.page + document.text.count("\f", 0, first)
+            chunk_id = _chunk_id(document, head, text, repeats[text])
             yield Chunk(
-                id=_identity(document, head, text, seen[text]),
+                id=chunk_id,
                 document=number,
                 head=head,
                 title=document.title,
@@ -117,51 +120,66 @@ def chunk_document(
             )
 
 
-def _identity(document: Document, head: bool, text: str, times: int) -> int:
-    """A number below 2**63. The same words may stand in one document several times."""
-    content = to_json((document.origin, document.title, document.metadata, head, text, times))
-    return int.from_bytes(hashlib.sha256(content).digest()[:8]) >> 1
+def _chunk_id(document: Document, head: bool, text: str, repeat: int) -> int:
+    """Return a hash below 2**63. `repeat` counts equal texts in one document."""
+    content = to_json((document.origin, document.title, document.metadata, head, text, repeat))
+    digest = hashlib.sha256(content).digest()
+    return int.from_bytes(digest[:8]) >> 1
 
 
-def _windows(
+def _split_windows(
     text: str, tokenizer: Tokenizer, size: int, headings: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """First and last character of each window. One ends at the best place in its second half:
-    before a heading, of those that begin at these characters, if there is one. What ends there
-    shares nothing with the next."""
+    """Yield the first and last character of each window.
+
+    A window ends at the best place in its second half, which is before a heading where there is
+    one (`headings`: their first characters). It shares nothing with the next window there.
+    """
     if not text.strip():
         return
-    pieces = list(_pieces(text, size))
+    pieces = list(_split_words(text, size))
+    _, token_ends = tokenizer.encode_joined(pieces)
     chars = [0, *accumulate(map(len, pieces))]
-    tokens = [0, *accumulate(length - 1 for length in tokenizer.encode_joined(pieces)[1])]
+    tokens = [0, *accumulate(length - 1 for length in token_ends)]
     # A piece begins with the blank space before its word, and a heading after it.
-    before_heading = {bisect_right(chars, at) - 1 for at in headings if 0 < at < len(text)}
+    heading_pieces = {bisect_right(chars, at) - 1 for at in headings if 0 < at < len(text)}
+
+    def boundary_rank(piece: int) -> tuple[int, int]:
+        return _boundary_rank(text, chars[piece]), piece
+
     first = last = 0
     while last < len(pieces):
-        half = bisect_left(tokens, tokens[first] + size // 2)
-        most = bisect_right(tokens, tokens[first] + size) - 1
-        titled = [
-            piece for piece in range(max(half, first + 1), most + 1) if piece in before_heading
-        ]
-        if titled and titled[0] < len(pieces):
-            last = titled[0]
-        elif most < len(pieces):
-            last = max(range(half, most + 1), key=lambda p: (_worth(text, chars[p]), p))
-        else:
+        # The candidates for the window's end: `half` to `most`.
+        start = tokens[first]
+        half = bisect_left(tokens, start + size // 2)
+        most = bisect_right(tokens, start + size) - 1
+        candidates = range(max(half, first + 1), most + 1)
+        last = next((piece for piece in candidates if piece in heading_pieces), len(pieces))
+        if last == len(pieces):
             last = most
+            if most < len(pieces):
+                last = max(range(half, most + 1), key=boundary_rank)
         yield chars[first], chars[last]
-        first = last if last in before_heading else bisect_left(tokens, tokens[last] - size // 8)
+
+        first = last
+        if last not in heading_pieces:
+            first = bisect_left(tokens, tokens[last] - size // 8)
 
 
-def _pieces(text: str, size: int) -> Iterator[str]:
-    """Words with the white space before them, in parts where one could have more than `size // 2`
-    tokens."""
+def _split_words(text: str, size: int) -> Iterator[str]:
+    """Yield words with the white space before them, in parts of at most `size // 2` tokens."""
     for word in _WORD.findall(text):
-        # A token has a byte or more, a character at most four.
-        step = len(word) if len(word.encode()) <= size // 2 else size // 8
-        yield from (word[start : start + step] for start in range(0, len(word), step))
+        # A token has at least one byte, a character at most four.
+        step = len(word)
+        if len(word.encode()) > size // 2:
+            step = size // 8
+        for start in range(0, len(word), step):
+            yield word[start : start + step]
 
 
-def _worth(text: str, at: int) -> int:
-    """How good a place the one before character `at` is to cut."""
-    return next((-rank for rank, end in enumerate(_ENDS) if end.match(text, at)), -len(_ENDS))
+def _boundary_rank(text: str, at: int) -> int:
+    """Return the rank of a cut before character `at`: 0 is the best, others are negative."""
+    for rank, boundary in enumerate(_BOUNDARIES):
+        if boundary.match(text, at):
+            return -rank
+    return -len(_BOUNDARIES)

@@ -11,6 +11,7 @@ Shapes: V tokens, T tokens that count, N passages, E size of a vector.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 
@@ -30,10 +31,10 @@ _ROUNDING = 1e-3
 
 
 def token_vectors(bags: Sequence[Sequence[int]], vocab_size: int, size: int, seed: int) -> Tensor:
-    """Unit vectors (V, E) of tokens, from the distinct tokens of each passage; zeros for a token
-    that is too rare."""
+    """Return unit vectors (V, E) of tokens, from the distinct tokens of each passage; zeros for a
+    token that is too rare."""
     vectors_VE = torch.zeros(vocab_size, size)
-    tokens = torch.tensor([token for bag in bags for token in bag], dtype=torch.long)
+    tokens = torch.tensor(list(itertools.chain.from_iterable(bags)), dtype=torch.long)
     counts_V = torch.bincount(tokens, minlength=vocab_size)
     frequent_T = counts_V.argsort(descending=True, stable=True)[:MOST]
     frequent_T = frequent_T[counts_V[frequent_T] >= _LEAST]
@@ -42,7 +43,7 @@ def token_vectors(bags: Sequence[Sequence[int]], vocab_size: int, size: int, see
     generator = torch.Generator().manual_seed(seed)
     rank = min(size, len(frequent_T))
     basis_TE = torch.randn(len(frequent_T), rank, generator=generator)
-    information_TT = _information(tokens, bags, frequent_T, counts_V)
+    information_TT = _mutual_information(tokens, bags, frequent_T, counts_V)
     for _ in range(_ROUNDS):
         basis_TE = torch.linalg.qr(information_TT @ basis_TE)[0]
     values_E, turn_EE = torch.linalg.eigh(basis_TE.T @ information_TT @ basis_TE)
@@ -52,10 +53,10 @@ def token_vectors(bags: Sequence[Sequence[int]], vocab_size: int, size: int, see
     return vectors_VE
 
 
-def _information(
+def _mutual_information(
     tokens: Tensor, bags: Sequence[Sequence[int]], frequent_T: Tensor, counts_V: Tensor
 ) -> Tensor:
-    """M (T, T), with zeros in place of what a token says of itself."""
+    """M (T, T), with zeros on the diagonal."""
     place_V = torch.full((len(counts_V),), -1)
     place_V[frequent_T] = torch.arange(len(frequent_T))
     passages = torch.arange(len(bags)).repeat_interleave(torch.tensor([len(bag) for bag in bags]))

@@ -1,9 +1,9 @@
-"""Text to unit vectors: what its tokens are, and the model's states averaged over them, fitted so
-that what belongs together lies near (`tuning.py`).
+"""Embed text as unit vectors: its tokens, and the model's hidden states averaged over them, with
+maps fitted by contrastive learning (`tuning.py`).
 
-Every stream of the model counts (token embeddings, the states after each block, the output), each
-averaged with inverse document frequencies as weights. Tokens are those of the text's words in small
-letters, names split. docs/decisions/0008-embeddings.md has what was tried.
+Every stream of the model is used (token embeddings, the states after each block, the output), each
+averaged with inverse document frequencies as weights. Tokens are those of the text's words in lower
+case, names split. docs/decisions/0008-embeddings.md has the variants that were tried.
 
 Shapes: N texts, B rows of a batch, S positions, D size of a state, L streams, F = L D features, E
 size of a vector, V vocabulary.
@@ -34,29 +34,25 @@ from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
 
-#: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay near
-#: them.
-_ROWS = 32
-#: Fewer batches are not worth telling other processes of.
-_SHARED_OUT = 8
-#: A token that every text has still counts so much: the mean of a text that has no others stays
-#: defined.
-_LEAST_WEIGHT = 1e-3
+#: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay in cache.
+_BATCH_SIZE = 32
+#: Fewer batches are not worth sending to other processes.
+_MIN_SHARED_BATCHES = 8
+#: The weight of a token that every text has: the mean of a text without others stays defined.
+_MIN_TOKEN_WEIGHT = 1e-3
 
 
 class Read(NamedTuple):
-    """What vectors are made of: the distinct tokens of each text, and the means of its states (N,
-    F)."""
+    """The features of texts: the distinct tokens of each, and the means of its states (N, F)."""
 
     bags: list[list[int]]
     pooled: Tensor
 
 
 class Embedder:
-    """A model and what was fitted to a corpus (`tuning.py`), with the weights (V) of tokens in
-    means of states.
+    """A model with parameters fitted to a corpus (`tuning.py`), and the weights (V) of tokens.
 
-    `work` keeps what was embedded and counts it; `processes` share it out.
+    `work` caches embeddings and counts them; `processes` compute them in parallel.
     """
 
     def __init__(
@@ -82,8 +78,8 @@ class Embedder:
         work: IndexWork | None = None,
         processes: Processes | None = None,
     ) -> Embedder:
-        """What knows how often tokens are in the passages of a corpus: it reads, and makes no
-        vectors yet."""
+        """Return an embedder with token weights of these passages: it reads, and makes no vectors
+        yet."""
         weights_V = inverse_frequency(tokenizer.encode_batch(passages), model.spec.vocab_size)
         return cls(model, tokenizer, {"weights": weights_V}, work, processes)
 
@@ -95,19 +91,12 @@ class Embedder:
         fit: FitSettings,
         seconds: float = math.inf,
     ) -> Embedder:
-        """Another one, fitted to passages and to what is asked for them, in so many `seconds` at
-        most."""
+        """Return an embedder fitted to passages and their queries, within `seconds`."""
         spec = self._model.spec
-        tuned = tune(
-            (passages.bags, asked.bags),
-            (passages.pooled, asked.pooled),
-            inverse_frequency(passages.bags, spec.vocab_size),
-            pairs,
-            spec.d_model,
-            fit,
-            self._work,
-            seconds,
-        )
+        bags = (passages.bags, asked.bags)
+        pooled = (passages.pooled, asked.pooled)
+        weights_V = inverse_frequency(passages.bags, spec.vocab_size)
+        tuned = tune(bags, pooled, weights_V, pairs, spec.d_model, fit, self._work, seconds)
         fitted = {"weights": self._fitted["weights"], **tuned}
         return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)
 
@@ -115,27 +104,26 @@ class Embedder:
         return Read(self.bags(texts), self.pool(texts))
 
     def vectors(self, texts: Read, kind: str) -> Vectors:
-        """Unit vectors (N, E), float32, `kind` being "passage" or "query"."""
+        """Return unit vectors (N, E), float32, `kind` being "passage" or "query"."""
         return vectors_of(self._fitted, texts.bags, texts.pooled, kind)
 
     def passages(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors (N, E), float32. Of the states only as many count as the model's context
-        holds tokens."""
+        """Return unit vectors (N, E), float32. States beyond the model's context are left out."""
         return self.vectors(self.read(texts), "passage")
 
     def queries(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors (N, E) of queries: they are short and unlike passages, so they have a mean
-        and a map apart."""
+        """Return unit vectors (N, E) of queries, which have a mean and a map of their own: they are
+        shorter than passages."""
         return self.vectors(self.read(texts), "query")
 
     def bags(self, texts: Sequence[str]) -> list[list[int]]:
-        """The distinct tokens of each text's words in small letters, names split."""
-        return [
-            sorted({*ids}) for ids in self._tokenizer.encode_batch([spread(text) for text in texts])
-        ]
+        """Return the distinct tokens of each text's words in lower case, names split."""
+        ids_N = self._tokenizer.encode_batch([spread(text) for text in texts])
+        return [sorted({*ids}) for ids in ids_N]
 
     def save(self, path: Path) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in self._fitted.items()}, path)
+        tensors = {name: tensor.contiguous() for name, tensor in self._fitted.items()}
+        save_file(tensors, path)
 
     @classmethod
     def load(
@@ -148,69 +136,79 @@ class Embedder:
     ) -> Embedder:
         spec = model.spec
         fitted = _read_fitted(path)
-        size = fitted.get("table", torch.empty(0, 0)).shape[-1]
+        table = fitted.get("table", torch.empty(0, 0))
+        vocab_size = spec.vocab_size
+        size = table.shape[-1]
         features = (spec.layers + 2) * spec.d_model
-        wanted = {
-            "weights": (spec.vocab_size,),
-            "token_weights": (spec.vocab_size,),
-            "table": (spec.vocab_size, size),
+        expected = {
+            "weights": (vocab_size,),
+            "token_weights": (vocab_size,),
+            "table": (vocab_size, size),
         }
         for kind in KINDS:
-            wanted |= {
-                f"{kind}_mean": (features,),
-                f"{kind}_map": (features, size),
-                f"{kind}_gate": (),
-            }
+            expected[f"{kind}_mean"] = (features,)
+            expected[f"{kind}_map"] = (features, size)
+            expected[f"{kind}_gate"] = ()
         shapes = {name: tuple(tensor.shape) for name, tensor in fitted.items()}
-        if shapes != wanted:
+        if shapes != expected:
             raise Damaged(path.parents[1], f"{path.name} does not fit this model: {shapes}")
         return cls(model, tokenizer, fitted, work, processes)
 
     def pool(self, texts: Sequence[str]) -> Tensor:
-        """Weighted means of every stream (N, F), on the CPU; zeros for a text without tokens."""
+        """Return weighted means of every stream (N, F), on the CPU; zeros for a text without
+        tokens."""
         spec = self._model.spec
-        ids = [
-            torch.tensor(text[: spec.context - 1]) for text in self._tokenizer.encode_batch(texts)
-        ]
-        pooled_NF = torch.zeros(len(ids), (spec.layers + 2) * spec.d_model)
+        max_tokens = spec.context - 1
+        ids = [torch.tensor(text[:max_tokens]) for text in self._tokenizer.encode_batch(texts)]
+        num_features = (spec.layers + 2) * spec.d_model
+        pooled_NF = torch.zeros(len(ids), num_features)
+
         # Shortest first, so that rows of a batch are of nearly one length.
-        order = sorted(
-            (row for row, text in enumerate(ids) if len(text)), key=lambda row: len(ids[row])
-        )
-        batches = [order[start : start + _ROWS] for start in range(0, len(order), _ROWS)]
-        with self._work.features(self._name(ids)) as features:
+        order = [row for row, text in enumerate(ids) if len(text)]
+        order.sort(key=lambda row: len(ids[row]))
+        starts = range(0, len(order), _BATCH_SIZE)
+        batches = [order[start : start + _BATCH_SIZE] for start in starts]
+
+        with self._work.features(self._features_id(ids)) as features:
             self._work.start("embedding")
             computed: Iterator[Tensor] | None = None
             for number, rows in enumerate(batches):
-                # What is on disk comes first; from the first batch that is not, all are computed.
-                block = None if computed else features.read(len(rows) * pooled_NF.shape[1])
+                # Cached batches come first; from the first that is not, all are computed.
+                block = None
+                if computed is None:
+                    block = features.read(len(rows) * num_features)
                 if block is None:
-                    computed = computed or self._pooled(
-                        [[ids[row] for row in rows] for rows in batches[number:]]
-                    )
+                    if computed is None:
+                        computed = self._pool_batches(ids, batches[number:])
                     block = next(computed).numpy()
                     features.write(block)
-                pooled_NF[rows] = torch.from_numpy(block.copy()).view(len(rows), -1)
+                pooled_BF = torch.from_numpy(block.copy()).view(len(rows), -1)
+                pooled_NF[rows] = pooled_BF
                 chars = sum(len(texts[row]) for row in rows)
                 self._work.did(chars, texts=len(rows), kept=computed is None)
         return pooled_NF
 
-    def _pooled(self, batches: list[list[Tensor]]) -> Iterator[Tensor]:
-        """Weighted means (B, F) of each batch, in order: by the processes where there are many,
-        else here."""
+    def _pool_batches(self, ids: list[Tensor], batches: list[list[int]]) -> Iterator[Tensor]:
+        """Yield the weighted means (B, F) of each batch of rows, in order.
+
+        Many batches are computed by the processes, a few here.
+        """
         weights_V = self._fitted["weights"]
         end = self._tokenizer.end_of_text
-        if self._processes is None or len(batches) < _SHARED_OUT:
-            for ids in batches:
-                yield pool_batch(self._model, weights_V, end, ids)
+        texts = [[ids[row] for row in rows] for rows in batches]
+        if self._processes is None or len(batches) < _MIN_SHARED_BATCHES:
+            for batch in texts:
+                yield pool_batch(self._model, weights_V, end, batch)
             return
-        yield from self._processes.pooled(self._model, weights_V, end, batches)
+        yield from self._processes.pooled(self._model, weights_V, end, texts)
 
-    def _name(self, ids: Sequence[Tensor]) -> str:
-        """The features of these texts are named by what one model computes them from."""
-        digest = hashlib.sha256(self._fitted["weights"].numpy().tobytes())
+    def _features_id(self, ids: Sequence[Tensor]) -> str:
+        """Return the name of the features of these texts, a hash of all they are computed from."""
+        weights = self._fitted["weights"].numpy()
+        digest = hashlib.sha256(weights.tobytes())
         for text in ids:
-            digest.update(len(text).to_bytes(8, "little") + text.numpy().tobytes())
+            digest.update(len(text).to_bytes(8, "little"))
+            digest.update(text.numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -222,9 +220,10 @@ def _read_fitted(path: Path) -> dict[str, Tensor]:
 
 
 def inverse_frequency(ids: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
-    """log(N / n) of each token (V), n being the texts that have it; tokens that no text has weigh
-    as if one had."""
+    """Return log(N / n) of each token (V), n being the texts that have it, at least 1."""
     counts_V = np.zeros(vocab_size)
     for text in ids:
-        counts_V[np.unique(np.asarray(text, np.int64))] += 1
-    return torch.from_numpy(np.log(len(ids) / counts_V.clip(min=1)).clip(min=_LEAST_WEIGHT)).float()
+        distinct = np.unique(np.asarray(text, np.int64))
+        counts_V[distinct] += 1
+    weights_V = np.log(len(ids) / counts_V.clip(min=1))
+    return torch.from_numpy(weights_V.clip(min=_MIN_TOKEN_WEIGHT)).float()

@@ -149,17 +149,24 @@ def evaluate(
         measured = {}
         qualities = {}
         for system, ranked in by_system.items():
-            measured[system] = measure([ranked[row] for row in rows])
-            means = {metric: float(values.mean()) for metric, values in measured[system].items()}
+            values = measure([ranked[row] for row in rows])
+            means = {metric: float(values_Q.mean()) for metric, values_Q in values.items()}
+            measured[system] = values
             qualities[system] = Quality(**means)
-        comparable = [(a, b) for a, b in compared if {a, b} <= {*measured}]
+        differences = []
+        for a, b in compared:
+            if a in measured and b in measured:
+                differences.append(_compare_systems(measured, a, b, seed))
+        num_tuning = sum(query.kind == kind for query in queries.tuning)
         kinds[kind] = KindQuality(
             reported=len(rows),
-            tuning=sum(query.kind == kind for query in queries.tuning),
+            tuning=num_tuning,
             systems=qualities,
-            differences=tuple(_compare(measured, a, b, seed) for a, b in comparable),
+            differences=tuple(differences),
         )
+
     titles = sum(query.kind == "title" for query in queries.reported)
+    with_body = sum(bool(body.strip()) for body in bodies)
     return Evaluation(
         kinds=kinds,
         default=chosen.default,
@@ -170,7 +177,7 @@ def evaluate(
         val_documents=titles - queries.filling,
         train_documents=queries.filling,
         documents=N,
-        with_body=sum(bool(body.strip()) for body in bodies),
+        with_body=with_body,
         seed=seed,
     )
 
@@ -191,11 +198,13 @@ def choose(
         return Choice(Lexical.build(bodies), K1, B, 1.0, "bm25", None)
     numbered = Numbered(bodies)
     kinds = [query.kind for query in tuning]
-    balance_Q = _balance(kinds)
+    balance_Q = _balance_kinds(kinds)
 
     def measure_ndcg(scores: Iterable[Scores]) -> Floats:
-        pairs = zip(scores, tuning, strict=True)
-        return np.array([ndcg(ranks(scores_N, query.relevant), 10) for scores_N, query in pairs])
+        values = []
+        for scores_N, query in zip(scores, tuning, strict=True):
+            values.append(ndcg(ranks(scores_N, query.relevant), 10))
+        return np.array(values)
 
     def bm25_scores(k1: float, b: float) -> list[Scores]:
         lexical = Lexical.build(numbered, k1, b)
@@ -221,18 +230,18 @@ def choose(
     counts_Q = np.array([kinds.count(kind) for kind in kinds])
     shrunk_Q = balance_Q * (counts_Q / (counts_Q + SHRINK))
     best = int((gain_WQ @ shrunk_Q).argmax())
-    balanced_Q = gain_WQ[best] * balance_Q * len(tuning)
-    interval = bootstrap(balanced_Q, seed=seed)
-    any_kind_loses = any(gain_WQ[best][np.array(kinds) == kind].mean() < 0 for kind in set(kinds))
-    gain = ScoreDifference(
-        a="fused", b="bm25", metric="ndcg_at_10", mean=float(balanced_Q.mean()), interval=interval
-    )
+    gain_Q = gain_WQ[best]
+    balanced_Q = gain_Q * balance_Q * len(tuning)
+    gain = _score_difference("fused", "bm25", balanced_Q, seed)
+    kind_Q = np.array(kinds)
+    any_kind_loses = any(gain_Q[kind_Q == kind].mean() < 0 for kind in set(kinds))
+    is_better = gain.interval[0] > 0 and not any_kind_loses
     return Choice(
         lexical=Lexical.build(numbered, k1, b),
         k1=k1,
         b=b,
         weight=WEIGHTS[best],
-        default="fused" if interval[0] > 0 and not any_kind_loses else "bm25",
+        default="fused" if is_better else "bm25",
         gain=gain,
     )
 
@@ -243,13 +252,15 @@ def exact(owners: npt.ArrayLike, chunks_CE: Vectors) -> Nearest:
 
     def nearest(vector_E: Vectors, k: int) -> tuple[Ints, Scores]:
         scores_C = chunks_CE @ vector_E
-        best = np.argpartition(scores_C, -k)[-k:] if k < len(scores_C) else slice(None)
+        if k >= len(scores_C):
+            return owners_C, scores_C
+        best = np.argpartition(scores_C, -k)[-k:]
         return owners_C[best], scores_C[best]
 
     return nearest
 
 
-def _balance(kinds: Sequence[Kind]) -> Floats:
+def _balance_kinds(kinds: Sequence[Kind]) -> Floats:
     """Return weights of queries that add up to 1, with equal sums for all kinds."""
     num_kinds = len(set(kinds))
     return np.array([1 / (num_kinds * kinds.count(kind)) for kind in kinds])
@@ -257,19 +268,24 @@ def _balance(kinds: Sequence[Kind]) -> Floats:
 
 def measure(rankings: Sequence[Ints]) -> dict[str, Floats]:
     """Return each metric of each query, from the ranks of its relevant documents."""
-    return {
-        name: np.array([metric(ranked) for ranked in rankings]) for name, metric in METRICS.items()
-    }
+    values = {}
+    for name, metric in METRICS.items():
+        values[name] = np.array([metric(ranked) for ranked in rankings])
+    return values
 
 
-def _compare(
+def _compare_systems(
     measured: Mapping[str, dict[str, Floats]], a: str, b: str, seed: int
 ) -> ScoreDifference:
     differences_Q = measured[a]["ndcg_at_10"] - measured[b]["ndcg_at_10"]
+    return _score_difference(a, b, differences_Q, seed)
+
+
+def _score_difference(a: str, b: str, differences_Q: Floats, seed: int) -> ScoreDifference:
+    """Return the mean of differences in nDCG@10 by query, with its bootstrap interval."""
     interval = bootstrap(differences_Q, seed=seed)
-    return ScoreDifference(
-        a=a, b=b, metric="ndcg_at_10", mean=float(differences_Q.mean()), interval=interval
-    )
+    mean = float(differences_Q.mean())
+    return ScoreDifference(a=a, b=b, metric="ndcg_at_10", mean=mean, interval=interval)
 
 
 def table(evaluation: Evaluation) -> str:
@@ -300,20 +316,25 @@ def table(evaluation: Evaluation) -> str:
     if evaluation.near_copies:
         num_copies = counted(evaluation.near_copies, "near copy")
         copies = [f"{num_copies} of these: one of the right document is right too"]
-    tuned = {kind: measured.tuning for kind, measured in evaluation.kinds.items()}
-    tuning = joined([_count_queries(number, kind) for kind, number in tuned.items() if number])
+    tuned = []
+    for kind, measured in evaluation.kinds.items():
+        if measured.tuning:
+            tuned.append(_count_queries(measured.tuning, kind))
+    tuning = joined(tuned) or "no queries"
     k1 = f"{evaluation.k1:g}"
     b = f"{evaluation.b:g}"
     weight = f"{evaluation.fusion_weight:g}"
     documents = counted(evaluation.documents, "document")
+    with_body = f"{evaluation.with_body:,}"
+    default = SYSTEM_NAMES[evaluation.default]
+    evidence = why(evaluation)
     lines += [
         f"title queries: the titles of {joined(sources)}, split at separators",
-        f"candidates: {documents} without the text of the query, "
-        f"{evaluation.with_body:,} of them not empty",
+        f"candidates: {documents} without the text of the query, {with_body} of them not empty",
         *copies,
-        f"tuned on {tuning or 'no queries'}, none of them above: BM25 with k1 {k1} "
-        f"and b {b}, vectors with weight {weight}",
-        f"default: {SYSTEM_NAMES[evaluation.default]}; {why(evaluation)}",
+        f"tuned on {tuning}, none of them above: BM25 with k1 {k1} and b {b}, vectors with weight "
+        f"{weight}",
+        f"default: {default}; {evidence}",
     ]
     return "\n".join(lines)
 

@@ -179,7 +179,8 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def servers(self) -> str:
         """The stores that lie at servers; empty where none does."""
-        return " ".join(sorted({one.store for one in self.sets.values() if one.table}))
+        stores = {vectors.store for vectors in self.sets.values() if vectors.table}
+        return " ".join(sorted(stores))
 
     def place(self, path: Path, name: str = OWN) -> StoreLocation:
         """Where a set of vectors of the index at `path` lies."""
@@ -222,8 +223,8 @@ class Index:
         remedy: str,
         vectors: bool = True,
     ) -> Self:
-        """The index at `path`; refuses (no-index) a missing and a damaged one. `remedy` would make
-        it.
+        """Open the index at `path`; refuse (no-index) a missing and a damaged one. `remedy` would
+        make it.
 
         Without `vectors` the store stays closed: it may lie at a server, and words alone do not
         need it.
@@ -258,25 +259,25 @@ class Index:
 
     @cached_property
     def named(self) -> dict[str, list[int]]:
-        """Documents by their titles in small letters."""
+        """Documents by their titles in lower case."""
         named: dict[str, list[int]] = {}
         for number, document in enumerate(self.documents):
-            titles = {document.title.lower(), *(one.title.lower() for one in document.places)}
+            titles = {place.title.lower() for place in (document, *document.places)}
             for title in titles:
                 named.setdefault(title, []).append(number)
         return named
 
     @cached_property
     def embedder(self) -> QueryEmbedder:
-        """Refuses (no-index) where the run has another model by now than the index is of."""
+        """Return the embedder. Refuse (no-index) where the run has another model than the index."""
         return self._embedder(self._files / FITTED, self.manifest.origin)
 
     @cached_property
     def stores(self) -> dict[str, Store]:
         """The store of each set of vectors."""
         opened = {}
-        for name, one in self.manifest.sets.items():
-            opened[name] = one.module.open(self.manifest.place(self.path, name))
+        for name, vectors in self.manifest.sets.items():
+            opened[name] = vectors.module.open(self.manifest.place(self.path, name))
             self._closing.callback(opened[name].close)
         return opened
 
@@ -286,7 +287,7 @@ class Index:
         return self.stores[OWN]
 
     def vectors(self, rows: npt.NDArray[np.integer[Any]]) -> Vectors:
-        """The vectors (N, E) of passages."""
+        """Return the vectors (N, E) of passages."""
         return self.store.vectors(self.passages.rows_N["id"][rows].tolist())
 
     def masked(self, where: dict[str, str]) -> np.ndarray:
@@ -307,8 +308,8 @@ class Index:
 
 
 def field(document: IndexedDocument | Place, name: str) -> str | None:
-    """What a document has in a field; a column of the source that is called like one of farspan's
-    own gives way."""
+    """Return a document's value in a field; a column of the source that is called like one of
+    farspan's own gives way."""
     own = {"title": document.title, "origin": document.origin}
     return own.get(name, document.metadata.get(name))
 
@@ -324,13 +325,13 @@ def unknown_field(name: str, fields: tuple[str, ...]) -> Refusal:
 
 
 def passages_of(path: Path, manifest: IndexManifest) -> Passages:
-    """The passages of the index at `path`. Raises Damaged."""
+    """Open the passages of the index at `path`. Raises Damaged."""
     folder = path / manifest.files / PASSAGES
     return Passages(path, folder, manifest.documents, manifest.chunks)
 
 
 def read_manifest(path: Path, remedy: str) -> IndexManifest:
-    """The manifest of the index at `path`; refuses where there is none, and one of an earlier
+    """Read the manifest of the index at `path`; refuse where there is none, and one of an earlier
     version. `remedy` would make it."""
     if not (path / MANIFEST).exists():
         raise Refusal(

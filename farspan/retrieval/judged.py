@@ -34,31 +34,35 @@ class _Line(msgspec.Struct, frozen=True):
 def read_judged(
     queries: Path, qrels: Path, documents: Sequence[Document], copies: Copies | None = None
 ) -> list[Query]:
-    """The queries that any of `documents` answers, in the file's order. An exact copy's name means
-    the document that it is a copy of. Raises Refusal
-    (path-missing, file-unreadable, out-of-range) for files that cannot be read, queries and
-    documents that there are not, and files without a pair."""
+    """Return the queries that any of `documents` answers, in the file's order. An exact copy's name
+    means the document that it is a copy of. Raises Refusal (path-missing, file-unreadable,
+    out-of-range) for files that cannot be read, queries and documents that there are not, and files
+    without a pair."""
     texts: dict[str, str] = {}
-    for number, line in _lines(queries):
+    for number, line in _read_lines(queries):
         try:
-            found = msgspec.json.decode(line, type=_Line)
+            record = msgspec.json.decode(line, type=_Line)
         except msgspec.MsgspecError as error:
-            raise _unreadable(queries, number, str(error), '{"_id": "q1", "text": "..."}') from None
-        texts[str(found.id)] = found.text
+            raise _refuse_line(
+                queries, number, str(error), '{"_id": "q1", "text": "..."}'
+            ) from None
+        texts[str(record.id)] = record.text
     named: dict[str, list[int]] = {}
     for row, document in enumerate(documents):
         places = copies.places.get(row, ()) if copies else ()
         everywhere: tuple[Document | Place, ...] = (document, *places)
-        for name in {name for one in everywhere for name in (one.title, one.origin)}:
+        labels = {place.title for place in everywhere}
+        labels.update(place.origin for place in everywhere)
+        for name in labels:
             named.setdefault(name, []).append(row)
     relevant: dict[str, set[int]] = {}
-    for number, line in _lines(qrels):
+    for number, line in _read_lines(qrels):
         if number == 1 and line.startswith(_HEADER):
             continue
-        query, name, score = _judgement(qrels, number, line)
+        query, name, score = _parse_judgement(qrels, number, line)
         for what, key, known in (("query", query, texts), ("document", name, named)):
             if key not in known:
-                raise _unknown(qrels, number, what, key, list(known))
+                raise _refuse_unknown(qrels, number, what, key, list(known))
         if score > 0:
             relevant.setdefault(query, set()).update(named[name])
     if not relevant:
@@ -76,7 +80,7 @@ def read_judged(
     ]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines that are not blank, with their numbers from 1."""
     try:
         content = path.read_text(encoding="utf-8")
@@ -89,11 +93,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             remedy="farspan tune --help",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, 0, str(error), "UTF-8 text") from None
+        raise _refuse_line(path, 0, str(error), "UTF-8 text") from None
     return ((number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip())
 
 
-def _judgement(path: Path, number: int, line: str) -> tuple[str, str, float]:
+def _parse_judgement(path: Path, number: int, line: str) -> tuple[str, str, float]:
     """Query, document and score of one line."""
     parts = [part.strip() for part in line.split("\t")]
     parts = line.split() if len(parts) == 1 else parts
@@ -103,12 +107,12 @@ def _judgement(path: Path, number: int, line: str) -> tuple[str, str, float]:
         query, document, score = parts
         return query, document, float(score)
     except ValueError:
-        raise _unreadable(
+        raise _refuse_line(
             path, number, line.strip()[:80], "query-id <tab> corpus-id <tab> score"
         ) from None
 
 
-def _unreadable(path: Path, number: int, fact: str, wanted: str) -> Refusal:
+def _refuse_line(path: Path, number: int, fact: str, wanted: str) -> Refusal:
     return Refusal(
         "file-unreadable",
         what="this line cannot be read" if number else "this file cannot be read",
@@ -118,7 +122,7 @@ def _unreadable(path: Path, number: int, fact: str, wanted: str) -> Refusal:
     )
 
 
-def _unknown(path: Path, number: int, what: str, name: str, known: list[str]) -> Refusal:
+def _refuse_unknown(path: Path, number: int, what: str, name: str, known: list[str]) -> Refusal:
     return Refusal(
         "out-of-range",
         what=f"there is no such {what}",

@@ -1,8 +1,9 @@
-"""Words for BM25: names are split at dots, underscores and camel case, and kept whole beside their
+"""Words for BM25: names are split at dots, underscores and camel case, and kept whole next to their
 parts."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterable
@@ -25,15 +26,17 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def parts(name: str) -> list[str]:
-    """`torch.nn.CrossEntropyLoss` as torch, nn, cross, entropy, loss."""
-    return [
-        part.lower() for piece in _SEPARATOR.split(name) for part in _CAMEL.split(piece) if part
-    ]
+    """Split a name: `torch.nn.CrossEntropyLoss` into torch, nn, cross, entropy, loss."""
+    pieces: list[str] = []
+    for piece in _SEPARATOR.split(name):
+        pieces += _CAMEL.split(piece)
+    return [piece.lower() for piece in pieces if piece]
 
 
 def spread(text: str) -> str:
-    """The words of a text in small letters, names split, one space before each as inside a text."""
-    return "".join(f" {part}" for match in NAME.finditer(text) for part in parts(match[0]))
+    """Return a text's words in lower case, names split, one space before each as inside a text."""
+    pieces = itertools.chain.from_iterable(parts(match[0]) for match in NAME.finditer(text))
+    return "".join(f" {part}" for part in pieces)
 
 
 def words(text: str) -> list[str]:
@@ -72,17 +75,17 @@ MIN_STOP_SHARE = 0.1
 
 
 def stop_words(text: str) -> frozenset[str]:
-    """The stop words of the language that a text is in; none where it is in no known one."""
-    found = words(text)
-    counts = [sum(word in listed for word in found) for listed in STOP_WORDS]
+    """Return the stop words of the language that a text is in; none where it is in no known one."""
+    text_words = words(text)
+    counts = [sum(word in listed for word in text_words) for listed in STOP_WORDS]
     most = max(counts)
-    if most < MIN_STOP_SHARE * len(found) or not most:
+    if most < MIN_STOP_SHARE * len(text_words) or not most:
         return frozenset()
     return STOP_WORDS[counts.index(most)]
 
 
 def content_words(query: str, text: str) -> frozenset[str]:
-    """The words of a query, without the stop words of a text's language unless there are no
+    """Return the words of a query, without the stop words of a text's language unless there are no
     others."""
     asked = frozenset(words(query))
     return asked - stop_words(text) or asked
@@ -123,7 +126,7 @@ class Lexical:
 
     @classmethod
     def load(cls, folder: Path) -> Lexical:
-        """What `save` wrote, memory-mapped. Raises whatever damaged files lead to, and
+        """Load what `save` wrote, memory-mapped. Raises whatever damaged files lead to, and
         ValueError."""
         index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         starts = index.scores["indptr"]

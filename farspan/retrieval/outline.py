@@ -17,7 +17,7 @@ _MARKDOWN = (".md", ".html", ".htm")
 
 
 def outline(document: Document) -> tuple[Heading, ...]:
-    """The headings of a document; where its source does not know them, underlined titles."""
+    """Return the headings of a document; where its source does not know them, underlined titles."""
     if document.headings is not msgspec.UNSET:
         return document.headings
     is_markdown = PurePath(document.origin).suffix.lower() in _MARKDOWN
@@ -34,7 +34,7 @@ class HeadingPaths:
             self._paths.append(tuple(path((*self._paths[-1], heading))))
 
     def at(self, place: int) -> tuple[str, ...]:
-        """The headings that what begins at a character lies under, outermost first; its own
+        """Return the headings above a character, outermost first; its own
         heading is one of them."""
         above = self._paths[bisect_right(self._starts, place)]
         return tuple(heading.title for heading in above)

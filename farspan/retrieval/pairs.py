@@ -1,4 +1,4 @@
-"""What a corpus says belongs together: titles, openings and headings, with the passages that they
+"""Positive pairs mined from a corpus: titles, openings and headings, with the passages that they
 stand above; and passages that look as if they did.
 """
 
@@ -40,61 +40,61 @@ def pairs_of(
     documents: Sequence[Document],
     bodies: Sequence[Chunk],
     passages: Sequence[str],
-    held: Collection[int],
+    excluded: Collection[int],
 ) -> Pairs:
-    """Pairs of `documents`, evenly over them, without those in `held`. `passages` are what `bodies`
-    say."""
+    """Pairs of `documents`, evenly over them, without those in `excluded`. `passages` are what
+    `bodies` say."""
     rows: dict[int, list[int]] = {}
     for row, chunk in enumerate(bodies):
         rows.setdefault(chunk.document, []).append(row)
-    found: list[tuple[str, int]] = []
+    mined: list[tuple[str, int]] = []
     for number, document in enumerate(documents):
-        if number not in held:
+        if number not in excluded:
             title = query_form(document.title)
             opening = opening_of(document)
             for row in rows.get(number, ()):
                 headings = bodies[row].headings[-1:]
                 near = (title, opening) if row in rows[number][:PASSAGES] else ()
-                found += [(text, row) for text in (*near, *headings) if text.strip()]
-    found = found[:: len(found) // MOST + 1]
-    asked = list(dict.fromkeys(text for text, _ in found))
+                mined += [(text, row) for text in (*near, *headings) if text.strip()]
+    mined = mined[:: len(mined) // MOST + 1]
+    asked = list(dict.fromkeys(text for text, _ in mined))
     numbers = {text: number for number, text in enumerate(asked)}
     groups = np.array([chunk.document for chunk in bodies], np.int64)
     own: list[set[int]] = [set() for _ in asked]
-    for text, row in found:
+    for text, row in mined:
         own[numbers[text]].add(bodies[row].document)
     return Pairs(
         asked=asked,
-        texts=[numbers[text] for text, _ in found],
-        passages=[row for _, row in found],
-        negatives=_negatives(asked, own, passages, groups, held),
+        texts=[numbers[text] for text, _ in mined],
+        passages=[row for _, row in mined],
+        negatives=_mine_negatives(asked, own, passages, groups, excluded),
         groups=groups,
     )
 
 
-def _negatives(
+def _mine_negatives(
     asked: Sequence[str],
     own: Sequence[set[int]],
     passages: Sequence[str],
     groups: npt.NDArray[np.int64],
-    held: Collection[int],
+    excluded: Collection[int],
 ) -> list[list[int]]:
     """Of each text the passages that BM25 finds first, without those of its own documents and of
-    `held`."""
+    `excluded`."""
     if not asked:
         return []
     lexical = Lexical.build(passages)
-    usable_N = ~np.isin(groups, list(held))
+    usable_N = ~np.isin(groups, list(excluded))
     count = min(NEGATIVES + PASSAGES, len(passages))
-    found = []
+    mined = []
     for text, documents in zip(asked, own, strict=True):
         scores_N = np.where(usable_N, lexical.scores(text), 0)
         first = np.argpartition(-scores_N, count - 1)[:count]
-        found.append(
+        mined.append(
             [
                 int(row)
                 for row in np.sort(first)
                 if scores_N[row] > 0 and groups[row] not in documents
             ]
         )
-    return found
+    return mined

@@ -52,7 +52,7 @@ class Damaged(Refusal):
 
 
 class IndexedDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`key` is of all that the document says, and of where it is from."""
+    """`key` is a hash of the whole document and its source."""
 
     key: str
     title: str
@@ -83,9 +83,12 @@ def indexed_document(document: Document, places: tuple[Place, ...] = ()) -> Inde
 
 
 def corpus_hash(documents: Sequence[IndexedDocument]) -> str:
-    """A hash of all that documents say and of every place where they stand."""
+    """Hash the texts of all documents and all their places."""
     keys = [document.key for document in documents]
-    places = [(row, one.places) for row, one in enumerate(documents) if one.places]
+    places = []
+    for row, document in enumerate(documents):
+        if document.places:
+            places.append((row, document.places))
     return content_hash(keys, places) if places else content_hash(keys)
 
 
@@ -119,7 +122,7 @@ def write(
 
 class Passages:
     """The passages of the index at `index`, in `folder`, opened for reading. Raises Damaged where
-    sizes contradict each other, or what the manifest says of `documents` and `chunks`."""
+    sizes contradict each other, or the manifest's counts of `documents` and `chunks`."""
 
     def __init__(self, index: Path, folder: Path, documents: int, chunks: int) -> None:
         self._index = index
@@ -194,7 +197,7 @@ class Passages:
         return self.rows_N["id"][order], order
 
     def rows_of(self, ids: Ids) -> npt.NDArray[np.intp]:
-        """The row of each id; -1 for one that the index does not have."""
+        """Return the row of each id; -1 for one that the index does not have."""
         sorted_N, order = self._by_id
         if not len(sorted_N):
             return np.full(len(ids), -1)

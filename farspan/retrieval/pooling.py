@@ -48,13 +48,13 @@ def pool_batch(model: Decoder, weights_V: Tensor, end: int, ids: Sequence[Tensor
     fast = bf16_is_fast(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=fast):
         for states_BSD in model.streams(F.pad(tokens_BS, (1, 0), value=end).to(device)):
-            sums.append(_weighted(behind_end_B1S, states_BSD))
-        sums.append(_weighted(behind_end_B1S, model.norm(states_BSD)))
+            sums.append(_sum_weighted(behind_end_B1S, states_BSD))
+        sums.append(_sum_weighted(behind_end_B1S, model.norm(states_BSD)))
     return (torch.cat(sums, 1) / weights_BS.sum(1, keepdim=True)).cpu()
 
 
-def _weighted(weights_B1S: Tensor, states_BSD: Tensor) -> Tensor:
-    """Sums (B, D) over positions, in 32 bits."""
+def _sum_weighted(weights_B1S: Tensor, states_BSD: Tensor) -> Tensor:
+    """Return sums (B, D) over positions, in 32 bits."""
     with torch.autocast(states_BSD.device.type, enabled=False):
         return torch.bmm(weights_B1S, states_BSD.float())[:, 0]
 
@@ -91,11 +91,11 @@ class Processes:
     def pooled(
         self, model: Decoder, weights_V: Tensor, end: int, batches: Sequence[Sequence[Tensor]]
     ) -> Iterator[Tensor]:
-        """What `pool_batch` gives for each batch, in order."""
+        """Yield what `pool_batch` returns for each batch, in order."""
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
-            _write(Path(folder), model, weights_V)
+            _write_model(Path(folder), model, weights_V)
             tasks = (
-                self._pool.submit(_pool, folder, end, [text.numpy() for text in batch])
+                self._pool.submit(_pool_in_process, folder, end, [text.numpy() for text in batch])
                 for batch in batches
             )
             waiting: list[Future[npt.NDArray[np.float32]]] = list(
@@ -106,27 +106,26 @@ class Processes:
                 waiting += itertools.islice(tasks, 1)
 
 
-def _write(folder: Path, model: Decoder, weights_V: Tensor) -> None:
+def _write_model(folder: Path, model: Decoder, weights_V: Tensor) -> None:
     save(model.spec, folder / "spec.json")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
-        folder / "model.safetensors",
-    )
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
     save_file({_WEIGHTS: weights_V.contiguous()}, folder / "weights.safetensors")
 
 
 @functools.lru_cache(maxsize=1)
-def _read(folder: str) -> tuple[Decoder, Tensor]:
-    """Remembered: a process pools many batches with one model."""
+def _read_model(folder: str) -> tuple[Decoder, Tensor]:
+    """Read the model and its token weights, once: a process pools many batches with one model."""
     torch.set_num_threads(1)
     model = Decoder(load(Path(folder) / "spec.json", ModelSpec)).eval()
     model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
     return model, load_file(Path(folder) / "weights.safetensors")[_WEIGHTS]
 
 
-def _pool(folder: str, end: int, ids: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
-    model, weights_V = _read(folder)
-    pooled: npt.NDArray[np.float32] = pool_batch(
-        model, weights_V, end, [torch.from_numpy(text) for text in ids]
-    ).numpy()
+def _pool_in_process(
+    folder: str, end: int, ids: Sequence[npt.NDArray[np.int64]]
+) -> npt.NDArray[np.float32]:
+    model, weights_V = _read_model(folder)
+    texts = [torch.from_numpy(text) for text in ids]
+    pooled: npt.NDArray[np.float32] = pool_batch(model, weights_V, end, texts).numpy()
     return pooled

@@ -214,15 +214,15 @@ class _AnswerGroups:
         self._bodies = [body.strip() for body in bodies]
         self._groups: dict[str, list[int]] = {}
         for number in range(len(documents)):
-            for key in self._keys(number):
+            for key in self._text_keys(number):
                 self._groups.setdefault(key, []).append(number)
 
-    def _keys(self, number: int) -> tuple[str, str]:
+    def _text_keys(self, number: int) -> tuple[str, str]:
         return f"title {self.forms[number]}", f"body {self._bodies[number]}"
 
     def answers_to(self, number: int) -> tuple[int, ...]:
         """Return the documents that answer the queries of document `number`."""
-        members = chain.from_iterable(self._groups[key] for key in self._keys(number))
+        members = chain.from_iterable(self._groups[key] for key in self._text_keys(number))
         same = {n for n in members if self._bodies[n]}
         return tuple(n for n in self.with_near_copies(same) if n in same or self._bodies[n])
 

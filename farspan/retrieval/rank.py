@@ -3,6 +3,7 @@ every line of it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -29,9 +30,10 @@ Nearest = Callable[[Vectors, int], tuple[Ints, Scores]]
 
 
 def query_form(text: str) -> str:
-    """A query as it is embedded: names split as BM25 splits them, one space before each word as
-    inside a text."""
-    return "".join(f" {part}" for word in text.split() for part in parts(word))
+    """Return a query as it is embedded: names split as BM25 splits them, one space before each word
+    as inside a text."""
+    pieces = itertools.chain.from_iterable(map(parts, text.split()))
+    return "".join(f" {part}" for part in pieces)
 
 
 def vector_scores(nearest: Nearest, vector_E: Vectors, count: int) -> Scores:

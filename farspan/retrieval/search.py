@@ -1,12 +1,12 @@
-"""Answer a query from an index: documents, each with its best passage, where that stands, and why
-it was found."""
+"""Answer a query from an index: documents, each with its best passage and the place of that."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -32,18 +32,18 @@ from farspan.retrieval.rank import (
 from farspan.retrieval.stores import Scores, Vectors
 
 SNIPPET_CHARS = 300
-#: Random strings whose nearest passage says what a cosine means: one query without meaning in
-#: twenty comes nearer than all of them. Their letters are those of so many passages.
-NONSENSE = 19
-SAMPLED = 50
-#: Why vectors answer though words alone were found better, or nothing is found.
+#: Random strings that the nearest passage is compared to: of 20 queries without meaning one comes
+#: nearer than 19 of them, a level of 5 %. Their letters are drawn from sampled passages.
+NUM_RANDOM_QUERIES = 19
+NUM_SAMPLED_PASSAGES = 50
+#: The reason for a search by vectors where keyword search was better, or for no result.
 NO_WORD = "no word of the query is in the documents"
-#: Places of one text that a result names.
+#: Places of one text that a result lists.
 MAX_PLACES = 100
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A document that answers, and the passage of it that fits best."""
+    """A document that was found, with its best passage."""
 
     #: The passage's, in 16 hexadecimal digits.
     id: str
@@ -53,35 +53,36 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     #: for.
     word_score: float
     vector_score: float | None
-    #: The beginning of the passage, or what is around the first word of the query's, in one line.
+    #: The beginning of the passage, or the text around the query's first word, in one line.
     text: str
-    #: Where to look it up: file (and row), line, page, and the headings above. 0 where the source
-    #: has none.
+    #: The place to look it up: file (and row), line, page, and the headings above. 0 where the
+    #: source has none.
     origin: str
     line: int = 0
     page: int = 0
     headings: tuple[str, ...] = ()
-    #: The whole passage, and where words of the query are in it: first character, and the one after
-    #: the last.
+    #: The whole passage, and the spans of the query's words in it: first character, and the one
+    #: after the last.
     passage: str
     marks: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str] = {}
-    #: Where else exactly this text stands, MAX_PLACES at most; and the number of all such places.
+    #: Other places of exactly this text, MAX_PLACES at most; and the number of all such places.
     also: tuple[Place, ...] = ()
     copies: int = 0
 
     @property
     def place(self) -> str:
-        """Where the passage stands, as one would cite it: `notes/a.md:12, Methods > Sampling` or
-        `a.pdf, page 3`."""
+        """The citation of the passage: `notes/a.md:12, Methods > Sampling` or `a.pdf, page 3`."""
         above = f", {' > '.join(self.headings)}" if self.headings else ""
         return cite(self.origin, self.line, self.page) + above
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Best first, of `total` documents that were found. `system` ranked them; `why` says why it was
-    asked. Where no word of the query is in the index (`unknown_words`), only documents are found
-    that are nearer than chance."""
+    """The results of a query, best first, of `total` documents that were found.
+
+    `system` ranked them, for the reason `why`. Where no word of the query is in the index
+    (`unknown_words`), only documents are found that are nearer than chance.
+    """
 
     query: str
     system: System
@@ -92,7 +93,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranked_by(self) -> str:
-        """How the documents were ranked, in a few words."""
+        """The system that ranked the documents, in a few words."""
         name = SYSTEM_NAMES[self.system]
         return f"{name}: {NO_WORD}" if self.unknown_words else name
 
@@ -117,69 +118,82 @@ def search(
     where: Mapping[str, str] | None = None,
     offset: int = 0,
 ) -> Answer:
-    """The k best documents from the one at `offset` on, by `system`, or by what the index's
-    evaluation found better.
+    """Return the k best documents from the one at `offset` on.
 
-    `where` narrows them to those with these values in these fields. Raises Refusal (usage) for a
-    field that there is not.
+    `system` ranks them; by default, the one that the index's evaluation chose. `where` filters by
+    the values of fields. Raises Refusal (usage) for a field that does not exist.
     """
     evaluation = index.manifest.evaluation
-    within = dict(where or {})
-    mask_N = index.masked(within) if within else None
+    filters = dict(where or {})
+    mask_N = index.masked(filters) if filters else None
+
+    # A query that is a document's whole title finds that document before those that mention it.
     words_N = index.lexical.scores(query)
-    # Who gives a document's whole title means that document, and not those that mention it.
-    words_N[index.named.get(query.strip().lower(), [])] += words_N.max(initial=0)
+    titled = index.named.get(query.strip().lower(), [])
+    words_N[titled] += words_N.max(initial=0)
     known = bool(words_N.any())
-    chosen, why = (system, "asked for") if system else _better(index.manifest, known)
+    chosen, why = (system, "asked for") if system else _default_system(index.manifest, known)
     if mask_N is not None:
         words_N = np.where(mask_N, words_N, np.float32(0))
+
     scores_N = words_N
     vector_E = None
     if chosen != "bm25":
         vector_E = index.embedder.queries([query_form(query)])[0]
-        scores_N = _vector_scores(index, vector_E, within, mask_N)
+        scores_N = _vector_scores(index, vector_E, filters, mask_N)
     if not known and system is None:
-        scores_N[scores_N <= chance_cosine(index, query, within)] = 0
+        threshold = chance_cosine(index, query, filters)
+        scores_N[scores_N <= threshold] = 0
     if chosen == "fused":
-        scores_N = fuse(words_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
+        weight = evaluation.fusion_weight if evaluation else 1.0
+        scores_N = fuse(words_N, scores_N, weight)
+
     # A document that is blank but for its title has no passage to show.
-    found = np.flatnonzero((scores_N > 0) & index.passages.shown_N)
-    found = found[np.argsort(-scores_N[found], kind="stable")]
-    best = found[offset : offset + k].tolist()
-    results = _results(index, query, best, scores_N, words_N, vector_E)
+    matched = np.flatnonzero((scores_N > 0) & index.passages.shown_N)
+    ranking = matched[np.argsort(-scores_N[matched], kind="stable")]
+    best = ranking[offset : offset + k].tolist()
+    results = _collect_results(index, query, best, scores_N, words_N, vector_E)
     return Answer(
         query=query,
         system=chosen,
         why=why,
         unknown_words=not known,
         results=tuple(results),
-        total=len(found),
+        total=len(ranking),
     )
 
 
 def chance_cosine(index: Index, query: str, where: Mapping[str, str]) -> float:
-    """The cosine that a query without meaning reaches: that of the passage nearest to any of
-    NONSENSE strings, whose words are as long as this query's, of letters of the documents."""
+    """Return the cosine that a query without meaning reaches: the highest of random strings.
+
+    Their words are as long as this query's, of letters drawn from the documents.
+    """
     rng = random.Random(query)
-    rows = rng.sample(range(index.manifest.chunks), min(SAMPLED, index.manifest.chunks))
-    letters = [
-        letter for row in rows for letter in index.passages.chunk(row).text if letter.isalpha()
-    ]
+    num_chunks = index.manifest.chunks
+    letters: list[str] = []
+    for row in rng.sample(range(num_chunks), min(NUM_SAMPLED_PASSAGES, num_chunks)):
+        letters.extend(filter(str.isalpha, index.passages.chunk(row).text))
     if not letters:
         return 0.0
+
     lengths = [len(word) for word in query.split()]
-    nonsense = [
-        " ".join("".join(rng.choices(letters, k=length)) for length in lengths)
-        for _ in range(NONSENSE)
-    ]
-    vectors = index.embedder.queries([query_form(text) for text in nonsense])
-    scores = [index.store.search(vector_E, 1, where or None).scores for vector_E in vectors]
-    return float(max((best for found in scores for best in found), default=0.0))
+    forms = []
+    for _ in range(NUM_RANDOM_QUERIES):
+        random_words = ["".join(rng.choices(letters, k=length)) for length in lengths]
+        forms.append(query_form(" ".join(random_words)))
+
+    cosines: list[float] = []
+    for vector_E in index.embedder.queries(forms):
+        hits = index.store.search(vector_E, 1, where or None)
+        cosines.extend(hits.scores)
+    return float(max(cosines, default=0.0))
 
 
 def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
-    """The k passages of other documents whose vectors are nearest to a passage's. Raises Refusal
-    (usage) for an id that the index does not have."""
+    """Return the k passages of other documents whose vectors are nearest to a passage's.
+
+    Raises Refusal (usage) for an id that the index does not have.
+    """
     row = row_of(index, chunk_id)
     numbers_N = index.passages.rows_N["document"]
     own = index.passages.of_document(int(numbers_N[row]))
@@ -189,23 +203,26 @@ def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
     for other, score in zip(rows.tolist(), scores.tolist(), strict=True):
         if other not in own:
             near.setdefault(int(numbers_N[other]), (other, score))
-    return tuple(
-        _of_chunk(index, other, "", score=score, word_score=0.0, vector_score=score)
-        for other, score in [*near.values()][:k]
-    )
+    results = []
+    for other, score in [*near.values()][:k]:
+        result = _result_of(index, other, "", score=score, word_score=0.0, vector_score=score)
+        results.append(result)
+    return tuple(results)
 
 
 def passage(index: Index, chunk_id: str, query: str = "") -> Result:
-    """One passage by its id. Raises Refusal (usage) for an id that the index does not have."""
-    return _of_chunk(
-        index, row_of(index, chunk_id), query, score=0.0, word_score=0.0, vector_score=None
-    )
+    """Return a passage by its id. Raises Refusal (usage) for an id that the index does not have."""
+    row = row_of(index, chunk_id)
+    return _result_of(index, row, query, score=0.0, word_score=0.0, vector_score=None)
 
 
 def row_of(index: Index, chunk_id: str) -> int:
-    number = int(chunk_id, 16) if re.fullmatch(r"[0-9a-f]{16}", chunk_id) else -1
-    row = int(index.passages.rows_of(np.array([number % 2**63], np.int64))[0])
-    if row < 0 or number < 0:
+    """Return the row of a passage by its id. Raises Refusal (usage) for an unknown id."""
+    row = -1
+    if re.fullmatch(r"[0-9a-f]{16}", chunk_id):
+        number = int(chunk_id, 16) % 2**63
+        row = int(index.passages.rows_of(np.array([number], np.int64))[0])
+    if row < 0:
         raise Refusal(
             "usage",
             what="there is no passage of this id",
@@ -216,8 +233,9 @@ def row_of(index: Index, chunk_id: str) -> int:
     return row
 
 
-def _better(manifest: IndexManifest, known: bool) -> tuple[System, str]:
-    """The system to ask, and why; `known` says whether any word of the query is in the index."""
+def _default_system(manifest: IndexManifest, known: bool) -> tuple[System, str]:
+    """Return the system to rank by, and the reason; `known`: whether the index has any word of the
+    query."""
     if not known:
         return "model", NO_WORD
     evaluation = manifest.evaluation
@@ -229,12 +247,10 @@ def _better(manifest: IndexManifest, known: bool) -> tuple[System, str]:
 
 
 def not_evaluated(recipe: Recipe) -> str:
-    """Why an index has no evaluation."""
-    return (
-        "no document has text after its first line"
-        if recipe.evaluate
-        else "the index was made without evaluation"
-    )
+    """Return the reason why an index has no evaluation."""
+    if recipe.evaluate:
+        return "no document has text after its first line"
+    return "the index was made without evaluation"
 
 
 def _vector_scores(
@@ -243,15 +259,16 @@ def _vector_scores(
     where: Mapping[str, str],
     mask_N: npt.NDArray[np.bool_] | None,
 ) -> Scores:
-    """Cosines by document, where `where` fields have these values: in documents of `mask_N`."""
-    more = [] if mask_N is None else _rows_by_copies(index, mask_N)
+    """Return cosines by document, of those with `where`'s values: the documents of `mask_N`."""
+    # A store has the fields of one place of each document: those with copies are scored here.
+    copied = [] if mask_N is None else _rows_with_copies(index, mask_N)
 
     def documents_near(vector_E: Vectors, k: int) -> tuple[Ints, Scores]:
         rows, scores = nearest(index, vector_E, k, where)
-        if more:
-            # A store knows the fields of one place of each document.
-            rows = np.concatenate([rows, more])
-            scores = np.concatenate([scores, index.vectors(np.array(more)) @ vector_E])
+        if copied:
+            cosines = index.vectors(np.array(copied)) @ vector_E
+            rows = np.concatenate([rows, copied])
+            scores = np.concatenate([scores, cosines])
         return index.passages.rows_N["document"][rows], scores
 
     return vector_scores(documents_near, vector_E, index.manifest.documents)
@@ -260,20 +277,25 @@ def _vector_scores(
 def nearest(
     index: Index, vector_E: Vectors, k: int, where: Mapping[str, str]
 ) -> tuple[npt.NDArray[np.intp], Scores]:
-    """Rows of the k passages nearest to a vector, best first, and their cosines. A store at a
-    server may know passages of the index that takes this one's place: they are passed over."""
+    """Return the rows of the k passages nearest to a vector, best first, and their cosines.
+
+    A store at a server may have passages of the index that replaces this one: they are skipped.
+    """
     hits = index.store.search(vector_E, k, where or None)
     rows = index.passages.rows_of(hits.ids)
     return rows[rows >= 0], hits.scores[rows >= 0]
 
 
-def _rows_by_copies(index: Index, mask_N: npt.NDArray[np.bool_]) -> list[int]:
-    """Rows of the passages of the documents in `mask_N` that have copies elsewhere."""
-    numbers = [number for number in np.flatnonzero(mask_N) if index.documents[number].places]
-    return [row for number in numbers for row in index.passages.of_document(int(number))]
+def _rows_with_copies(index: Index, mask_N: npt.NDArray[np.bool_]) -> list[int]:
+    """Return the rows of passages of those documents in `mask_N` that have copies elsewhere."""
+    rows: list[int] = []
+    for number in np.flatnonzero(mask_N).tolist():
+        if index.documents[number].places:
+            rows.extend(index.passages.of_document(number))
+    return rows
 
 
-def _results(
+def _collect_results(
     index: Index,
     query: str,
     documents: list[int],
@@ -281,31 +303,38 @@ def _results(
     words_N: Scores,
     vector_E: Vectors | None,
 ) -> Iterator[Result]:
-    """Each document by its passage with the most words of the query, of equals the nearest one;
-    with the cosine of the nearest of all, where there is a vector."""
+    """Yield each document with its passage that has the most words of the query.
+
+    Of equals it is the nearest one. The cosine is that of the document's nearest passage, where
+    there is a vector.
+    """
     ranges = [index.passages.of_document(number) for number in documents]
     terms = {*words(query)}
-    near = dict[int, float]()
+    cosines: dict[int, float] = {}
     if vector_E is not None:
-        every = [row for rows in ranges for row in rows]
-        cosines = index.vectors(np.array(every, np.intp)) @ vector_E
-        near = dict(zip(every, cosines.tolist(), strict=True))
+        rows = list(itertools.chain.from_iterable(ranges))
+        cosines_N = index.vectors(np.array(rows, np.intp)) @ vector_E
+        cosines = dict(zip(rows, cosines_N.tolist(), strict=True))
 
     def fit(row: int) -> tuple[int, float]:
-        return len(terms & {*words(index.passages.chunk(row).indexed)}), near.get(row, 0.0)
+        matching = terms.intersection(words(index.passages.chunk(row).indexed))
+        return len(matching), cosines.get(row, 0.0)
 
-    for number, rows in zip(documents, ranges, strict=True):
-        yield _of_chunk(
+    for number, rows_of_document in zip(documents, ranges, strict=True):
+        highest = None
+        if vector_E is not None:
+            highest = max(cosines[row] for row in rows_of_document)
+        yield _result_of(
             index,
-            max(rows, key=fit),
+            max(rows_of_document, key=fit),
             query,
             score=float(scores_N[number]),
             word_score=float(words_N[number]),
-            vector_score=None if vector_E is None else max(near[row] for row in rows),
+            vector_score=highest,
         )
 
 
-def _of_chunk(
+def _result_of(
     index: Index,
     row: int,
     query: str,
@@ -314,51 +343,67 @@ def _of_chunk(
     word_score: float,
     vector_score: float | None,
 ) -> Result:
+    """Return the passage at a row as a result."""
     chunk: Chunk = index.passages.chunk(row)
     document = index.documents[chunk.document]
+    metadata = document.metadata
+    chunk_id = f"{chunk.id:016x}"
     text = chunk.text.strip("\n")
+    shown = snippet(text, query)
+    spans = tuple(marks(text, query))
+    copies = len(document.places)
+    places = [_place_in_copy(chunk, document, place) for place in document.places[:MAX_PLACES]]
+    also = tuple(places)
     return Result(
-        id=f"{chunk.id:016x}",
+        id=chunk_id,
         title=chunk.title,
         score=score,
         word_score=word_score,
         vector_score=vector_score,
-        text=snippet(text, query),
+        text=shown,
         origin=chunk.origin,
         line=chunk.line,
         page=chunk.page,
         headings=chunk.headings,
         passage=text,
-        marks=tuple(marks(text, query)),
-        metadata=document.metadata,
-        also=tuple(_place(chunk, document, place) for place in document.places[:MAX_PLACES]),
-        copies=len(document.places),
+        marks=spans,
+        metadata=metadata,
+        also=also,
+        copies=copies,
     )
 
 
-def _place(chunk: Chunk, document: IndexedDocument, place: Place) -> Place:
-    """Where a passage of a document stands in a copy of that."""
-    return msgspec.structs.replace(
-        place,
-        line=place.line and place.line + chunk.line - document.line,
-        page=place.page and place.page + chunk.page - document.page,
-    )
+def _place_in_copy(chunk: Chunk, document: IndexedDocument, place: Place) -> Place:
+    """Return the place of a document's passage in a copy of the document."""
+    # 0 stays 0: that source has no lines, or no pages.
+    line = place.line and place.line + chunk.line - document.line
+    page = place.page and place.page + chunk.page - document.page
+    return msgspec.structs.replace(place, line=line, page=page)
 
 
-def marks(text: str, query: str) -> Iterable[tuple[int, int]]:
-    """Where content words of the query are in a text: first character, and the one after the
-    last."""
+def marks(text: str, query: str) -> Iterator[tuple[int, int]]:
+    """Yield the spans of the query's content words in a text: first character, and the one after
+    the last."""
     terms = content_words(query, text)
-    return (found.span() for found in NAME.finditer(text) if terms & {*words(found[0])})
+    for match in NAME.finditer(text):
+        if terms.intersection(words(match[0])):
+            yield match.span()
 
 
 def snippet(text: str, query: str) -> str:
-    """About SNIPPET_CHARS of the text in one line, from the word before the first content word of
-    the query's."""
+    """Return about SNIPPET_CHARS of the text in one line.
+
+    It begins with the word before the query's first content word where that is far inside.
+    """
     terms = content_words(query, text)
     line = " ".join(text.split())
-    first = next(
-        (match.start() for match in re.finditer(r"\S+", line) if terms & {*words(match[0])}), 0
-    )
-    start = 0 if first < SNIPPET_CHARS // 2 else line.rfind(" ", 0, first - 1) + 1
-    return ("… " if start else "") + textwrap.shorten(line[start:], SNIPPET_CHARS, placeholder=" …")
+    first = 0
+    for match in re.finditer(r"\S+", line):
+        if terms.intersection(words(match[0])):
+            first = match.start()
+            break
+    start = 0
+    if first >= SNIPPET_CHARS // 2:
+        start = line.rfind(" ", 0, first - 1) + 1
+    shown = textwrap.shorten(line[start:], SNIPPET_CHARS, placeholder=" …")
+    return f"… {shown}" if start else shown

@@ -28,7 +28,7 @@ def write_sentence_transformers(
     fitted: Path,
     dtype: Literal["fp32", "bf16"] = "fp32",
 ) -> None:
-    """Write a folder of which `SentenceTransformer(folder, trust_remote_code=True)` gives an
+    """Write a folder that `SentenceTransformer(folder, trust_remote_code=True)` loads as an
     embedder's vectors.
 
     `tokenizer` is a tokenizer.json and `fitted` what `Embedder.save` wrote; refuses (path-missing)

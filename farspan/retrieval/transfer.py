@@ -3,7 +3,7 @@
 
 FILE.parquet     columns id, vector (list of float32), text, and one for each key of the payload
 FILE.jsonl       the same keys, one JSON object a line
-FILE.npy         vectors alone (N, E), float32; FILE.jsonl beside it has the other keys, row by row
+FILE.npy         vectors alone (N, E), float32; FILE.jsonl next to it has the other keys, row by row
 FILE.load.md     schema and commands for each database of `farspan.retrieval.targets`, filled in
 
 An id is written in digits, as text: JSON readers that know only floats would round it. Nothing here
@@ -52,8 +52,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rows(index: Index) -> Iterator[Row]:
-    """The passages of an index in their order. What a document does not have in a field is empty
-    text."""
+    """Yield the passages of an index in their order. What a document does not have in a field is
+    empty text."""
     for start in range(0, index.manifest.chunks, _BATCH):
         batch = np.arange(start, min(start + _BATCH, index.manifest.chunks))
         for row, vector in zip(batch.tolist(), index.vectors(batch), strict=True):
@@ -68,7 +68,7 @@ def rows(index: Index) -> Iterator[Row]:
 
 
 def write_vectors(path: Path, rows: Iterable[Row], about: IndexFingerprint) -> None:
-    """Write rows to `path`, and beside it how databases load them; what is written appears whole.
+    """Write rows to `path`, and next to it how databases load them; what is written appears whole.
 
     The payload of each row has the keys of the first. Refuses as `files_of` does.
     """
@@ -76,22 +76,25 @@ def write_vectors(path: Path, rows: Iterable[Row], about: IndexFingerprint) -> N
     every = iter(rows)
     largest = 0
     first = [*itertools.islice(every, 1)]
-    fields = {name: type(value) for row in first for name, value in row.payload.items()}
+    fields: dict[str, type] = {}
+    for row in first:
+        fields = {name: type(value) for name, value in row.payload.items()}
 
     def measured() -> Iterator[Row]:
         nonlocal largest
         for row in itertools.chain(first, every):
-            largest = max(largest, len(msgspec.json.encode({**row.payload, "text": row.text})))
+            encoded = msgspec.json.encode({**row.payload, "text": row.text})
+            largest = max(largest, len(encoded))
             yield row
 
-    with _appearing(files) as temporary:
+    with _write_together(files) as temporary:
         _FORMATS[path.suffix](temporary, measured(), about, fields)
         text = targets.page(path.name, about, fields, largest)
         temporary[-1].write_text(text, encoding="utf-8")
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files that are written for `path`: itself, the keys beside vectors alone, and the
+    """Return the files that are written for `path`: itself, the keys next to vectors alone, and the
     commands.
 
     Refuses (out-of-range) another ending, (run-exists) to write over a file, (path-missing) a
@@ -129,7 +132,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 @contextmanager
-def _appearing(files: list[Path]) -> Iterator[list[Path]]:
+def _write_together(files: list[Path]) -> Iterator[list[Path]]:
     """Temporary files that take their names together once they are written; the first of them
     last."""
     temporary = [file.with_name(f"{file.name}.{os.getpid()}.tmp") for file in files]
@@ -144,14 +147,14 @@ def _appearing(files: list[Path]) -> Iterator[list[Path]]:
             written.unlink(missing_ok=True)
 
 
-def _keys(row: Row) -> dict[str, Any]:
+def _row_keys(row: Row) -> dict[str, Any]:
     return {**row.payload, "id": str(row.id), "text": row.text}
 
 
 def _write_jsonl(files: list[Path], rows: Iterator[Row], about: IndexFingerprint, _: Types) -> None:
     with open(files[0], "wb") as file:
         for row in rows:
-            line = _keys(row) | {"vector": row.vector.tolist()}
+            line = _row_keys(row) | {"vector": row.vector.tolist()}
             file.write(msgspec.json.encode(line) + b"\n")
 
 
@@ -161,7 +164,7 @@ def _write_npy(files: list[Path], rows: Iterator[Row], about: IndexFingerprint, 
         _write_header(vectors, 0, about.dim)
         for row in rows:
             vectors.write(row.vector.astype("<f4").tobytes())
-            keys.write(msgspec.json.encode(_keys(row)) + b"\n")
+            keys.write(msgspec.json.encode(_row_keys(row)) + b"\n")
             count += 1
         # NumPy leaves room in a header for the first axis to grow.
         vectors.seek(0)
@@ -184,7 +187,7 @@ def _write_parquet(
     schema = pa.schema(own | types, metadata={"farspan": msgspec.json.encode(about)})
     with parquet.ParquetWriter(files[0], schema) as writer:
         while batch := list(itertools.islice(rows, _BATCH)):
-            lines = [_keys(row) | {"vector": row.vector} for row in batch]
+            lines = [_row_keys(row) | {"vector": row.vector} for row in batch]
             writer.write_table(pa.Table.from_pylist(lines, schema=schema))
 
 

@@ -106,12 +106,12 @@ def tune(
     passages_NF, queries_QF = pooled
     passage_mean_F = passages_NF.mean(0)
     query_mean_F = queries_QF.mean(0) if len(queries_QF) else passage_mean_F
-    whitening_FF = _whitening(passages_NF - passage_mean_F, width) * _FEATURE_SCALE
+    whitening_FF = _whitening_map(passages_NF - passage_mean_F, width) * _FEATURE_SCALE
     states = [
         (passages_NF - passage_mean_F) @ whitening_FF,
         (queries_QF - query_mean_F) @ whitening_FF,
     ]
-    fitted = _initialize(bags[0], frequencies_V, passages_NF.shape[1], fit)
+    fitted = _initial_parameters(bags[0], frequencies_V, passages_NF.shape[1], fit)
     _minimize_loss(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
 
     # Whitening becomes part of the projections.
@@ -121,7 +121,9 @@ def tune(
     return fitted
 
 
-def _initialize(passages: Bags, frequencies_V: Tensor, features: int, fit: FitSettings) -> Fitted:
+def _initial_parameters(
+    passages: Bags, frequencies_V: Tensor, features: int, fit: FitSettings
+) -> Fitted:
     """Return the parameters before the first step.
 
     Both kinds start with one random projection, which keeps angles, and equal parts of lexical and
@@ -180,7 +182,7 @@ def _minimize_loss(
             group["lr"] = group["rate"] * (1 - step / steps)
         chosen = rng.sample(range(len(pairs.texts)), batch)
         adam.zero_grad()
-        _loss(fitted, bags, states, pairs, chosen, rng).backward()
+        _info_nce_loss(fitted, bags, states, pairs, chosen, rng).backward()
         adam.step()
         work.did(1)
         step += 1
@@ -194,7 +196,7 @@ def _minimize_loss(
         fitted[name] = tensor.detach()
 
 
-def _loss(
+def _info_nce_loss(
     fitted: Fitted,
     bags: tuple[Bags, Bags],
     states: list[Tensor],
@@ -226,7 +228,7 @@ def _loss(
     return to_passages + to_texts
 
 
-def _whitening(centred_NF: Tensor, width: int) -> Tensor:
+def _whitening_map(centred_NF: Tensor, width: int) -> Tensor:
     """Return the whitening (F, F): unit variance for each stream of `width` (arXiv 2103.15316)."""
     blocks = []
     for centred_ND in centred_NF.split(width, dim=1):

@@ -154,7 +154,7 @@ def qdrant_engine() -> Iterator[str]:
             """Do nothing: at a server collections outlive the store that has made them."""
 
     engine = Engine(":memory:")
-    connect = qdrant_server._client
+    connect = qdrant_server._open_client
 
     @contextmanager
     def find(place: StoreLocation) -> Iterator[QdrantClient]:
@@ -164,8 +164,8 @@ def qdrant_engine() -> Iterator[str]:
             with connect(place) as client:
                 yield client
 
-    qdrant_server._client = find
+    qdrant_server._open_client = find
     try:
         yield QDRANT
     finally:
-        qdrant_server._client = connect
+        qdrant_server._open_client = connect

@@ -86,7 +86,7 @@ def test_next_build_removes_server_tables_left_by_a_killed_build(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("farspan.retrieval.build._clear_servers", killed)
+        patch.setattr("farspan.retrieval.build._drop_old_vectors", killed)
         making.make(folder, evaluate=False)
     assert len(tables(server) - before) == 1
     making.opened(folder).close()

@@ -465,7 +465,7 @@ def occupy(place: Place, name: str) -> None:
         from qdrant_client import models
 
         vectors = models.VectorParams(size=DIM, distance=models.Distance.DOT)
-        with place.module._client(place.spot()) as client:
+        with place.module._open_client(place.spot()) as client:
             client.create_collection(name, vectors_config=vectors, metadata={"ours": 1})
     else:
         import chromadb

@@ -24,16 +24,16 @@ _MOST_BYTES = 1 << 24
 def ask(
     run: Path, query: str, k: int, system: System | None, where: Mapping[str, str]
 ) -> Answer | None:
-    """The answer of the server of the run at `run`; None where there is none, or it does not answer
-    so in time."""
-    found = find_server(run)
-    if found is None or urllib.parse.urlsplit(found[0]).hostname not in (
+    """Return the answer of the server of the run at `run`; None where there is none, or it does not
+    answer so in time."""
+    address = find_server(run)
+    if address is None or urllib.parse.urlsplit(address[0]).hostname not in (
         "127.0.0.1",
         "::1",
         "localhost",
     ):
         return None
-    url, token = found
+    url, token = address
     form = {"q": query, "k": k, "system": system, "where": dict(where)}
     request = urllib.request.Request(
         f"{url}/api/search", headers={"Content-Type": "application/json"}

@@ -1,4 +1,4 @@
-"""The index that is searched now. A new one on disk is opened beside it and takes its place; the
+"""The index that is searched now. A new one on disk is opened next to it and replaces it; the
 old one is closed after its last request."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Current:
         self._look_s = look_s
         self._retry_s = retry_s
         self._lock = threading.Lock()
-        self._now = self._opened()
+        self._now = self._open_index()
         self._next_look = time.monotonic() + look_s
         #: What the index on disk could not be opened for.
         self.trouble: Problem | None = None
@@ -47,29 +47,29 @@ class Current:
 
     @contextmanager
     def lease(self) -> Iterator[Searcher]:
-        """The searcher of today; it stays open until the block ends."""
-        with self._leased() as one:
-            yield one.searcher
+        """Lend the searcher of today; it stays open until the block ends."""
+        with self._lease_index() as entry:
+            yield entry.searcher
 
     def once(self, name: str, make: Callable[[Searcher], Any]) -> Any:
-        """What `make` returns, made once for each index."""
-        with self._leased() as one:
-            if name not in one.kept:
-                one.kept[name] = make(one.searcher)
-            return one.kept[name]
+        """Return what `make` returns, made once for each index."""
+        with self._lease_index() as entry:
+            if name not in entry.kept:
+                entry.kept[name] = make(entry.searcher)
+            return entry.kept[name]
 
     @contextmanager
-    def _leased(self) -> Iterator[_Open]:
-        self._look()
+    def _lease_index(self) -> Iterator[_Open]:
+        self._look_for_new()
         with self._lock:
-            one = self._now
-            one.users += 1
+            entry = self._now
+            entry.users += 1
         try:
-            yield one
+            yield entry
         finally:
             with self._lock:
-                one.users -= 1
-            self._close_unused(one)
+                entry.users -= 1
+            self._close_unused(entry)
 
     def close(self) -> None:
         """Close the index once nobody uses it. What is opened meanwhile is closed at once."""
@@ -77,11 +77,11 @@ class Current:
             self._closed = self._now.retired = True
         self._close_unused(self._now)
 
-    def _opened(self) -> _Open:
+    def _open_index(self) -> _Open:
         searcher = self._open_searcher()
         return _Open(searcher, searcher.stamp())
 
-    def _look(self) -> None:
+    def _look_for_new(self) -> None:
         with self._lock:
             if self._closed or time.monotonic() < self._next_look:
                 return
@@ -95,11 +95,11 @@ class Current:
         with self._lock:
             # Nobody else looks until this one is open.
             self._next_look = float("inf")
-        threading.Thread(target=self._swap, name="new-index", daemon=True).start()
+        threading.Thread(target=self._replace_index, name="new-index", daemon=True).start()
 
-    def _swap(self) -> None:
+    def _replace_index(self) -> None:
         try:
-            new = self._opened()
+            new = self._open_index()
         except Exception as error:
             self.trouble = opening_problem(error)
             message = f"the new index cannot be opened: {self.trouble.fact}"
@@ -113,15 +113,15 @@ class Current:
             new.retired = self._closed
             self.trouble = None
             self._next_look = time.monotonic() + self._look_s
-        for one in (old, new):
-            self._close_unused(one)
+        for entry in (old, new):
+            self._close_unused(entry)
 
-    def _close_unused(self, one: _Open) -> None:
+    def _close_unused(self, entry: _Open) -> None:
         with self._lock:
-            if not one.retired or one.users:
+            if not entry.retired or entry.users:
                 return
-            one.users = -1  # Nobody closes it twice.
-        one.searcher.close()
+            entry.users = -1  # Nobody closes it twice.
+        entry.searcher.close()
 
 
 def opening_problem(error: Exception) -> Problem:

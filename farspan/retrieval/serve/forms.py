@@ -1,5 +1,5 @@
-"""What the API takes and gives, beside the answers of a search. Its OpenAPI schema is made from
-these."""
+"""Requests and responses of the API, without the answers of a search. Its OpenAPI schema is made
+from these."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Checks that the web framework has no part for.
 
 A page of another site may make a browser send requests to a server on this machine: `Origin` and
-`Sec-Fetch-Site` tell these from the server's own page. A client may send its head slowly, or one
-that is too large: uvicorn waits for ever, and refuses in plain text. `http.cookies` of Python
+`Sec-Fetch-Site` distinguish these from the server's own page. A client may send its head slowly, or
+one that is too large: uvicorn waits for ever, and refuses in plain text. `http.cookies` of Python
 before 3.11.10 takes quadratic time: 80 kB of backslashes cost it 12 s.
 """
 
@@ -54,11 +54,11 @@ REPORT_POLICY = (
 class Entrance:
     """How the server can be reached.
 
-    `names`: the values of `Host` that are accepted, `*` for any. The cookie's name has the port,
-    since browsers keep one jar for all ports of a host.
+    `host_names`: the values of `Host` that are accepted, `*` for any. The cookie's name has the
+    port, since browsers keep one jar for all ports of a host.
     """
 
-    names: tuple[str, ...]
+    host_names: tuple[str, ...]
     token: str | None
     port: int
 
@@ -76,7 +76,7 @@ class Guard:
     def __init__(self, app: ASGIApp, *, entrance: Entrance, limits: Limits) -> None:
         self._app = app
         self._cookie = entrance.cookie
-        self._names = entrance.names
+        self._names = entrance.host_names
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +114,7 @@ def refuse_long_head(scope: Scope, limits: Limits) -> None:
         raise head_too_large(limits)
 
 
-async def refuse_other_names(scope: Scope, receive: Receive, names: tuple[str, ...]) -> None:
+async def refuse_other_names(scope: Scope, receive: Receive, host_names: tuple[str, ...]) -> None:
     """Refuse a request to another name than the server's own, which may lead here (DNS rebinding).
 
     Starlette's middleware decides. Its own refusal is plain text.
@@ -127,7 +127,7 @@ async def refuse_other_names(scope: Scope, receive: Receive, names: tuple[str, .
     async def ignore(message: Message) -> None:
         pass
 
-    trusted_host = TrustedHostMiddleware(accept, names, www_redirect=False)
+    trusted_host = TrustedHostMiddleware(accept, host_names, www_redirect=False)
     await trusted_host(scope, receive, ignore)
     if not accepted:
         host = Headers(scope=scope).get("host", "")

@@ -57,8 +57,8 @@ class IndexSearcher:
         return similar(self._index, chunk_id, k)
 
     def map(self) -> tuple[list[str], npt.NDArray[np.floating]]:
-        """The two directions in which the passages' vectors differ most; of many passages an even
-        choice."""
+        """Return the two directions in which the passages' vectors differ most; of many passages an
+        even choice."""
         passages = self._index.passages
         rows = np.unique(
             np.linspace(0, len(passages.rows_N) - 1, min(len(passages.rows_N), POINTS)).astype(

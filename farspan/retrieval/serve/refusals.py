@@ -30,7 +30,7 @@ UNAVAILABLE = 503
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """What every refusal is as JSON; its fields say what was refused, where, why, and what mends
+    """A refusal as JSON; its fields are what was refused, where, why, and what mends
     it."""
 
     problem: Problem

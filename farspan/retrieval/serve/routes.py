@@ -1,4 +1,4 @@
-"""The page, and the API beside it that the page itself uses."""
+"""The page, and the API that the page itself uses."""
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of functions inside
 # functions.
@@ -278,10 +278,7 @@ def _add_model(router: APIRouter, site: Site) -> None:
 def encode_map(searcher: Searcher) -> bytes:
     ids, xy_N2 = searcher.map()
     passages = [searcher.passage(chunk_id) for chunk_id in ids]
-    points = forms.Map(
-        ids=ids,
-        xy=[(round(x, 4), round(y, 4)) for x, y in xy_N2.tolist()],
-        titles=[passage.title for passage in passages],
-        origins=[passage.origin for passage in passages],
-    )
-    return msgspec.json.encode(points)
+    titles = [passage.title for passage in passages]
+    origins = [passage.origin for passage in passages]
+    xy = [(round(x, 4), round(y, 4)) for x, y in xy_N2.tolist()]
+    return msgspec.json.encode(forms.Map(ids=ids, xy=xy, titles=titles, origins=origins))

@@ -48,8 +48,8 @@ class Searcher(Protocol):
         """At most POINTS passages: their ids, and where they lie in a plane (N x 2)."""
 
     def embed(self, texts: list[str], kind: Kind) -> tuple[npt.NDArray[np.float32], list[int], int]:
-        """Unit vectors (N x E), the tokens that each text was cut by, and the tokens that were
-        read."""
+        """Return unit vectors (N x E), the tokens that each text was cut by, and the tokens that
+        were read."""
 
     def generate(
         self,
@@ -60,7 +60,7 @@ class Searcher(Protocol):
         seed: int,
         enough: Callable[[], bool] = lambda: False,
     ) -> str:
-        """What the model writes after the prompt; it stops early once it is `enough`."""
+        """Generate text after the prompt; stop early once it is `enough`."""
 
     def stamp(self) -> object:
         """Another value once a new index has taken this one's place on disk."""

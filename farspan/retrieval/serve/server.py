@@ -59,7 +59,7 @@ def serve(
         _check_token(address, is_local=ip.is_loopback)
         local_names = ("localhost", "127.0.0.1", "[::1]", url_host(address.host.lower()))
         entrance = Entrance(
-            names=local_names if ip.is_loopback else ("*",), token=address.token, port=port
+            host_names=local_names if ip.is_loopback else ("*",), token=address.token, port=port
         )
         every_address = "::1" if ip.version == 6 else "127.0.0.1"
         host = url_host(every_address if ip.is_unspecified else address.host)

@@ -31,7 +31,7 @@ class ServerInfo:
 
 def find_server(run: Path) -> tuple[str, str | None] | None:
     """Return URL and token of the run's server on this host; None where none is alive."""
-    info = _read(run / SERVER_FILE)
+    info = _read_info(run / SERVER_FILE)
     if info is None or info.host != socket.gethostname():
         return None
     is_alive = info.began is not None and info.began == process_began(info.pid)
@@ -53,11 +53,11 @@ def write_server_info(run: Path, url: str, token: str | None) -> ServerInfo:
 
 def remove_server_info(run: Path, info: ServerInfo) -> None:
     """Remove the file, unless a later server has written it."""
-    if _read(run / SERVER_FILE) == info:
+    if _read_info(run / SERVER_FILE) == info:
         (run / SERVER_FILE).unlink(missing_ok=True)
 
 
-def _read(path: Path) -> ServerInfo | None:
+def _read_info(path: Path) -> ServerInfo | None:
     """Return the file's content; None where there is no such file, or nothing of use in it."""
     with suppress(OSError, ValueError, TypeError):
         return ServerInfo(**json.loads(path.read_text()))

@@ -22,7 +22,7 @@ MEAN_WEIGHT = 0.2
 
 
 class QueueFull(Exception):
-    """As many requests wait as may. `retry_s`: when there will be room."""
+    """The queue of waiting requests is full. `retry_s`: the time until there is room."""
 
     def __init__(self, retry_s: int) -> None:
         super().__init__(f"full for {retry_s} s")
@@ -62,7 +62,9 @@ class WorkThreads:
                 await self._limiter.acquire_on_behalf_of(future)
                 future.set_running_or_notify_cancel()
                 loop = asyncio.get_running_loop()
-                thread = threading.Thread(target=self._run, args=(work, future, loop), daemon=True)
+                thread = threading.Thread(
+                    target=self._run_work, args=(work, future, loop), daemon=True
+                )
                 thread.start()
                 return await asyncio.wrap_future(future)
         except TimeoutError:
@@ -70,7 +72,7 @@ class WorkThreads:
                 raise TooSlow(self._limit_s) from None
             raise
 
-    def _run(
+    def _run_work(
         self, work: Callable[[], T], future: Future[T], loop: asyncio.AbstractEventLoop
     ) -> None:
         began = time.monotonic()
@@ -83,7 +85,7 @@ class WorkThreads:
             loop.call_soon_threadsafe(self._limiter.release_on_behalf_of, future)
 
     def _retry_s(self) -> int:
-        """Return the whole seconds until a thread is free, as far as the mean time tells."""
+        """Return the whole seconds until a thread is free, estimated by the mean time."""
         state = self._limiter.statistics()
         requests = state.borrowed_tokens + state.tasks_waiting
         expected_s = math.ceil(self._mean_s * requests / state.total_tokens)

@@ -70,11 +70,12 @@ class Store(Protocol):
         """Remove vectors, each id once; one that is not there is passed over."""
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
-        """The k best by inner product, best first, of those whose payload equals `where` on each of
-        its keys."""
+        """Return the k best by inner product, best first, of those whose payload equals `where` on
+        each of its keys."""
 
     def vectors(self, ids: Sequence[int]) -> Vectors:
-        """The vectors (N, D) of ids, as they were added; zeros for an id that is not there."""
+        """Return the vectors (N, D) of ids, as they were added; zeros for an id that is not
+        there."""
 
     def ids(self) -> Ids:
         """Every id, in ascending order."""
@@ -92,14 +93,14 @@ class StoreModule(Protocol):
 
     @staticmethod
     def create(place: StoreLocation) -> Store:
-        """A new store; at a server the table that is there, if it is farspan's. Refuses
+        """Create a store; at a server use the table that is there, if it is farspan's. Refuse
         (store-foreign) a table or collection that is somebody else's, (store-unreachable) a server
         that does not answer or lets nobody in, (out-of-range) a location that it cannot read and
         more numbers a vector than it can hold."""
 
     @staticmethod
     def open(place: StoreLocation) -> Store:
-        """The store that `create` made. Refuses like `create`, and (no-index) where there is
+        """Open the store that `create` made. Refuse like `create`, and (no-index) where there is
         none."""
 
     @staticmethod
@@ -115,8 +116,8 @@ def names() -> list[str]:
 
 
 def resolve(spec: str, option: str = "") -> tuple[str, str]:
-    """The store that a user means and its location, by run.yaml or by an option; refuses an unknown
-    store, and a location with a password in it: a run's files are shared and copied."""
+    """Return the store that a user means and its location, by run.yaml or by an option; refuse an
+    unknown store, and a location with a password in it: a run's files are shared and copied."""
     name, _, location = (DEFAULT if spec == "auto" else spec).partition(":")
     if name not in names():
         raise Refusal(
@@ -141,7 +142,7 @@ def resolve(spec: str, option: str = "") -> tuple[str, str]:
 
 
 def load(name: str) -> StoreModule:
-    """The module of a store; refuses (extra-missing) where its library is not installed."""
+    """Import the module of a store; refuse (extra-missing) where its library is not installed."""
     try:
         return cast(StoreModule, importlib.import_module(f"{__name__}.{name}"))
     except ModuleNotFoundError as error:

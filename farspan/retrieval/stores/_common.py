@@ -41,13 +41,14 @@ class CheckedStore(ABC):
             return
         check_vectors(vectors_ND, self.place.dim)
         if min(numbers) < 0:
-            raise _mismatch("an id is below 0", f"ids from {min(numbers)}")
-        check_keys({key for payload in payloads for key in payload})
-        for some in self._requests(len(numbers)):
-            self.write(numbers[some], vectors_ND[some], [dict(one) for one in payloads[some]])
+            raise _refuse_mismatch("an id is below 0", f"ids from {min(numbers)}")
+        check_keys(set().union(*payloads))
+        for some in self._split_requests(len(numbers)):
+            fields = [dict(payload) for payload in payloads[some]]
+            self.write(numbers[some], vectors_ND[some], fields)
 
     def delete(self, ids: Sequence[int]) -> None:
-        for some in self._requests(len(ids)):
+        for some in self._split_requests(len(ids)):
             self.remove([int(number) for number in ids[some]])
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> Hits:
@@ -58,17 +59,17 @@ class CheckedStore(ABC):
 
     def vectors(self, ids: Sequence[int]) -> Vectors:
         vectors_ND = np.zeros((len(ids), self.place.dim), np.float32)
-        for some in self._requests(len(ids)):
-            found = dict(self.read([int(number) for number in ids[some]]))
+        for some in self._split_requests(len(ids)):
+            stored = dict(self.read([int(number) for number in ids[some]]))
             for row, number in enumerate(ids[some], some.start):
-                if number in found:
-                    vectors_ND[row] = found[number]
+                if number in stored:
+                    vectors_ND[row] = stored[number]
         return vectors_ND
 
     def ids(self) -> Ids:
         return np.sort(np.array(self.numbers(), np.int64))
 
-    def _requests(self, count: int) -> Iterator[slice]:
+    def _split_requests(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self.at_once):
             yield slice(start, min(start + self.at_once, count))
 
@@ -97,11 +98,13 @@ def check_vectors(vectors_ND: Vectors, dim: int) -> None:
     """Refuse (store-mismatch) vectors of another length than `dim`, and a NaN or infinity in
     one."""
     if (length := vectors_ND.shape[-1]) != dim:
-        raise _mismatch(
+        raise _refuse_mismatch(
             "vectors are of another length than the store's", f"store: {dim}, vectors: {length}"
         )
     if not np.isfinite(vectors_ND).all():
-        raise _mismatch("a vector holds a NaN or an infinity", "nothing was written or searched")
+        raise _refuse_mismatch(
+            "a vector holds a NaN or an infinity", "nothing was written or searched"
+        )
 
 
 def check_keys(keys: set[str]) -> None:
@@ -117,7 +120,7 @@ def check_keys(keys: set[str]) -> None:
             )
 
 
-def _mismatch(what: str, fact: str) -> Refusal:
+def _refuse_mismatch(what: str, fact: str) -> Refusal:
     remedy = command("embed")
     return Refusal("store-mismatch", what=what, where="the vector store", fact=fact, remedy=remedy)
 
@@ -130,7 +133,7 @@ def refuse_location(place: StoreLocation, store: str) -> None:
 
 
 def bad_location(what: str, fact: str, remedy: str) -> Refusal:
-    """A location or a vector's length that a store cannot have; `remedy` is what to set instead."""
+    """Return the refusal of a location or a vector's length; `remedy` is what to set instead."""
     return Refusal(
         "out-of-range",
         what=what,
@@ -161,7 +164,8 @@ def refuse_foreign(mark: object, where: str | Path) -> None:
 
 
 def foreign(where: str | Path, what: str, fact: str) -> Refusal:
-    """A folder, table or collection that is not this index's: it is left as it is."""
+    """Return the refusal of a folder, table or collection that is not this index's: it is left as
+    it is."""
     remedy = "name another database or server in run.yaml, key index.store"
     if isinstance(where, Path):
         remedy = shell_line("mv", where, Path(f"{where}.other"))
@@ -182,7 +186,7 @@ def missing(where: str | Path, fact: str) -> Refusal:
 
 
 def unreachable(where: str, error: Exception, remedy: str) -> Refusal:
-    """A server that does not answer, does not let us in, or does not do what is asked. `remedy`:
+    """Return the refusal of a server that does not answer, admit us, or do its work. `remedy`:
     how to look at it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return Refusal(

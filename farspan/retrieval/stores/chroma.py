@@ -49,32 +49,32 @@ class ChromaStore(CheckedStore):
 
     def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
         fields = [payload or None for payload in payloads]
-        with _answers(self._where):
-            self._collection.add(ids=_texts(ids), embeddings=vectors_ND, metadatas=fields)
+        with _refuse_failures(self._where):
+            self._collection.add(ids=_id_texts(ids), embeddings=vectors_ND, metadatas=fields)
 
     def remove(self, ids: list[int]) -> None:
-        with _answers(self._where):
-            self._collection.delete(ids=_texts(ids))
+        with _refuse_failures(self._where):
+            self._collection.delete(ids=_id_texts(ids))
 
     def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[str], Vectors]:
         terms = [{key: {"$eq": value}} for key, value in where.items()]
-        with _answers(self._where):
-            found = self._collection.query(
+        with _refuse_failures(self._where):
+            answer = self._collection.query(
                 query_embeddings=[vector_D],
                 n_results=k,
                 include=["distances"],
                 where=terms[0] if len(terms) == 1 else {"$and": terms} if terms else None,
             )
         # Its distance is 1 less the inner product.
-        return found["ids"][0], 1 - np.array(found["distances"][0], np.float32)
+        return answer["ids"][0], 1 - np.array(answer["distances"][0], np.float32)
 
     def read(self, ids: list[int]) -> Iterable[tuple[Any, Any]]:
-        with _answers(self._where):
-            found = self._collection.get(ids=_texts(ids), include=["embeddings"])
-        return zip(map(int, found["ids"]), found["embeddings"], strict=True)
+        with _refuse_failures(self._where):
+            answer = self._collection.get(ids=_id_texts(ids), include=["embeddings"])
+        return zip(map(int, answer["ids"]), answer["embeddings"], strict=True)
 
     def numbers(self) -> list[str]:
-        with _answers(self._where):
+        with _refuse_failures(self._where):
             texts: list[str] = self._collection.get(include=[])["ids"]
             return texts
 
@@ -85,12 +85,12 @@ class ChromaStore(CheckedStore):
         self._client.close()
 
 
-def _texts(ids: list[int]) -> list[str]:
+def _id_texts(ids: list[int]) -> list[str]:
     return [str(number) for number in ids]
 
 
 @contextmanager
-def _answers(where: str) -> Iterator[None]:
+def _refuse_failures(where: str) -> Iterator[None]:
     """Refuses (no-index) a collection that is not there, and (store-unreachable) a server that
     fails or refuses."""
     try:
@@ -104,15 +104,15 @@ def _answers(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def _client(place: StoreLocation) -> Iterator[Any]:
-    """A client, which is closed where the collection is refused. Settings are ours alone, not those
-    of a file .env that lies about; telemetry is off."""
+def _open_client(place: StoreLocation) -> Iterator[Any]:
+    """Open a client, which is closed where the collection is refused. Settings are ours alone, not
+    those of a file .env that lies about; telemetry is off."""
     settings = Settings(_env_file=None, anonymized_telemetry=False)
     if place.location:
         client = _server_client(place.location, settings)
     else:
         client = chromadb.PersistentClient(place.folder, settings=settings)
-    with closed_if_refused(client, _answers(place.location)):
+    with closed_if_refused(client, _refuse_failures(place.location)):
         yield client
 
 
@@ -125,7 +125,7 @@ def _server_client(location: str, settings: Settings) -> Any:
             "chroma:http://localhost:8000",
         )
     secure = parts.scheme == "https"
-    with _answers(location):
+    with _refuse_failures(location):
         # The client itself would wait for ever.
         httpx.get(f"{location.rstrip('/')}/api/v2/heartbeat", timeout=CONNECT_S).raise_for_status()
         client = chromadb.HttpClient(
@@ -135,8 +135,8 @@ def _server_client(location: str, settings: Settings) -> Any:
     return client
 
 
-def _find(client: Any, place: StoreLocation) -> Any | None:
-    """The collection; None where there is none. Refuses (store-foreign) one that is not
+def _find_collection(client: Any, place: StoreLocation) -> Any | None:
+    """Return the collection; None where there is none. Refuse (store-foreign) one that is not
     farspan's."""
     try:
         collection = client.get_collection(place.name, embedding_function=None)
@@ -148,12 +148,12 @@ def _find(client: Any, place: StoreLocation) -> Any | None:
 
 
 def create(place: StoreLocation) -> ChromaStore:
-    """A new collection, in a new folder where there is no location; at a server the one that is
-    there."""
+    """Create a collection, in a new folder where there is no location; at a server use the one that
+    is there."""
     if not place.location:
         place.folder.mkdir(parents=True)
-    with _client(place) as client:
-        if _find(client, place) is None:
+    with _open_client(place) as client:
+        if _find_collection(client, place) is None:
             client.create_collection(
                 place.name,
                 embedding_function=None,
@@ -165,12 +165,12 @@ def create(place: StoreLocation) -> ChromaStore:
 
 
 def open(place: StoreLocation) -> ChromaStore:
-    """The collection that `create` made."""
+    """Open the collection that `create` made."""
     where = place.location or place.folder
     if not place.location and not (place.folder / "chroma.sqlite3").exists():
         raise missing(where, "chroma.sqlite3 is missing")
-    with _client(place) as client:
-        collection = _find(client, place)
+    with _open_client(place) as client:
+        collection = _find_collection(client, place)
         if collection is None:
             raise missing(where, f"there is no collection {place.name}")
         _refuse_embedding_function(collection, where)
@@ -212,7 +212,7 @@ def drop(place: StoreLocation) -> None:
     """Remove the collection from a server, if it is farspan's; in a folder there is nothing to
     do."""
     if place.location:
-        with _client(place) as client:
-            if _find(client, place) is not None:
+        with _open_client(place) as client:
+            if _find_collection(client, place) is not None:
                 client.delete_collection(place.name)
         client.close()

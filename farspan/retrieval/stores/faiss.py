@@ -47,17 +47,17 @@ class FaissStore(CheckedStore):
         self._index.add(np.ascontiguousarray(vectors_ND))
         self._rows.ids += ids
         self._rows.payloads += payloads
-        self._forget()
+        self._clear_caches()
 
     def remove(self, ids: list[int]) -> None:
         kept = np.flatnonzero(~np.isin(self._rows.ids, ids))
         if len(kept) < len(self._rows.ids):
-            self._index = self._rebuilt(faiss.IndexFlatIP(self.place.dim), kept)
+            self._index = self._add_rows(faiss.IndexFlatIP(self.place.dim), kept)
             self._rows.ids = [self._rows.ids[row] for row in kept]
             self._rows.payloads = [self._rows.payloads[row] for row in kept]
-            self._forget()
+            self._clear_caches()
 
-    def _forget(self) -> None:
+    def _clear_caches(self) -> None:
         """Forget what was computed of other rows."""
         for name in ("_rows_with", "_row_of"):
             self.__dict__.pop(name, None)
@@ -70,7 +70,7 @@ class FaissStore(CheckedStore):
             # A graph finds little of what a filter leaves: then every vector that it leaves is
             # compared.
             rows = set.intersection(*(self._rows_with[field] for field in where.items()))
-            index = self._flat()
+            index = self._flat_index()
             most = len(rows)
             how = faiss.SearchParameters(sel=faiss.IDSelectorBatch(sorted(rows)))
         elif isinstance(index, faiss.IndexHNSWFlat):
@@ -79,8 +79,8 @@ class FaissStore(CheckedStore):
             return [], []
         with _one_thread():
             scores_1K, rows_1K = index.search(vector_D[None], min(k, most), params=how)
-        found = rows_1K[0] >= 0
-        return [self._rows.ids[row] for row in rows_1K[0][found]], scores_1K[0][found]
+        is_hit = rows_1K[0] >= 0
+        return [self._rows.ids[row] for row in rows_1K[0][is_hit]], scores_1K[0][is_hit]
 
     @cached_property
     def _rows_with(self) -> defaultdict[tuple[str, str | int], set[int]]:
@@ -95,20 +95,20 @@ class FaissStore(CheckedStore):
     def _row_of(self) -> dict[int, int]:
         return {number: row for row, number in enumerate(self._rows.ids)}
 
-    def _flat(self) -> faiss.IndexFlat:
+    def _flat_index(self) -> faiss.IndexFlat:
         hnsw = isinstance(self._index, faiss.IndexHNSWFlat)
         return faiss.downcast_index(self._index.storage) if hnsw else self._index
 
-    def _rebuilt(self, index: faiss.Index, rows: Ids) -> faiss.Index:
-        """The index, with the vectors of these rows added."""
+    def _add_rows(self, index: faiss.Index, rows: Ids) -> faiss.Index:
+        """Return the index, with the vectors of these rows added."""
         if len(rows):
-            index.add(self._flat().reconstruct_batch(rows))
+            index.add(self._flat_index().reconstruct_batch(rows))
         return index
 
     def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
         for number in ids:
             if number in self._row_of:
-                yield number, self._flat().reconstruct(self._row_of[number])
+                yield number, self._flat_index().reconstruct(self._row_of[number])
 
     def numbers(self) -> list[int]:
         return self._rows.ids
@@ -119,7 +119,7 @@ class FaissStore(CheckedStore):
         if count * self.place.dim * 4 > EXACT_BYTES and not graph:
             hnsw = faiss.IndexHNSWFlat(self.place.dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
             hnsw.hnsw.efConstruction = BUILD_EF
-            self._index = self._rebuilt(hnsw, np.arange(count))
+            self._index = self._add_rows(hnsw, np.arange(count))
         faiss.write_index(self._index, str(self.place.folder / _VECTORS))
         with open_own(self.place.folder / _ROWS, "wb") as file:
             file.write(msgspec.msgpack.encode(self._rows))
@@ -141,14 +141,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def create(place: StoreLocation) -> FaissStore:
-    """A new store in a folder that does not exist yet."""
+    """Create a store in a folder that does not exist yet."""
     refuse_location(place, "faiss")
     place.folder.mkdir(parents=True)
     return FaissStore(place, faiss.IndexFlatIP(place.dim), _Rows([], []))
 
 
 def open(place: StoreLocation) -> FaissStore:
-    """The store that is in a folder."""
+    """Open the store in a folder."""
     refuse_location(place, "faiss")
     if not (place.folder / _ROWS).exists():
         raise missing(place.folder, f"{_ROWS} is missing")

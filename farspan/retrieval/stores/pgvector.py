@@ -1,4 +1,4 @@
-"""PostgreSQL with pgvector: one table, of ids, vectors and payloads, whose comment says that it is
+"""PostgreSQL with pgvector: one table, of ids, vectors and payloads, whose comment marks it as
 farspan's.
 
 The location is a URL such as postgresql://user@host/database. A password comes from PGPASSWORD or
@@ -61,18 +61,20 @@ class PgvectorStore(CheckedStore):
     def __init__(self, connection: psycopg.Connection[Any], place: StoreLocation) -> None:
         super().__init__(place)
         self._connection = connection
-        self._where = _where(place)
+        self._where = _public_location(place)
 
-    def _ask(self, query: str, values: Sequence[object] = (), **names: Any) -> psycopg.Cursor[Any]:
+    def _execute(
+        self, query: str, values: Sequence[object] = (), **identifiers: Any
+    ) -> psycopg.Cursor[Any]:
         """Run one statement, in which {table} is the table."""
         return self._connection.execute(
-            SQL(query).format(table=Identifier(self.place.name), **names), values or None
+            SQL(query).format(table=Identifier(self.place.name), **identifiers), values or None
         )
 
     def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
         into = SQL("COPY {} (id, embedding, payload) FROM STDIN (FORMAT BINARY)")
         with (
-            _answers(self._where),
+            _refuse_failures(self._where),
             self._connection.cursor() as cursor,
             cursor.copy(into.format(Identifier(self.place.name))) as copy,
         ):
@@ -81,18 +83,18 @@ class PgvectorStore(CheckedStore):
                 copy.write_row((number, vector_D, Jsonb(_without_nul(payload))))
 
     def remove(self, ids: list[int]) -> None:
-        with _answers(self._where):
-            self._ask("DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [ids])
+        with _refuse_failures(self._where):
+            self._execute("DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [ids])
 
     def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[int], list[float]]:
         equal = [Jsonb(_without_nul(where))] if where else []
         narrowed = "WHERE payload @> %s " if where else ""
-        with _answers(self._where), self._connection.transaction():
+        with _refuse_failures(self._where), self._connection.transaction():
             if where or k > SEARCH_EF:
                 # Past the graph, which finds little of what a filter leaves, to the index of
                 # payloads, and exactly.
-                self._ask("SET LOCAL enable_indexscan = off")
-            rows = self._ask(
+                self._execute("SET LOCAL enable_indexscan = off")
+            rows = self._execute(
                 f"SELECT id, -(embedding <#> %s) FROM {{table}} {narrowed}"
                 "ORDER BY embedding <#> %s LIMIT %s",
                 [vector_D, *equal, vector_D, k],
@@ -101,19 +103,19 @@ class PgvectorStore(CheckedStore):
 
     def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
         query = "SELECT id, embedding FROM {table} WHERE id = ANY(%s::bigint[])"
-        with _answers(self._where):
-            rows = self._ask(query, [ids]).fetchall()
+        with _refuse_failures(self._where):
+            rows = self._execute(query, [ids]).fetchall()
         return ((number, vector.to_numpy()) for number, vector in rows)
 
     def numbers(self) -> list[int]:
-        with _answers(self._where):
-            return [number for (number,) in self._ask("SELECT id FROM {table}").fetchall()]
+        with _refuse_failures(self._where):
+            return [number for (number,) in self._execute("SELECT id FROM {table}").fetchall()]
 
     def finish(self) -> None:
         size = len(self.numbers()) * self.place.dim * 4
-        with _answers(self._where), self._connection.transaction():
-            self._ask("SET LOCAL statement_timeout = 0")
-            self._ask(
+        with _refuse_failures(self._where), self._connection.transaction():
+            self._execute("SET LOCAL statement_timeout = 0")
+            self._execute(
                 "CREATE INDEX IF NOT EXISTS {index} ON {table} USING gin (payload jsonb_path_ops)",
                 index=Identifier(f"{self.place.name}_payload"),
             )
@@ -121,15 +123,15 @@ class PgvectorStore(CheckedStore):
                 # Past this memory a build is many times slower. Shared among processes it is often
                 # more than there may be: containers have 64 MB.
                 memory = min(BUILD_BYTES, 64_000_000 + 2 * size) // 1000
-                self._ask("SET LOCAL max_parallel_maintenance_workers = 0")
-                self._ask(f"SET LOCAL maintenance_work_mem = '{memory}kB'")
-                self._ask(
+                self._execute("SET LOCAL max_parallel_maintenance_workers = 0")
+                self._execute(f"SET LOCAL maintenance_work_mem = '{memory}kB'")
+                self._execute(
                     "CREATE INDEX IF NOT EXISTS {index} ON {table} USING hnsw "
                     "(embedding vector_ip_ops) "
                     f"WITH (m = {NEIGHBOURS}, ef_construction = {BUILD_EF})",
                     index=Identifier(f"{self.place.name}_nearest"),
                 )
-            self._ask("ANALYZE {table}")
+            self._execute("ANALYZE {table}")
 
     def close(self) -> None:
         self._connection.close()
@@ -144,7 +146,7 @@ def _without_nul(payload: Fields) -> Fields:
 
 
 @contextmanager
-def _answers(where: str) -> Iterator[None]:
+def _refuse_failures(where: str) -> Iterator[None]:
     """Refuses (no-index) a table that has gone, (disk-full), and (store-unreachable) a server that
     fails or refuses."""
     try:
@@ -164,11 +166,11 @@ def _answers(where: str) -> Iterator[None]:
         psycopg.InterfaceError,
         psycopg.errors.InsufficientPrivilege,
     ) as error:
-        raise unreachable(where, error, _psql(where, "SELECT 1")) from None
+        raise unreachable(where, error, _psql_command(where, "SELECT 1")) from None
 
 
-def _words(place: StoreLocation) -> dict[str, Any]:
-    """The parts of the location. Refuses (out-of-range) one that is none."""
+def _parse_location(place: StoreLocation) -> dict[str, Any]:
+    """Return the parts of the location. Refuse (out-of-range) a malformed one."""
     try:
         words = conninfo_to_dict(place.location)
     except psycopg.ProgrammingError:
@@ -182,27 +184,26 @@ def _words(place: StoreLocation) -> dict[str, Any]:
     return words
 
 
-def _where(place: StoreLocation) -> str:
-    words = _words(place)
-    return make_conninfo(
-        **{key: words[key] for key in ("user", "host", "port", "dbname") if key in words}
-    )
+def _public_location(place: StoreLocation) -> str:
+    words = _parse_location(place)
+    public = {key: words[key] for key in ("user", "host", "port", "dbname") if key in words}
+    return make_conninfo(**public)
 
 
-def _psql(where: str, statement: str) -> str:
+def _psql_command(where: str, statement: str) -> str:
     return shell_line("psql", where, "-c", statement)
 
 
 @contextmanager
-def _connect(place: StoreLocation) -> Iterator[psycopg.Connection[Any]]:
-    """A connection to a server that has pgvector, which is closed where the table is refused."""
-    where = _where(place)
-    with _answers(where):
-        connection = psycopg.connect(**{**_CONNECTING, **_words(place)}, autocommit=True)
+def _open_connection(place: StoreLocation) -> Iterator[psycopg.Connection[Any]]:
+    """Connect to a server that has pgvector; close where the table is refused."""
+    where = _public_location(place)
+    with _refuse_failures(where):
+        connection = psycopg.connect(**{**_CONNECTING, **_parse_location(place)}, autocommit=True)
     try:
-        with _answers(where):
+        with _refuse_failures(where):
             connection.execute(f"SET statement_timeout = {ANSWER_S * 1000}")
-            _extend(connection, where)
+            _create_extension(connection, where)
             register_vector(connection)
             connection.execute(f"SET hnsw.ef_search = {SEARCH_EF}")
             connection.execute("SET hnsw.iterative_scan = strict_order")
@@ -219,7 +220,7 @@ _NO_EXTENSION = (
 )
 
 
-def _extend(connection: psycopg.Connection[Any], where: str) -> None:
+def _create_extension(connection: psycopg.Connection[Any], where: str) -> None:
     """Have the extension in the database. Refuses (extra-missing) where it cannot be,
     (version-mismatch) an old one."""
     version = "SELECT extversion FROM pg_extension WHERE extname = 'vector'"
@@ -234,33 +235,33 @@ def _extend(connection: psycopg.Connection[Any], where: str) -> None:
             what="the database has no pgvector",
             where=where,
             fact=str(error).splitlines()[0],
-            remedy=_psql(make_conninfo(where, user="postgres"), "CREATE EXTENSION vector"),
+            remedy=_psql_command(make_conninfo(where, user="postgres"), "CREATE EXTENSION vector"),
             key="index.store",
         ) from None
-    (found,) = next(connection.execute(version))
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+    (installed,) = next(connection.execute(version))
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         raise Refusal(
             "version-mismatch",
             what="the database has an old pgvector",
             where=where,
-            fact=f"{found}; {'.'.join(map(str, OLDEST))} or newer is needed",
-            remedy=_psql(where, "ALTER EXTENSION vector UPDATE"),
+            fact=f"{installed}; {'.'.join(map(str, OLDEST))} or newer is needed",
+            remedy=_psql_command(where, "ALTER EXTENSION vector UPDATE"),
             key="index.store",
         )
 
 
-def _exists(connection: psycopg.Connection[Any], place: StoreLocation) -> bool:
+def _table_exists(connection: psycopg.Connection[Any], place: StoreLocation) -> bool:
     """Whether there is such a table; refuses (store-foreign) one that is not farspan's."""
     query = "SELECT obj_description(oid, 'pg_class') FROM pg_class WHERE oid = to_regclass(%s)"
     name = Identifier(place.name).as_string(connection)
     row = connection.execute(query, [name]).fetchone()
     if row is not None:
-        refuse_foreign(row[0], f"{_where(place)}, table {place.name}")
+        refuse_foreign(row[0], f"{_public_location(place)}, table {place.name}")
     return row is not None
 
 
 def create(place: StoreLocation) -> PgvectorStore:
-    """A new table, or the one that is there."""
+    """Create a table, or use the one that is there."""
     if place.dim > MOST_NUMBERS:
         raise bad_location(
             "pgvector cannot hold such long vectors",
@@ -271,8 +272,8 @@ def create(place: StoreLocation) -> PgvectorStore:
     dim = Literal(place.dim)
     mark = Literal(MARK)
     columns = "id bigint PRIMARY KEY, embedding vector({}) NOT NULL, payload jsonb NOT NULL"
-    with _connect(place) as connection:
-        if not _exists(connection, place):
+    with _open_connection(place) as connection:
+        if not _table_exists(connection, place):
             with connection.transaction():
                 connection.execute(SQL(f"CREATE TABLE {{}} ({columns})").format(table, dim))
                 connection.execute(SQL("COMMENT ON TABLE {} IS {}").format(table, mark))
@@ -280,16 +281,16 @@ def create(place: StoreLocation) -> PgvectorStore:
 
 
 def open(place: StoreLocation) -> PgvectorStore:
-    """The table that `create` made."""
-    with _connect(place) as connection:
-        if not _exists(connection, place):
-            raise missing(_where(place), f"there is no table {place.name}")
+    """Open the table that `create` made."""
+    with _open_connection(place) as connection:
+        if not _table_exists(connection, place):
+            raise missing(_public_location(place), f"there is no table {place.name}")
     return PgvectorStore(connection, place)
 
 
 def drop(place: StoreLocation) -> None:
     """Remove the table, if it is farspan's."""
-    with _connect(place) as connection:
-        if _exists(connection, place):
+    with _open_connection(place) as connection:
+        if _table_exists(connection, place):
             connection.execute(SQL("DROP TABLE {}").format(Identifier(place.name)))
     connection.close()

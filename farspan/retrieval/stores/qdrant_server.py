@@ -1,7 +1,7 @@
 """A Qdrant server, at a location such as http://localhost:6333.
 
 The client's own engine in a folder is not used: it unpickles what lies there, and a pickle from
-elsewhere runs code. Tests run that engine in memory and not the server, of which there was none to
+elsewhere runs code. Tests run that engine in memory and not the server, since there was none to
 be had. A key for the server comes from QDRANT_API_KEY.
 """
 
@@ -54,11 +54,11 @@ class QdrantServerStore(CheckedStore):
 
     def write(self, ids: list[int], vectors_ND: Vectors, payloads: list[Fields]) -> None:
         batch = qdrant.Batch(ids=[*ids], vectors=vectors_ND.tolist(), payloads=payloads)
-        with _answers(self._where):
+        with _refuse_failures(self._where):
             self._client.upsert(self._name, batch, wait=True)
 
     def remove(self, ids: list[int]) -> None:
-        with _answers(self._where):
+        with _refuse_failures(self._where):
             self._client.delete(self._name, qdrant.PointIdsList(points=[*ids]), wait=True)
 
     def nearest(self, vector_D: Vectors, k: int, where: Fields) -> tuple[list[Any], list[float]]:
@@ -66,7 +66,7 @@ class QdrantServerStore(CheckedStore):
             qdrant.FieldCondition(key=key, match=qdrant.MatchValue(value=value))
             for key, value in where.items()
         ]
-        with _answers(self._where):
+        with _refuse_failures(self._where):
             points = self._client.query_points(
                 self._name,
                 query=vector_D.tolist(),
@@ -78,7 +78,7 @@ class QdrantServerStore(CheckedStore):
         return [point.id for point in points], [point.score for point in points]
 
     def read(self, ids: list[int]) -> Iterator[tuple[Any, Any]]:
-        with _answers(self._where):
+        with _refuse_failures(self._where):
             records = self._client.retrieve(self._name, ids, with_payload=False, with_vectors=True)
         return ((record.id, record.vector) for record in records)
 
@@ -86,7 +86,7 @@ class QdrantServerStore(CheckedStore):
         every: list[Any] = []
         offset = None
         while True:
-            with _answers(self._where):
+            with _refuse_failures(self._where):
                 records, offset = self._client.scroll(
                     self._name, limit=10_000, offset=offset, with_payload=False, with_vectors=False
                 )
@@ -95,11 +95,11 @@ class QdrantServerStore(CheckedStore):
                 return every
 
     def finish(self) -> None:
-        """Wait until the server has built its graph; after an hour it goes on building by
+        """Wait until the server has built its graph; after an hour it continues building by
         itself."""
         end = time.monotonic() + FINISH_S
         while time.monotonic() < end:
-            with _answers(self._where):
+            with _refuse_failures(self._where):
                 if self._client.get_collection(self._name).status != qdrant.CollectionStatus.YELLOW:
                     return
             time.sleep(0.5)
@@ -109,7 +109,7 @@ class QdrantServerStore(CheckedStore):
 
 
 @contextmanager
-def _answers(where: str) -> Iterator[None]:
+def _refuse_failures(where: str) -> Iterator[None]:
     """Refuses (store-unreachable) where the server does not do what is asked of it."""
     try:
         yield
@@ -118,8 +118,8 @@ def _answers(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def _client(place: StoreLocation) -> Iterator[QdrantClient]:
-    """A client of the server, which is closed where the collection is refused."""
+def _open_client(place: StoreLocation) -> Iterator[QdrantClient]:
+    """Open a client of the server, which is closed where the collection is refused."""
     if not place.location:
         raise bad_location(
             "qdrant_server needs the location of a Qdrant server",
@@ -136,11 +136,11 @@ def _client(place: StoreLocation) -> Iterator[QdrantClient]:
     client = QdrantClient(
         url=place.location, api_key=key, timeout=ANSWER_S, check_compatibility=False
     )
-    with closed_if_refused(client, _answers(place.location)):
+    with closed_if_refused(client, _refuse_failures(place.location)):
         yield client
 
 
-def _exists(client: QdrantClient, place: StoreLocation) -> bool:
+def _collection_exists(client: QdrantClient, place: StoreLocation) -> bool:
     """Whether there is such a collection; refuses (store-foreign) one that is not farspan's."""
     if not client.collection_exists(place.name):
         return False
@@ -150,15 +150,15 @@ def _exists(client: QdrantClient, place: StoreLocation) -> bool:
 
 
 def create(place: StoreLocation) -> QdrantServerStore:
-    """A new collection, or the one that is there."""
+    """Create a collection, or use the one that is there."""
     if place.dim > MOST_NUMBERS:
         raise bad_location(
             "Qdrant cannot hold such long vectors",
             f"{place.dim} numbers a vector, at most {MOST_NUMBERS:,}",
             "faiss",
         )
-    with _client(place) as client:
-        if not _exists(client, place):
+    with _open_client(place) as client:
+        if not _collection_exists(client, place):
             client.create_collection(
                 place.name,
                 vectors_config=qdrant.VectorParams(size=place.dim, distance=qdrant.Distance.DOT),
@@ -171,16 +171,16 @@ def create(place: StoreLocation) -> QdrantServerStore:
 
 
 def open(place: StoreLocation) -> QdrantServerStore:
-    """The collection that `create` made."""
-    with _client(place) as client:
-        if not _exists(client, place):
+    """Open the collection that `create` made."""
+    with _open_client(place) as client:
+        if not _collection_exists(client, place):
             raise missing(place.location, f"there is no collection {place.name}")
     return QdrantServerStore(client, place)
 
 
 def drop(place: StoreLocation) -> None:
     """Remove the collection, if it is farspan's."""
-    with _client(place) as client:
-        if _exists(client, place):
+    with _open_client(place) as client:
+        if _collection_exists(client, place):
             client.delete_collection(place.name)
     client.close()

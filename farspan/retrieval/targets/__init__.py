@@ -1,5 +1,5 @@
-"""Databases that farspan does not talk to: what each takes, and the commands by which it takes
-vectors from a file.
+"""Databases that farspan does not connect to: their limits, and the commands that load a file of
+vectors.
 
 Each has a Markdown file in this folder, a template. None of the commands was run against its
 database.
@@ -19,13 +19,12 @@ _FOLDER = Path(__file__).parent
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A database: its file here, and how many numbers of a vector and bytes of metadata its
-    documentation allows."""
+    """A database: its file here, and its documented limits for a vector and its metadata."""
 
     name: str
     title: str
     numbers: int
-    #: Where that is said.
+    #: The documentation of the limit.
     source: str
     metadata_bytes: int | None = None
 
@@ -66,9 +65,11 @@ TARGETS = (
 
 
 def page(file: str, about: IndexFingerprint, fields: Mapping[str, type], largest: int) -> str:
-    """How each database loads a file of vectors, as Markdown. `fields` are the keys of a payload
-    with their types, str or int; `largest` is the size of the largest text and payload as JSON, in
-    bytes."""
+    """Return how each database loads a file of vectors, as Markdown.
+
+    `fields` are the keys of a payload with their types, str or int. `largest` is the size of the
+    largest text and payload as JSON, in bytes.
+    """
     import jinja2
 
     jinja = jinja2.Environment(
@@ -81,32 +82,36 @@ def page(file: str, about: IndexFingerprint, fields: Mapping[str, type], largest
         variable_end_string=">>",
     )
     jinja.filters["quoted"] = json.dumps
-    given = {
+    vectors = Path(file)
+    # A request may have 2 MB; a number takes at most 24 bytes of one.
+    rows = 1_000_000 // (24 * about.dim + largest)
+    values = {
         "file": file,
-        "suffix": Path(file).suffix,
-        "beside": Path(file).with_suffix(".jsonl").name,
+        "suffix": vectors.suffix,
+        "beside": vectors.with_suffix(".jsonl").name,
         "dim": about.dim,
         "about": about,
         "fields": {name: kind.__name__ for name, kind in fields.items()},
         "largest": largest,
-        # A request may have 2 MB; a number takes at most 24 bytes of one.
-        "pinecone_rows": max(1, min(1000, 1_000_000 // (24 * about.dim + largest))),
+        "pinecone_rows": max(1, min(1000, rows)),
     }
-    parts = [jinja.get_template("page.md").render(given)]
+    parts = [jinja.get_template("page.md").render(values)]
     for target in TARGETS:
-        section = jinja.get_template(f"{target.name}.md").render(given | {"target": target})
-        parts.append(f"## {target.title}\n\n{_limits(target, about.dim, largest)}\n\n{section}")
+        template = jinja.get_template(f"{target.name}.md")
+        limits = _format_limits(target, about.dim, largest)
+        section = template.render(target=target, **values)
+        parts.append(f"## {target.title}\n\n{limits}\n\n{section}")
     return "\n".join(parts)
 
 
-def _limits(target: Target, dim: int, largest: int) -> str:
-    """What the database allows, and whether these vectors exceed it."""
+def _format_limits(target: Target, dim: int, largest: int) -> str:
+    """Return the limits of the database, and which of them these vectors exceed."""
     bounds = [(dim, target.numbers, "numbers a vector")]
     if target.metadata_bytes is not None:
         bounds.append((largest, target.metadata_bytes, "bytes of metadata a vector"))
-    said = (
-        f"It takes up to {' and '.join(f'{most:,} {what}' for _, most, what in bounds)} "
-        f"({target.source})."
-    )
-    beyond = [f"{have:,} {what}" for have, most, what in bounds if have > most]
-    return f"**Too large for it: these have {' and '.join(beyond)}.** {said}" if beyond else said
+    limits = [f"{limit:,} {noun}" for _, limit, noun in bounds]
+    text = f"It takes up to {' and '.join(limits)} ({target.source})."
+    exceeding = [f"{size:,} {noun}" for size, limit, noun in bounds if size > limit]
+    if exceeding:
+        return f"**Too large for it: these have {' and '.join(exceeding)}.** {text}"
+    return text

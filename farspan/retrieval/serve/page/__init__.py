@@ -22,7 +22,7 @@ class Files:
 
 
 def read_files(name: str) -> Files:
-    """The files for a run of this name. Colours and type are those of the run's report."""
+    """Return the files for a run of this name. Colours and type are those of the run's report."""
     jinja = environment(HERE)
     look = "".join((TEMPLATES / style).read_text() for style in ("chart.css", "page.css"))
     static = {
