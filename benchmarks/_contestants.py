@@ -43,7 +43,7 @@ def batches(corpus: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def farspan(corpus: Path, precision: str, out: int) -> None:
-    """The product's own worker: its model, state, data order and step."""
+    """Return the product's own worker: its model, state, data order and step."""
     import tempfile
 
     from farspan.domain.codec import load, save

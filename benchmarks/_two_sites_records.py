@@ -128,8 +128,8 @@ class Point(NamedTuple):
 
 
 def course(run: Run) -> list[Point]:
-    """The validations of a run. What lies between one and the next step (the best weights are kept)
-    is no step."""
+    """Return the validations of a run. What lies between one and the next step (the best weights
+    are kept) is no step."""
     points: list[Point] = []
     first = 0.0
     last = 0.0
@@ -161,7 +161,7 @@ def read(path: Path) -> list[Record]:
 
 
 def known(records: Sequence[Record], kind: type[Any], work: Work, **values: object) -> list[Any]:
-    """The records of a kind and a work that have these values."""
+    """Return the records of a kind and a work that have these values."""
     found = (one for one in records if isinstance(one, kind) and one.work == work)
     return [
         one for one in found if all(getattr(one, key) == value for key, value in values.items())
@@ -169,7 +169,7 @@ def known(records: Sequence[Record], kind: type[Any], work: Work, **values: obje
 
 
 def tuned(records: Sequence[Record], work: Work) -> dict[float, float]:
-    """Final losses of one site by learning rate, the best first."""
+    """Return final losses of one site by learning rate, the best first."""
     found = [one for one in known(records, Run, work, arm=TUNING) if not one.failed]
     return dict(sorted(((one.lr, course(one)[-1].loss) for one in found), key=lambda pair: pair[1]))
 
@@ -262,7 +262,7 @@ def table(records: Sequence[Record], work: Work) -> str:
 
 
 def _sessions(records: Sequence[Record], work: Work) -> list[str]:
-    """A line for each session that runs are of."""
+    """Return a line for each session that runs are of."""
     used = {one.session for one in known(records, Run, work)}
     return [
         f"{one.session}: commit {one.commit}{' with changes' if one.changed else ''}, torch "
@@ -303,7 +303,7 @@ def _plan_row(planned: Planned, runs: Sequence[Run]) -> list[str]:
 
 
 def described(planned: Planned) -> str:
-    """A plan in a line."""
+    """Return a plan in a line."""
     plan = msgspec.convert(planned.plan, Plan)
     parts = []
     for stage in (stage for replica in plan.replicas for stage in replica.stages):
@@ -322,7 +322,7 @@ def described(planned: Planned) -> str:
 
 
 def _reaching(one: Run, run: Run) -> tuple[Point, Point | None]:
-    """The validations at which one site and a run first have one site's last loss."""
+    """Return the validations at which one site and a run first have one site's last loss."""
     base = course(one)
     points = course(run)
     at = reached(points, base[-1].loss)

@@ -56,7 +56,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def status(lab: str) -> Status:
-    """A lab as it is; asked again where it had no patience with a process that waited for a
+    """Return a lab as it is; asked again where it had no patience with a process that waited for a
     core."""
     for _ in range(TRIES):
         with contextlib.suppress(Refusal):
@@ -106,7 +106,7 @@ class Relay:
 def stock(
     options: Sequence[str], work: Work, cluster: Cluster, warmup: int, steps: int, deadline_s: float
 ) -> Measured:
-    """A rank a device, in the environment that farspan's launcher gives its workers. Raises
+    """Return a rank a device, in the environment that farspan's launcher gives its workers. Raises
     Failed."""
     size = work.size
     meeting = arrange(cluster.hosts)
@@ -198,8 +198,8 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def ours(plan: Plan, work: Work, cluster: Cluster, warmup: int, deadline_s: float) -> Measured:
-    """A plan run by the product's own workers. Raises Failed, or the Refusal of the worker that
-    made one."""
+    """Return a plan run by the product's own workers. Raises Failed, or the Refusal of the worker
+    that made one."""
     with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
         corpus = Path(folder, "corpus")
         write_corpus(corpus, work)
@@ -241,7 +241,7 @@ def _steps(events: Sequence[Event]) -> int:
 
 @contextlib.contextmanager
 def run_folder(plan: Plan, corpus: Path, cluster: Cluster) -> Iterator[RunFolder]:
-    """A run directory as `farspan train` makes it; it goes with what the workers left on far
+    """Return a run directory as `farspan train` makes it; it goes with what the workers left on far
     hosts."""
     with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
         run = RunFolder(Path(folder, "run"))

@@ -188,7 +188,7 @@ def question(work: Work, cluster: Cluster, steps: int) -> Task:
 
 
 def plan(name: str, work: Work, task: Task) -> Plan:
-    """The plan of one of `ours`, each technique's in its plainest form; ValueError where the
+    """Return the plan of one of `ours`, each technique's in its plainest form; ValueError where the
     planner has none."""
     kind, _, count = name.removeprefix("farspan/").partition("-")
     bits: dict[str, Bits] = {"sites-16": 16, "sites-8": 8}
@@ -231,8 +231,8 @@ def plan(name: str, work: Work, task: Task) -> Plan:
 
 
 def picked(task: Task) -> Plan:
-    """What the planner chooses among techniques that compute the same: those whose step times can
-    be compared."""
+    """Return what the planner chooses among techniques that compute the same: those whose step
+    times can be compared."""
     synchronous = [name for name in techniques.names() if name != "diloco"]
     found = rank(
         task.model, task.cluster, task.train, task.engine, allow=synchronous, corpus=task.corpus

@@ -164,7 +164,7 @@ def _title(work: Work) -> str:
 
 
 def _sessions(records: Sequence[Record], cells: Sequence[Cell]) -> list[str]:
-    """A line for each session that cells are of."""
+    """Return a line for each session that cells are of."""
     used = {one.session for one in cells}
     return [
         f"{one.session}: commit {one.commit}{' with changes' if one.changed else ''}, torch "
@@ -184,7 +184,7 @@ def _grid(columns: Sequence[str], rows: dict[str, list[str]]) -> str:
 
 
 def _latest(cells: Sequence[Cell]) -> list[Cell]:
-    """The last try of every cell."""
+    """Return the last try of every cell."""
     return list({(one.contestant, one.rtt_ms, one.repeat): one for one in cells}.values())
 
 

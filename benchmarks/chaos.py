@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
 
 
 def made(case: Case, lab: str, steps: int, folder: Path) -> RunFolder:
-    """The run of a case that nothing disturbs, trained; it is there for further cases."""
+    """Return the run of a case that nothing disturbs, trained; it is there for further cases."""
     run = RunFolder(folder / f"{case.lab}-{case.technique}-{case.size}")
     if not run.plan.exists():
         config = RunConfig(
@@ -145,7 +145,7 @@ def disturbed(case: Case, lab: str, steps: int, folder: Path) -> Row:
 
 
 def wrong(row: Row) -> str | None:
-    """What of a run is not as it has to be."""
+    """Return what of a run is not as it has to be."""
     result = row.disturbed
     if row.ends:
         late = result.ended_s is None or result.ended_s > END_S

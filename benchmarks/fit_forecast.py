@@ -71,7 +71,7 @@ def told(row: Row) -> Forecast:
 
 
 def fitted(rows: Sequence[Row]) -> Floats:
-    """a to h, of which h is SIZE. Every text weighs as the root of its runs."""
+    """Fit a to h; h is SIZE. Every text weighs as the root of its runs."""
     x = np.array([law.features(told(row)) for row in rows])
     y = np.array([row["final_loss"] for row in rows]) - x @ NEAR
     texts = [text_of(row) for row in rows]
@@ -106,7 +106,7 @@ def later(row: Row, factors: Floats) -> list[tuple[float, float, float]]:
 
 
 def from_learning() -> list[Row]:
-    """Runs of learning.jsonl whose text was counted, with what that says."""
+    """Return runs of learning.jsonl whose text was counted, with what that says."""
     counts = json.loads(COUNTS.read_text())
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     rows = [
@@ -126,7 +126,7 @@ def place_of(row: Row) -> str:
 
 
 def from_many_epochs() -> list[Row]:
-    """Runs of many_epochs.jsonl as farspan's recipe would train, or nearly."""
+    """Return runs of many_epochs.jsonl as farspan's recipe would train, or nearly."""
     counts = json.loads(COUNTS.read_text())
     found = []
     for row in many_epochs.rows():
@@ -187,7 +187,7 @@ def count(work: Path | None, packed: Iterable[Path]) -> None:
 
 
 def show(rows: Sequence[Row], factors: Sequence[Floats], gap: float) -> None:
-    """What is left of each run under its factors, and in all."""
+    """Return what is left of each run under its factors, and in all."""
     before = []
     first = []
     every = []

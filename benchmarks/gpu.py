@@ -225,7 +225,7 @@ def missing(names: Sequence[str]) -> list[str]:
 
 
 def wheel_of(name: str) -> Path | None:
-    """The wheel in benchmarks/gpu-wheels/ that has a package for this Python."""
+    """Return the wheel in benchmarks/gpu-wheels/ that has a package for this Python."""
     prefix = DISTRIBUTIONS.get(name, name).replace("-", "_")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}-"
     for path in sorted(WHEELS.glob(f"{prefix}-*.whl")):
@@ -307,7 +307,7 @@ def describe(torch: Mapping[str, Any], dry: bool) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit; None where the tree came without its history."""
+    """Return the commit; None where the tree came without its history."""
     with contextlib.suppress(OSError):
         words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         return subprocess.run(words, capture_output=True, text=True).stdout.strip() or None
@@ -339,7 +339,7 @@ def now() -> str:
 
 
 def environment_of(stage: Stage, folder: Path, dry: bool) -> dict[str, str]:
-    """The environment of a stage: the source tree, missing packages, and compiler caches."""
+    """Return the environment of a stage: the source tree, missing packages, and compiler caches."""
     paths = [ROOT, BENCHMARKS, *unpacked(stage.needs, folder)]
     before = os.environ.get("PYTHONPATH")
     found = os.environ | {

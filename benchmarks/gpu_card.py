@@ -38,7 +38,8 @@ def driver() -> str | None:
 
 
 def measure_copies(context: Context) -> None:
-    """Copies inside the card count bytes read and written; others count bytes moved."""
+    """Measure copies: those inside the card count bytes read and written; others count bytes
+    moved."""
     device = context.device
     count = 2**20 if context.dry else 2**30
     source = torch.ones(count, dtype=torch.uint8, device=device)
@@ -74,7 +75,7 @@ def measure_products(context: Context) -> None:
 
 
 def measure_launches(context: Context) -> None:
-    """A thousand additions of one number: no kernel takes as long as its launch."""
+    """Return a thousand additions of one number: no kernel takes as long as its launch."""
     x = torch.zeros(1, device=context.device)
     count = 1000
 

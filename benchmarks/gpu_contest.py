@@ -135,7 +135,7 @@ class Plain(nn.Module):
 
 
 def plain_step(spec: ModelSpec, sequences: int, device: torch.device) -> Callable[[], None]:
-    """A plain loop: autocast, the whole model compiled, clipping, fused AdamW."""
+    """Return a plain loop: autocast, the whole model compiled, clipping, fused AdamW."""
     model = Plain(spec).to(device)
     compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(

@@ -87,7 +87,8 @@ def measure(context: Context) -> None:
 
 
 def start_case(context: Context, number: int) -> subprocess.Popen[str]:
-    """A process that imports what it needs and waits for a line before it touches the GPU."""
+    """Return a process that imports what it needs and waits for a line before it touches the
+    GPU."""
     words = [sys.executable, __file__.replace("gpu_predicted", "gpu_stage"), "gpu_predicted"]
     words += ["--rows", str(context.rows), "--folder", str(context.folder)]
     words += ["--limit", str(context.left_s), "--case", str(number)]

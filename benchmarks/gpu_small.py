@@ -112,7 +112,7 @@ def time_trainer(
 
 
 def read_step(trainer: Trainer) -> None:
-    """What the Trainer reads in a step."""
+    """Return what the Trainer reads in a step."""
     samples = trainer.worker.executor.topology.samples(0)
     trainer.batches.valid(trainer.worker.executor.topology.replica_samples(0))
     for microbatch in samples:
@@ -120,7 +120,7 @@ def read_step(trainer: Trainer) -> None:
 
 
 def run_folder(context: Context, number: int, plan: Plan) -> RunFolder:
-    """A run folder over random tokens."""
+    """Return a run folder over random tokens."""
     corpus = corpus_folder(context.folder / f"corpus-{plan.model.vocab_size}", plan.model)
     run = RunFolder(context.folder / f"small-{number}")
     shutil.rmtree(run.path, ignore_errors=True)

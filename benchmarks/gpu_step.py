@@ -56,7 +56,7 @@ def random_batch(spec: ModelSpec, rows: int, device: torch.device) -> Batch:
 
 
 def farspan_step(spec: ModelSpec, train: TrainSpec, device: torch.device) -> Callable[[], None]:
-    """The worker's step on one batch: passes, gradient norm, clipping, update."""
+    """Return the worker's step on one batch: passes, gradient norm, clipping, update."""
     torch.backends.cuda.matmul.allow_tf32 = train.precision == "tf32"
     executor = Executor(Topology(plan_of(spec, train, device.type), 0), device)
     executor.load(drawn(spec, 0))

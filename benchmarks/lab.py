@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def lab(*words: str) -> dict[str, Any]:
-    """The answer of `farspan lab WORDS`."""
+    """Return the answer of `farspan lab WORDS`."""
     done = subprocess.run([*FARSPAN, *words, "--json"], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)

@@ -87,8 +87,8 @@ def here(workers: int) -> Cluster:
 
 
 def paced(cluster: Cluster, work: Work) -> Cluster:
-    """The cluster at the pace of the model's own steps, tried on its first device as `farspan
-    select` does."""
+    """Return the cluster at the pace of the model's own steps, tried on its first device as
+    `farspan select` does."""
     task = plans.question(work, cluster, RUN_STEPS)
     with Probe(cluster.hosts[0], threads=1, device=0) as probe:
         found = probe.measure(
@@ -103,7 +103,7 @@ def paced(cluster: Cluster, work: Work) -> Cluster:
 
 @functools.cache
 def picked(work: Work, workers: int) -> Plan:
-    """What is chosen of techniques that compute what the peers compute, with all workers."""
+    """Return what is chosen of techniques that compute what the peers compute, with all workers."""
     cluster = paced(here(workers), work)
     task = plans.question(work, cluster, RUN_STEPS)
     asked = SelectionTask(

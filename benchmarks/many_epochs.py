@@ -75,7 +75,7 @@ BEFORE = Setting(muon=False, embedding=1.0, reshuffle=False, schedule="cosine", 
 
 
 def groups() -> dict[str, list[Setting]]:
-    """Settings by what they try."""
+    """Return settings by what they try."""
     base = Setting()
     many = [replace(base, epochs=e) for e in (10, 20, 4)]
     knobs: list[dict[str, Any]] = [
@@ -306,7 +306,7 @@ class Training:
         torch._foreach_copy_(self.parameters, masters)
 
     def begin_epoch(self, epoch: int, left_over: np.ndarray) -> None:
-        """The epoch's tokens, and its windows after those that the last step left of the one
+        """Return the epoch's tokens, and its windows after those that the last step left of the one
         before."""
         rng = np.random.default_rng((self.setting.seed, epoch))
         self.stream.copy_(
@@ -337,8 +337,8 @@ class Training:
         return total / (count * S)
 
     def recorded(self, eager: bool) -> Callable[[], None]:
-        """What makes a step: on a GPU a graph of it, recorded after three steps that are then
-        undone."""
+        """Return what makes a step: on a GPU a graph of it, recorded after three steps that are
+        then undone."""
         if eager or self.device.type != "cuda":
             return self.step
         kept = (

@@ -60,8 +60,8 @@ def peaks(plan: Plan, work: Work) -> list[int]:
 
 
 def planned(name: str, work: Work) -> tuple[Plan, list[float]]:
-    """A technique's own plan on two workers, and its bytes by worker without what an empty one
-    holds."""
+    """Return a technique's own plan on two workers, and its bytes by worker without what an empty
+    one holds."""
     task = plans.question(work, here(2), STEPS)
     found = rank(
         task.model, task.cluster, task.train, task.engine, allow=[name], corpus=task.corpus

@@ -260,7 +260,7 @@ def grid_case(seed: int) -> Task:
 
 
 def grids(cases: int) -> list[dict[str, Any]]:
-    """The search's step against the best even split's, 16 to 64 devices, like and unlike."""
+    """Return the search's step against the best even split's, 16 to 64 devices, like and unlike."""
     rows = []
     for seed in range(1000, 1000 + cases):
         asked = grid_case(seed)
@@ -322,7 +322,7 @@ def main() -> None:
 
 
 def summarised(gap: list[dict[str, Any]], grid: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that were promised."""
+    """Return the figures that were promised."""
     of_gaps = sorted(row["gap"] for row in gap)
     unlike = [row["ratio"] for row in grid if row["unlike"]]
     return {

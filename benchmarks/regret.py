@@ -134,7 +134,7 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 def drawn(seed: int, number: int, sites: int = 2) -> Scenario:
-    """The scenario of a seed and a number, whatever else is drawn."""
+    """Return the scenario of a seed and a number, whatever else is drawn."""
     rng = random.Random(f"{seed} {number}" if sites == 2 else f"{seed} {number} {sites}")
 
     def log(low: float, high: float) -> float:
@@ -247,7 +247,7 @@ def run(seed: int, scenario: Scenario, about: dict[str, Any], before: Done | Non
 
 @contextlib.contextmanager
 def up(seed: int, scenario: Scenario) -> Iterator[tuple[SelectionTask, Path, Cluster]]:
-    """The scenario's question, its corpus, and its lab as a cluster."""
+    """Return the scenario's question, its corpus, and its lab as a cluster."""
     asked = scenario.asked
     made = spec.read(convert(scenario.lab, spec.LabFile, "scenario"), "scenario")
     status = state.up(made)
@@ -261,7 +261,7 @@ def up(seed: int, scenario: Scenario) -> Iterator[tuple[SelectionTask, Path, Clu
 
 
 def afresh(one: Done, about: dict[str, Any]) -> Afresh:
-    """The chosen plan and those near the best, in turns."""
+    """Return the chosen plan and those near the best, in turns."""
     known = {key: made.step_s for key, made in one.trials.items() if made.step_s is not None}
     chosen = next(
         key for key, step_s in known.items() if (one.names[key], step_s) == one.chosen["select"]

@@ -108,7 +108,8 @@ def repriced(file: Path) -> list[Repriced]:
 
 
 def _renamed(cluster: Cluster, model: str) -> Cluster:
-    """The cluster whose timed units are of the model by its name of today: a file has one model."""
+    """Return the cluster whose timed units are of the model by its name of today: a file has one
+    model."""
     return cluster.with_devices(
         lambda host, place: host.devices[place].but(
             units=tuple(

@@ -55,7 +55,8 @@ COMPARED = (
 
 
 def untrained(model: Decoder, seed: int) -> Decoder:
-    """A model of the same shape, on the same device, with the weights that training begins from."""
+    """Return a model of the same shape, on the same device, with the weights that training begins
+    from."""
     blank = Decoder(model.spec).eval().to(model.tok.weight.device)
     initialise(blank, seed)
     return blank
@@ -115,7 +116,7 @@ def measured(path: Path) -> dict[str, Any]:
 
 
 def demo_run() -> Path:
-    """The run of the demo that this benchmark made, or makes now."""
+    """Return the run of the demo that this benchmark made, or makes now."""
     path = Path("runs/retrieval")
     if not path.exists():
         subprocess.run([sys.executable, "-m", "farspan", "demo", "--run", str(path)], check=True)
@@ -123,7 +124,7 @@ def demo_run() -> Path:
 
 
 def perl_run() -> Path:
-    """The run on Perl's documentation that this benchmark made, or makes now."""
+    """Return the run on Perl's documentation that this benchmark made, or makes now."""
     path = Path("runs/retrieval-perl")
     text = Path("runs/perldoc")
     if not path.exists():

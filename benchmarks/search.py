@@ -102,7 +102,7 @@ def store(run: Path) -> dict[str, Any]:
 
 
 def follow(run: Path) -> dict[str, Any]:
-    """A folder of many small files, a model of a few seconds, one file changed."""
+    """Return a folder of many small files, a model of a few seconds, one file changed."""
     words = [f"w{n}" for n in range(4000)]
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text"
@@ -150,7 +150,7 @@ def cold(run: Path) -> dict[str, Any]:
 
 
 def served(run: Path, use: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """What `use` finds of a server of the run, by its address."""
+    """Return what `use` finds of a server of the run, by its address."""
     process = subprocess.Popen(
         (*FARSPAN, "serve", str(run), "--port", "8765"),
         stdout=subprocess.DEVNULL,
@@ -192,7 +192,7 @@ def server(run: Path) -> dict[str, Any]:
 
 
 def _load(url: str) -> dict[str, Any]:
-    """Requests at their times, whether or not those before have been answered."""
+    """Send requests at their times, whether or not those before have been answered."""
     took: list[float] = []
     failed: list[str] = []
 

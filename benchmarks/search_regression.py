@@ -120,7 +120,7 @@ def _hosts(rng: random.Random, site: int, left: int, kinds: dict[str, Device]) -
 
 
 def answered(question: Question) -> Answer:
-    """What the search of the farspan that is imported here chooses."""
+    """Return what the search of the farspan that is imported here chooses."""
     began = time.perf_counter()
     ranking = rank(question.model, question.cluster, question.train, engine("farspan"))
     plans = [
@@ -130,8 +130,8 @@ def answered(question: Question) -> Answer:
 
 
 def asked_of(commit: str, folder: Path, told: Path) -> list[Answer]:
-    """The answers of an earlier commit, which a process of its own writes to a file; or those that
-    are there."""
+    """Return the answers of an earlier commit, which a process of its own writes to a file; or
+    those that are there."""
     if told.exists():
         return msgspec.json.decode(told.read_bytes(), type=list[Answer])
     tree = folder / "tree"

@@ -152,7 +152,7 @@ def speed(kind: str) -> dict[str, Any]:
 
 
 def table(header: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The page for people; docs/stores.md says how to choose."""
+    """Return the page for people; docs/stores.md says how to choose."""
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     lines = [
         "# Vector stores, as last run",

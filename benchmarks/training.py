@@ -81,7 +81,7 @@ class Contestant:
 
 
 def prepared() -> Path:
-    """The built-in corpus with a vocabulary of 8,192."""
+    """Return the built-in corpus with a vocabulary of 8,192."""
     from farspan.corpus.prepare import prepare
     from farspan.domain.config import DataConfig, TokenizerConfig
 

@@ -102,7 +102,7 @@ class Bench:
         append(self._file, record)
 
     def known(self, kind: type[Any], **values: object) -> list[Any]:
-        """The records of a kind that have these values, for this work."""
+        """Return the records of a kind that have these values, for this work."""
         return known(self.records, kind, self.work, **values)
 
     # -- plans
@@ -157,7 +157,7 @@ class Bench:
             print(f"{arm}: {described(made)}; {made.step_s:.3f} s a step predicted", flush=True)
 
     def _best(self, cluster: Cluster, names: Sequence[str], arm: str) -> Candidate | None:
-        """The planner's choice with all devices. DiLoCo counts though no published run is as
+        """Return the planner's choice with all devices. DiLoCo counts though no published run is as
         small."""
         train = self.work.train(self.work.steps, 1e-3, 0, arm)
         found = rank(

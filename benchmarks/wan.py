@@ -85,7 +85,7 @@ class Bench:
         append(self._file, record)
 
     def known(self, kind: type[Any], **values: object) -> list[Any]:
-        """The records of a kind that have these values, for this work."""
+        """Return the records of a kind that have these values, for this work."""
         found = (one for one in self.records if isinstance(one, kind) and one.work == self.work)
         return [
             one for one in found if all(getattr(one, key) == value for key, value in values.items())
@@ -222,8 +222,8 @@ def why(error: Exception) -> str:
 
 
 def bare(cluster: Cluster, workers: int | None = None) -> Cluster:
-    """A lab's cluster without what is of this machine and this lab alone (commands that enter it,
-    interpreters, folders); with the first so many workers of every site."""
+    """Return a lab's cluster without what is of this machine and this lab alone (commands that
+    enter it, interpreters, folders); with the first so many workers of every site."""
     sites = []
     for site in cluster.sites:
         (host,) = site.hosts
@@ -237,7 +237,7 @@ def bare(cluster: Cluster, workers: int | None = None) -> Cluster:
 
 @contextlib.contextmanager
 def labs(rtts_ms: Sequence[float], slow: float = 1.0) -> Iterator[dict[float, str]]:
-    """A lab for each round trip, all up together and one in use at a time: two sites of two
+    """Return a lab for each round trip, all up together and one in use at a time: two sites of two
     devices, on two cores of this machine, one a site; those of site b get such a share of theirs.
     TCP's window is what `farspan lab` gives."""
     cores = sorted(os.sched_getaffinity(0))
@@ -285,7 +285,7 @@ def results(given: argparse.Namespace, usual: Path) -> Iterator[tuple[Path, IO[b
 
 
 def said_of_here() -> dict[str, Any]:
-    """What a result must say of this machine and this commit."""
+    """Return what a result must say of this machine and this commit."""
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     packages = {name: metadata.version(name) for name in ("farspan", "torch", "numpy")}
     return {
@@ -322,8 +322,8 @@ def started(session: str, labs: dict[float, str]) -> Session:
 
 
 def chosen(work: Work, only: Sequence[str]) -> list[str]:
-    """The contestants that any of the patterns means, with or without the part before the slash;
-    all without one."""
+    """Return the contestants that any of the patterns means, with or without the part before the
+    slash; all without one."""
     names = [*plans.stock(work), *plans.ours(work)]
     for pattern in only:
         if not any(

@@ -127,8 +127,8 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def rows(
     given: argparse.Namespace, step: int, coordinate: int, coordinates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of one of several equal shares of a step; the next token mostly follows
-    from the last."""
+    """Return inputs and targets of one of several equal shares of a step; the next token mostly
+    follows from the last."""
     rng = np.random.default_rng((given.seed, step))
     shape = (given.sequences, given.seq_len + 1)
     jumps = np.where(rng.random(shape) < 0.9, 7, rng.integers(0, given.vocab, shape))
@@ -168,7 +168,7 @@ def fsdp(model: GPT, given: argparse.Namespace) -> nn.Module:
 
 
 def over_batch(given: argparse.Namespace) -> Callable[[int], Answer]:
-    """The step of a model that every rank computes whole, for a share of the sequences."""
+    """Return the step of a model that every rank computes whole, for a share of the sequences."""
     rank = dist.get_rank()
     world = dist.get_world_size()
     whole = GPT(given, tied=not given.untied)
@@ -226,8 +226,8 @@ def deepspeed(given: argparse.Namespace) -> Callable[[int], Answer]:
 
 
 def pipeline(given: argparse.Namespace) -> Callable[[int], Answer]:
-    """The step of one of two stages: microbatches, the sum over the stage's ranks, the norm over
-    both stages."""
+    """Return the step of one of two stages: microbatches, the sum over the stage's ranks, the norm
+    over both stages."""
     half = dist.get_world_size() // 2
     stage, coordinate = divmod(dist.get_rank(), half)
     across = [dist.new_group([c, c + half]) for c in range(half)][coordinate]

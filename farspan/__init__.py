@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The API, loaded when a name of it is first used: `import farspan` alone is to take no
+    """Return the API, loaded when a name of it is first used: `import farspan` alone is to take no
     time."""
     if name not in __all__:
         raise AttributeError(f"module 'farspan' has no attribute {name!r}")

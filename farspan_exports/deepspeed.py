@@ -78,8 +78,8 @@ def uniform(items: int, parts: int) -> tuple[int, ...]:
 
 
 def write(plan: Plan) -> str:
-    """The file. World size = train_batch_size / (micro batch x accumulation), which DeepSpeed
-    checks itself."""
+    """Return the file. World size = train_batch_size / (micro batch x accumulation), which
+    DeepSpeed checks itself."""
     parts = regular(plan)
     train = plan.train
     (replica,) = plan.replicas
@@ -151,7 +151,7 @@ def _scheduler(plan: Plan) -> dict[str, Any]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """What the file leaves to the training script."""
+    """Return what the file leaves to the training script."""
     parts = regular(plan)
     train = plan.train
     notes = [

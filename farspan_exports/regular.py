@@ -87,8 +87,8 @@ def _sums(stages: tuple[Stage, ...]) -> list[str]:
 
 
 def evened(plan: Plan) -> Plan:
-    """The plan, of one stage, with the next number of microbatches that divides every device's
-    rows."""
+    """Return the plan, of one stage, with the next number of microbatches that divides every
+    device's rows."""
     (first, *others) = plan.replicas
     rows = {row for stage in first.stages for row in stage.rows}
     if others or len(first.stages) > 1 or len(rows) > 1:
@@ -103,7 +103,7 @@ def evened(plan: Plan) -> Plan:
 
 
 def regular(plan: Plan) -> Regular:
-    """The plan as one of like parts; only where `irregular` finds none that is not."""
+    """Return the plan as one of like parts; only where `irregular` finds none that is not."""
     (replica,) = plan.replicas
     first = replica.stages[0]
     return Regular(

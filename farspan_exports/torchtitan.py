@@ -92,7 +92,7 @@ def _pipeline(plan: Plan) -> list[str]:
 
 
 def schedule(plan: Plan) -> str | None:
-    """The name of the schedule with the plan's microbatches in flight."""
+    """Return the name of the schedule with the plan's microbatches in flight."""
     (replica,) = plan.replicas
     if one_forward_one_backward(plan):
         return "1F1B"
@@ -100,7 +100,7 @@ def schedule(plan: Plan) -> str | None:
 
 
 def write(plan: Plan) -> str:
-    """The module."""
+    """Return the module."""
     return _TEMPLATE.format(
         hash=plan.hash[:12],
         version=VERSION,
@@ -212,7 +212,7 @@ def _optimization(plan: Plan) -> dict[str, str]:
 
 
 def _call(name: str, arguments: dict[str, Any], depth: int) -> str:
-    """A call with one argument a line, as it stands `depth` levels deep."""
+    """Return a call with one argument a line, as it stands `depth` levels deep."""
     inner = "    " * (depth + 1)
     end = "    " * depth
     lines = "".join(f"{inner}{key}={value!r},\n" for key, value in arguments.items())
@@ -220,7 +220,7 @@ def _call(name: str, arguments: dict[str, Any], depth: int) -> str:
 
 
 def notes(plan: Plan) -> list[str]:
-    """What the module leaves to the command that starts it."""
+    """Return what the module leaves to the command that starts it."""
     start = (
         f"torchrun ... -m torchtitan.train --module {FILE.removesuffix('.py')} --config run in "
         "the module's folder"
@@ -255,7 +255,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 SHAPE = {model}
-#: Matrices start from N(0, 0.02); those that write to the residual stream divided by sqrt(2 x layers).
+#: Matrices start from N(0, 0.02); those that write to the residual stream divided by sqrt(2 x
+#: layers).
 NORMAL = {{"weight": partial(nn.init.normal_, std=0.02)}}
 DEEP = {{"weight": partial(nn.init.normal_, std=0.02 / (2 * SHAPE["n_layers"]) ** 0.5)}}
 

@@ -49,8 +49,8 @@ def new_namespaces() -> Iterator[dict[str, str]]:
 
 
 def open_tun(name: str) -> int:
-    """A TUN device that hands over packets of up to 64 KB, unsegmented, without checksums, behind a
-    virtio_net_hdr."""
+    """Return a TUN device that hands over packets of up to 64 KB, unsegmented, without checksums,
+    behind a virtio_net_hdr."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(
         fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)

@@ -189,7 +189,8 @@ class Chaos:
         return True
 
     def _pid(self, rank: int) -> int | None:
-        """The process of a rank; where the run goes on with fewer workers, of another one."""
+        """Return the process of a rank; where the run goes on with fewer workers, of another
+        one."""
         workers = self._supervisor.workers if self._supervisor is not None else None
         for process in workers.processes if workers is not None else ():
             if rank % len(workers.plan.devices) in process.ranks and process.poll() is None:  # type: ignore[union-attr]
@@ -228,8 +229,8 @@ class Chaos:
         )
 
     def _assigned(self) -> dict[int, Faulted]:
-        """What was seen of each fault that was made, by its number: of several that can be it, of
-        the last one."""
+        """Return what was seen of each fault that was made, by its number: of several that can be
+        it, of the last one."""
         own = dict[int, Faulted]()
         for fault in self._faulted:
             able = [
@@ -251,7 +252,7 @@ class Chaos:
         seen: Faulted | None,
         events: Sequence[Event],
     ) -> Injected:
-        """What came of a fault."""
+        """Return what came of a fault."""
         made = Injected(fault=str(injection), step=step, at=at)
         if seen is None:
             return made
@@ -287,13 +288,13 @@ def _can_be_of(injection: Injection, problem: Problem) -> bool:
 
 
 def lab_of(run: RunFolder) -> str | None:
-    """The lab that a run's cluster is."""
+    """Return the lab that a run's cluster is."""
     kind, _, name = (load_yaml(run.config, RunConfig).parallel.cluster or "").partition(":")
     return name if kind == "lab" else None
 
 
 def links_of(run: RunFolder) -> tuple[tuple[str, str], ...]:
-    """The links of a run's lab, each once."""
+    """Return the links of a run's lab, each once."""
     if (lab := lab_of(run)) is None:
         return ()
     used = {device.site for device in run.load_plan().devices}

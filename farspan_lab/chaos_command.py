@@ -127,7 +127,7 @@ def _impossible(injection: Injection, fact: str) -> Refusal:
 
 
 def say(disturbed: Disturbed, console: Console) -> None:
-    """What each fault did, how the run ended, and how its losses compare."""
+    """Return what each fault did, how the run ended, and how its losses compare."""
     heads = ("fault", "at step", "seen after", "next step after", "steps again", "then")
     rows = [
         (

@@ -12,13 +12,13 @@ from farspan_lab import lab, state
 
 
 def find(name: str) -> Cluster:
-    """The lab of that name, which is up, as a cluster."""
+    """Return the lab of that name, which is up, as a cluster."""
     return of_lab(state.status(name))
 
 
 def of_lab(status: lab.Status) -> Cluster:
-    """A lab that is up, as the cluster that it emulates: a host a site, whose disks only the first
-    site shares."""
+    """Return a lab that is up, as the cluster that it emulates: a host a site, whose disks only the
+    first site shares."""
     sites = []
     for number, site in enumerate(status.lab.sites):
         devices = tuple(
@@ -66,7 +66,7 @@ def cpus(whole: lab.Lab, site: lab.Site) -> int:
 
 
 def _device(device: lab.Device, enter: tuple[str, ...]) -> Device:
-    """A device of a lab: its share of cores of this machine's kind."""
+    """Return a device of a lab: its share of cores of this machine's kind."""
     from farspan.domain import catalog
     from farspan_lab.devices import turn_s
 

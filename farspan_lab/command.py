@@ -133,8 +133,9 @@ def down(given: argparse.Namespace, console: Console) -> None:
 
 
 def chosen(given: argparse.Namespace) -> str:
-    """The lab that was named, else the one that the run.yaml or lab.yaml here names, else the only
-    one. Raises Refusal (path-missing) where none is up, or where several are and none is named."""
+    """Return the lab that was named, else the one that the run.yaml or lab.yaml here names, else
+    the only one. Raises Refusal (path-missing) where none is up, or where several are and none is
+    named."""
     from farspan_lab import state
 
     if given.lab is not None:
@@ -157,15 +158,15 @@ def chosen(given: argparse.Namespace) -> str:
 
 
 def _which(name: str | None, labs: list[str]) -> str:
-    """What is wrong where no lab can be chosen."""
+    """Return what is wrong where no lab can be chosen."""
     if name is not None:
         return f"the lab {name!r} is not up"
     return "several labs are up, and none is named" if labs else "there is no lab"
 
 
 def named_here() -> tuple[Path, str | None]:
-    """The file of the current folder that names a lab, and the name: a run.yaml whose cluster is
-    one, or a lab.yaml."""
+    """Return the file of the current folder that names a lab, and the name: a run.yaml whose
+    cluster is one, or a lab.yaml."""
     from farspan.domain.codec import load_yaml, parse_yaml, read_bytes
     from farspan_lab.spec import LabFile
 

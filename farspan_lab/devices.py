@@ -26,8 +26,8 @@ EMPTY_S = 30.0
 
 
 def placed(lab: Lab, cpus: list[int], parents: list[Path]) -> Lab:
-    """The lab with cores and control groups for its devices, and with notes on what this machine
-    cannot give."""
+    """Return the lab with cores and control groups for its devices, and with notes on what this
+    machine cannot give."""
     shares = list(_shares(lab, cpus))
     notes = list(lab.notes)
     every = [device for site in lab.sites for device in site.devices]
@@ -66,8 +66,8 @@ def placed(lab: Lab, cpus: list[int], parents: list[Path]) -> Lab:
 
 
 def _shares(lab: Lab, cpus: list[int]) -> Iterator[tuple[int, ...]]:
-    """The cores of each device, in order: its own where there are enough, else its site's own, else
-    all."""
+    """Yield the cores of each device, in order: its own where there are enough, else its site's
+    own, else all."""
     own = sum(device.cores for site in lab.sites for device in site.devices) <= len(cpus)
     left = iter(cpus)
     width = len(cpus) // len(lab.sites)
@@ -131,8 +131,8 @@ def quota_us(device: Device) -> tuple[int, int]:
 
 
 def quotas(device: Device) -> Iterator[tuple[Path, str, str]]:
-    """The files that hold a device to its speed, of those that are there: what each says when it
-    does, and when not."""
+    """Yield the files that hold a device to its speed, of those that are there: what each says when
+    it does, and when not."""
     quota, period = quota_us(device)
     files = (
         ("cpu.max", f"{quota} {period}", f"max {period}"),

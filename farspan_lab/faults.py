@@ -53,7 +53,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(text: str) -> Injection:
-    """The fault that a text names. Raises Refusal (out-of-range)."""
+    """Return the fault that a text names. Raises Refusal (out-of-range)."""
     form = _FORM.fullmatch(text)
     if form is None or (form["kind"] == "cut") == (form["rank"] is not None):
         raise Refusal(

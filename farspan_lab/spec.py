@@ -75,7 +75,7 @@ class LabFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def named() -> dict[str, Path]:
-    """The labs that ship with farspan, by name (`fabric/gat-amst`)."""
+    """Return the labs that ship with farspan, by name (`fabric/gat-amst`)."""
     root = Path(str(resources.files("farspan_lab").joinpath("labs")))
     return {
         str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))
@@ -83,7 +83,8 @@ def named() -> dict[str, Path]:
 
 
 def load_lab(name: str) -> Lab:
-    """The lab of a file or of a name; refuses what it leaves open, contradicts or cannot mean."""
+    """Return the lab of a file or of a name; refuses what it leaves open, contradicts or cannot
+    mean."""
     path = Path(name).expanduser()
     ours = named()
     if not path.exists() and name in ours:
@@ -103,8 +104,8 @@ def load_lab(name: str) -> Lab:
 def changed(
     lab: Lab, window: Quantity | None, bandwidth: Quantity | None, memory: Quantity | None
 ) -> Lab:
-    """The lab with another window, and all its links at another rate and devices with other memory,
-    where given."""
+    """Return the lab with another window, and all its links at another rate and devices with other
+    memory, where given."""
     if memory is not None:
         size = quantity("memory", memory, "memory")
         lab = msgspec.structs.replace(
@@ -130,7 +131,7 @@ def changed(
 
 
 def read(file: LabFile, where: str) -> Lab:
-    """The Lab of a file's content; `where` names the file in refusals."""
+    """Return the Lab of a file's content; `where` names the file in refusals."""
     for name in (file.name, *file.sites):
         check_name(name, where)
     sites = tuple(
@@ -202,8 +203,8 @@ def _links(file: LabFile, where: str) -> dict[tuple[str, str], Link]:
 
 
 def link_values(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields of each direction of a Link from what was given for both; a bandwidth of None or
-    `none` is no cap."""
+    """Return the fields of each direction of a Link from what was given for both; a bandwidth of
+    None or `none` is no cap."""
     values: dict[str, Any] = {}
     for key, text in given.items():
         free = key == "bandwidth" and text in (None, "none")
@@ -220,7 +221,7 @@ def link_values(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def quantity(key: str, text: Quantity, where: str) -> Any:
-    """The value of a key of QUANTITIES; refuses what is none, or absurd."""
+    """Return the value of a key of QUANTITIES; refuses what is none, or absurd."""
     parse, low, high = QUANTITIES[key]
     try:
         value = parse(text)

@@ -79,7 +79,8 @@ def up(lab: Lab) -> Status:
 
 
 def status(name: str, changed: Sequence[Link] = ()) -> Status:
-    """A lab as it is, after these links have taken the places of those between the same sites."""
+    """Return a lab as it is, after these links have taken the places of those between the same
+    sites."""
     folder = home(name)
     request = msgspec.json.encode(changed)
     words = "no answer"
@@ -126,8 +127,8 @@ def change(name: str, between: Sequence[str], values: dict[str, Any], *, one_way
 
 
 def enter(status: Status, site: str, device: int | None = None) -> list[str]:
-    """The words to put before a command that is to run in a site, as one of its devices or beside
-    them.
+    """Return the words to put before a command that is to run in a site, as one of its devices or
+    beside them.
 
     The process becomes the command: it keeps its id, environment and folder. A worker that starts
     with STARTING set is held to its device's speed only when it has written what READY says: a slow
@@ -216,7 +217,7 @@ def down(name: str) -> None:
 
 
 def names() -> list[str]:
-    """The labs of this user, up or left behind."""
+    """Return the labs of this user, up or left behind."""
     return sorted(path.name.removeprefix(_PREFIX) for path in _base().glob(f"{_PREFIX}*"))
 
 
@@ -249,8 +250,8 @@ def _base() -> Path:
 
 
 def _unshare() -> list[str]:
-    """The words that start a command in namespaces of its own, where need be as the root of a user
-    namespace."""
+    """Return the words that start a command in namespaces of its own, where need be as the root of
+    a user namespace."""
     if sys.platform != "linux":
         raise unavailable(
             "a lab needs Linux", sys.platform, "its sites are network namespaces", _ELSEWHERE
@@ -279,8 +280,8 @@ def _unshare() -> list[str]:
 
 
 def _processes(folder: Path) -> Iterator[int]:
-    """The supervisor, by its command line, and all in a site, whose /etc/hosts is one of the lab's
-    own files.
+    """Yield the supervisor, by its command line, and all in a site, whose /etc/hosts is one of the
+    lab's own files.
 
     No process number is noted down anywhere: another process may have it by now.
     """

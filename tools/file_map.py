@@ -20,7 +20,7 @@ folders depend on each other.
 
 
 def sentence(path: Path) -> str:
-    """The first sentence of a file's docstring."""
+    """Return the first sentence of a file's docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     return re.split(r"(?<!al)\.\s", paragraph)[0].rstrip(".")

@@ -185,7 +185,7 @@ class ClusterFile(
 
 
 def load_cluster(path: Path) -> Cluster:
-    """The cluster that a file describes; refuses what it leaves open, contradicts or cannot
+    """Return the cluster that a file describes; refuses what it leaves open, contradicts or cannot
     mean."""
     return _Reader(load_yaml(path, ClusterFile), str(path)).cluster()
 
@@ -255,7 +255,7 @@ class _Reader:
         )
 
     def _kind(self, name: str, entry: KindEntry) -> Device:
-        """A kind that the file declares, as a device of it."""
+        """Return a kind that the file declares, as a device of it."""
         where = f"kinds.{name}"
         memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
         bandwidth = self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15)
@@ -491,8 +491,8 @@ class _Reader:
 
 
 def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
-    """A device that is held to a share of its time has that share of what its kind reaches; figures
-    that are given, or were measured, are its own."""
+    """Return a device that is held to a share of its time has that share of what its kind reaches;
+    figures that are given, or were measured, are its own."""
     flops = device.sheet.flops
     measured = device.sheet.measured
     bandwidth = device.sheet.bandwidth
@@ -521,7 +521,7 @@ def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
 
 
 def to_file(cluster: Cluster) -> ClusterFile:
-    """The cluster in the words of its file."""
+    """Return the cluster in the words of its file."""
     return ClusterFile(
         sites={
             site.name: SiteEntry(

@@ -69,8 +69,8 @@ def is_content_hash(text: str) -> bool:
 
 
 def content_hash(*parts: object) -> str:
-    """A stable 16-digit hash of any structs, strings and numbers: same content, same hash, on any
-    machine."""
+    """Return a stable 16-digit hash of any structs, strings and numbers: same content, same hash,
+    on any machine."""
     digest = hashlib.sha256()
     for part in parts:
         # Keys as text first: tables by a number, as of what a probe measured, cannot be sorted
@@ -81,7 +81,7 @@ def content_hash(*parts: object) -> str:
 
 
 def to_json(value: object, *, indent: int = 2) -> bytes:
-    """A struct as JSON text, ready for a file."""
+    """Return a struct as JSON text, ready for a file."""
     return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
 
 
@@ -232,7 +232,8 @@ def _values(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 def read_bytes(path: Path, *, most: int | None = None) -> bytes:
-    """The bytes of a file that must exist; of one of more than `most` one byte more than that."""
+    """Return the bytes of a file that must exist; of one of more than `most` one byte more than
+    that."""
     try:
         with path.open("rb") as file:
             return file.read() if most is None else file.read(most + 1)
@@ -241,7 +242,7 @@ def read_bytes(path: Path, *, most: int | None = None) -> bytes:
 
 
 def missing_path(path: Path) -> Refusal:
-    """The refusal for a path that does not exist, offering the nearest one that does."""
+    """Return the refusal for a path that does not exist, offering the nearest one that does."""
     expanded = path.expanduser()
     parent = next((p for p in expanded.absolute().parents if p.is_dir()), Path("/"))
     candidates = {p.name: p for p in parent.iterdir()}
@@ -317,7 +318,7 @@ def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusa
 
 
 def _moving_remedy(key: str, full: str, keys: list[str], *, has_lines: bool) -> str:
-    """The fix for a key that is right at other places: which these are."""
+    """Return the fix for a key that is right at other places: which these are."""
     if not has_lines:
         return f"use {any_key(keys)} instead of {key_word(full)}"
     # How the lines of a file have it: they have no dots.
@@ -329,8 +330,8 @@ def _moving_remedy(key: str, full: str, keys: list[str], *, has_lines: bool) -> 
 
 
 def _dotted(kind: Any, folder: str = "", outer: tuple[Any, ...] = ()) -> Iterator[str]:
-    """The dotted keys of a struct and of all structs in it: `[N]` for any place in a list, `.NAME`
-    for any key of a table."""
+    """Yield the dotted keys of a struct and of all structs in it: `[N]` for any place in a list,
+    `.NAME` for any key of a table."""
     struct = _struct_in(kind)
     if struct is None or struct in outer:
         return
@@ -341,13 +342,13 @@ def _dotted(kind: Any, folder: str = "", outer: tuple[Any, ...] = ()) -> Iterato
 
 
 def keys_of(kind: Any) -> tuple[str, ...]:
-    """The dotted keys that hold values of a struct that a user writes."""
+    """Return the dotted keys that hold values of a struct that a user writes."""
     everything = [key for key in _dotted(kind) if "[" not in key and "NAME" not in key]
     return tuple(key for key in everything if not any(k.startswith(f"{key}.") for k in everything))
 
 
 def _plain(dotted: str) -> str:
-    """A dotted key without places in lists and names in tables."""
+    """Return a dotted key without places in lists and names in tables."""
     return dotted.replace("[N]", "").replace(".NAME", "")
 
 
@@ -357,8 +358,8 @@ def _path_of(message: str) -> str:
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """The type of the value that `path` leads to from `kind`; what is in a list or a dict counts as
-    the whole."""
+    """Return the type of the value that `path` leads to from `kind`; what is in a list or a dict
+    counts as the whole."""
     for step in ANY_PLACE.sub("", path).split("."):
         if (struct := _struct_in(kind)) is not None:
             fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
@@ -367,15 +368,15 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def _struct_in(kind: Any) -> Any:
-    """The struct inside a type such as `X | None`, `tuple[X, ...]` or `dict[str, X]`."""
+    """Return the struct inside a type such as `X | None`, `tuple[X, ...]` or `dict[str, X]`."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind
     return next(filter(None, map(_struct_in, get_args(kind))), None)
 
 
 def _many(kind: Any) -> str:
-    """What leads to the struct inside a type where it is one of many: a place in a list, a name in
-    a table."""
+    """Return what leads to the struct inside a type where it is one of many: a place in a list, a
+    name in a table."""
     origin = get_origin(kind)
     own = ".NAME" if origin is dict else "[N]" if origin in (list, tuple) else ""
     inner = (_many(part) for part in get_args(kind) if _struct_in(part) is not None)
@@ -383,14 +384,14 @@ def _many(kind: Any) -> str:
 
 
 def _described(kind: Any) -> str | None:
-    """What the type says in words that a text must be."""
+    """Return what the type says in words that a text must be."""
     said = (getattr(meta, "description", None) for meta in getattr(kind, "__metadata__", ()))
     return next(filter(None, (*said, *map(_described, get_args(kind)))), None)
 
 
 def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
-    """What is wrong with a value, and how to mend it, by what msgspec says and by its type; of a
-    bound that is broken the nearest value that is not."""
+    """Return what is wrong with a value, and how to mend it, by what msgspec says and by its type;
+    of a bound that is broken the nearest value that is not."""
     path_word = key_word(path)
     if said.startswith("Invalid enum value ") and (allowed := _allowed(kind)):
         value = said.removeprefix("Invalid enum value ")
@@ -435,8 +436,8 @@ def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
 
 
 def _allowed(kind: Any) -> list[str]:
-    """What may stand where a type spells out its values: those of its literals, and a number if it
-    takes any; of a table of keys which keys."""
+    """Return what may stand where a type spells out its values: those of its literals, and a number
+    if it takes any; of a table of keys which keys."""
     if get_origin(kind) is dict:
         return _allowed(get_args(kind)[0])
     if get_origin(kind) is Literal:

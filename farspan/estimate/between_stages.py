@@ -21,7 +21,8 @@ Ways = tuple[list[Hop], list[Hop]]
 
 
 def edges(replica: Replica, costs: Costs) -> Ways:
-    """What a microbatch's activations take between neighbouring stages, and its gradients back."""
+    """Return what a microbatch's activations take between neighbouring stages, and its gradients
+    back."""
     down, up = (
         [
             _hop(costs, costs.stage_sends(replica, i, backward), edge.streams)
@@ -100,8 +101,8 @@ def tied_bytes(replica: Replica, costs: Costs) -> tuple[float, float]:
 
 
 def table(replica: Replica, costs: Costs) -> tuple[Sends, Sends]:
-    """A tied table's messages in a step: the head's gradient to the first stage, and what comes
-    back."""
+    """Return a tied table's messages in a step: the head's gradient to the first stage, and what
+    comes back."""
     first, last, rows = replica.stages[0], replica.stages[-1], costs.graph.sizes["v"]
     there, again = tied_bytes(replica, costs)
     return costs.table_sends(last, first, there / rows), costs.table_sends(
@@ -110,7 +111,7 @@ def table(replica: Replica, costs: Costs) -> tuple[Sends, Sends]:
 
 
 def tie(replica: Replica, costs: Costs) -> Tie:
-    """The exchange of a tied table's gradient between a pipeline's ends."""
+    """Return the exchange of a tied table's gradient between a pipeline's ends."""
     if not costs.graph.tied or len(replica.stages) == 1:
         return Tie()
     first, last = replica.stages[0], replica.stages[-1]

@@ -112,7 +112,7 @@ class DeviceSpeed:
         )
 
     def kernels(self, work: OperatorWork) -> Kernels:
-        """What a pass over an operator takes."""
+        """Return what a pass over an operator takes."""
         arithmetic = work.flops / self.flops(work.m, work.k, work.n) if work.flops else 0.0
         computing = max(arithmetic, work.bytes / self._bandwidth) + work.apart / self._bandwidth
         computing += work.composed / self._composed
@@ -140,8 +140,8 @@ def best_product(device: Device, dtype: DType) -> float:
 
 
 def product_dtype(device: Device, dtype: DType, engine: Engine) -> DType:
-    """The dtype whose rate decides matrix products: TF32 for fp32 where plan or engine say so and
-    the device has it."""
+    """Return the dtype whose rate decides matrix products: TF32 for fp32 where plan or engine say
+    so and the device has it."""
     if dtype == "tf32" or (dtype == "fp32" and engine.tf32):
         return "tf32" if "tf32" in device.sheet.flops else "fp32"
     return dtype
@@ -157,10 +157,10 @@ def work(
     engine: Engine,
     part: Division = WHOLE,
 ) -> tuple[OperatorWork, OperatorWork]:
-    """The forward and the backward pass of one operator over `rows` sequences, of which a device of
-    a tensor axis does its `part`: a product's arithmetic and its operands, which the backward pass
-    reads and writes twice; and what other kernels move (`Engine.kernels`). `width` is a number's
-    bytes, `keys` is `semantics.kernel_choice.scored_keys`.
+    """Return the forward and the backward pass of one operator over `rows` sequences, of which a
+    device of a tensor axis does its `part`: a product's arithmetic and its operands, which the
+    backward pass reads and writes twice; and what other kernels move (`Engine.kernels`). `width` is
+    a number's bytes, `keys` is `semantics.kernel_choice.scored_keys`.
 
     Devices of an axis launch as many kernels as one device alone.
     """
@@ -194,8 +194,8 @@ def work(
 def _product_shape(
     graph: OpGraph, op: Operator, tokens: int, part: Division
 ) -> tuple[int, int, int]:
-    """The matrices `[m, k] @ [k, n]` of one device. Rows of the batch divide m, a contracted dim
-    divides k, an output dim n."""
+    """Return the matrices `[m, k] @ [k, n]` of one device. Rows of the batch divide m, a contracted
+    dim divides k, an output dim n."""
     summed = "d"
     if op.kind == "matmul":
         summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output)
@@ -210,7 +210,7 @@ def _product_shape(
 
 
 def _share(op: Operator, activity: Activity, part: Division) -> float:
-    """The share of an activity's elements that one device goes over."""
+    """Return the share of an activity's elements that one device goes over."""
     if activity in ("weight", "table"):
         return part.weights
     if activity == "residual":

@@ -20,7 +20,7 @@ class DeviceTime(NamedTuple):
 
 
 def stage_devices(replica: Replica, index: int, costs: Costs) -> dict[int, DeviceTime]:
-    """The devices of one stage, by rank."""
+    """Return the devices of one stage, by rank."""
     times: dict[int, DeviceTime] = {}
     stage, parts = replica.stages[index], replica.microbatches
     for coordinate, ranks in enumerate(stage.mesh.batch):

@@ -87,7 +87,7 @@ def expected(of: Forecast, share: float = 1.0) -> float:
 
 
 def features(of: Forecast, share: float = 1.0) -> tuple[float, ...]:
-    """What the factors a to h belong to."""
+    """Return what the factors a to h belong to."""
     tokens = share * of.tokens
     again = max(0.0, tokens / of.unique_tokens - 1)
     useful = 1 + USEFUL_REPEATS * (1 - math.exp(-again / USEFUL_REPEATS))
@@ -103,7 +103,8 @@ def features(of: Forecast, share: float = 1.0) -> tuple[float, ...]:
 
 
 def rate(schedule: Schedule, share: float) -> float:
-    """The learning rate after a share of a run, of the peak's; warm-up and floor left out."""
+    """Return the learning rate after a share of a run, of the peak's; warm-up and floor left
+    out."""
     plain = msgspec.structs.replace(schedule, warmup_steps=0, floor=0.0)
     return learning_rate(plain, 1.0, round(share * 1000), 1001)
 

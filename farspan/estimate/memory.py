@@ -116,8 +116,8 @@ def logits_bytes(
     share: float = 1.0,
     held: float = 1.0,
 ) -> float:
-    """The loss: logits of one chunk with their fp32 softmax, of which a device has a share; and the
-    head's gradient beside its running sum, of what it holds of the head."""
+    """Return the loss: logits of one chunk with their fp32 softmax, of which a device has a share;
+    and the head's gradient beside its running sum, of what it holds of the head."""
     width = BYTES[train.precision]
     whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
     chunk = whole if engine.logits_chunk is None else min(whole, engine.logits_chunk)
@@ -134,7 +134,7 @@ def communicators(mesh: Mesh, piped: bool, devices: int) -> int:
 
 
 def snapshot_bytes(parameters: float, copies: int, outer: float) -> float:
-    """What a worker copies for a checkpoint: fp32 master and two moments of its part of the
+    """Return what a worker copies for a checkpoint: fp32 master and two moments of its part of the
     parameters that it shares with so many others, and `outer` bytes a parameter of replicas that
     meet."""
     return parameters / copies * (12 + outer)
@@ -163,8 +163,8 @@ def state_bytes(
 
 
 def updating_bytes(matrices: OwnedMatrices) -> float:
-    """The most that updates of matrices take at a time: all steps, and of those of one shape, that
-    are made together, the momenta and two results, in fp32."""
+    """Return the most that updates of matrices take at a time: all steps, and of those of one
+    shape, that are made together, the momenta and two results, in fp32."""
     alike = by_shape(matrices.updated)
     sizes = [count * rows * columns for (rows, columns), count in alike.items()]
     return 4.0 * sum(sizes) + 12.0 * max(sizes, default=0)

@@ -122,8 +122,8 @@ class Network:
         return self._groups[key]
 
     def link(self, a: str, b: str) -> Link:
-        """The link between two hosts, as it is given; that of their sites where they have none of
-        their own. Raises NoLink where nothing leads from one to the other."""
+        """Return the link between two hosts, as it is given; that of their sites where they have
+        none of their own. Raises NoLink where nothing leads from one to the other."""
         pair = (a, b)
         if frozenset(pair) not in self._own and not self._cards.intersection(pair):
             pair = (self._site_of[a], self._site_of[b])
@@ -147,8 +147,8 @@ class Network:
         )
 
     def assumed(self, hosts: Iterable[str]) -> dict[tuple[str, str], AssumedNetwork]:
-        """What is assumed of the networks between these hosts: by a pair of each sort of hosts,
-        since all of a site that have the same card and devices have the same."""
+        """Return what is assumed of the networks between these hosts: by a pair of each sort of
+        hosts, since all of a site that have the same card and devices have the same."""
         sorts: dict[object, list[str]] = {}
         own = {name for pair in self._own for name in pair}
         for name in dict.fromkeys(hosts):
@@ -180,11 +180,11 @@ class Network:
         return self._ranges[hosts]
 
     def site(self, host: str) -> str:
-        """The site of a host."""
+        """Return the site of a host."""
         return self._site_of[host]
 
     def by_site(self, group: Sequence[int]) -> dict[str, list[int]]:
-        """The ranks of a group by their site."""
+        """Return the ranks of a group by their site."""
         ranks: dict[str, list[int]] = {}
         for rank in group:
             ranks.setdefault(self.sites[rank], []).append(rank)
@@ -207,13 +207,13 @@ class Network:
         return self.engine.socket_s / min(cores.values())
 
     def rtt_s(self, a: int, b: int) -> float:
-        """The round trip between two ranks' hosts; 0 inside one."""
+        """Return the round trip between two ranks' hosts; 0 inside one."""
         hosts = self.hosts[a], self.hosts[b]
         return 0.0 if hosts[0] == hosts[1] else paced(self.link(*hosts)).rtt_s
 
     def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> NetworkPath:
-        """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many
-        streams."""
+        """Return the wire from rank `a` to rank `b` for a collective's messages, or for sends over
+        so many streams."""
         if self.hosts[a] == self.hosts[b]:
             return self._inside(self.hosts[a], self.ring_rate((a, b) if a != b else (a,)))
         return self.between(
@@ -221,12 +221,12 @@ class Network:
         )
 
     def _inside(self, host: str, rate: float) -> NetworkPath:
-        """The way between devices of one host that exchange so many bytes a second."""
+        """Return the way between devices of one host that exchange so many bytes a second."""
         site = self._site_of[host]
         return NetworkPath(LOCAL_DELAY_S, rate, rate, (host, host), (site, site))
 
     def between(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
-        """The wire from one host to another."""
+        """Return the wire from one host to another."""
         key = (a, b, collective, streams)
         if key not in self._wires:
             self._wires[key] = self._make(a, b, collective, streams)
@@ -235,7 +235,7 @@ class Network:
     def _make(
         self, a: str, b: str, collective: bool, streams: int, carries: float | None = None
     ) -> NetworkPath:
-        """The wire between two hosts, or what it were if its line carried so much."""
+        """Return the wire between two hosts, or what it were if its line carried so much."""
         engine, sites = self.engine, (self._site_of[a], self._site_of[b])
         link = paced(self.link(a, b))
         line = link.bandwidth if carries is None else carries
@@ -261,8 +261,8 @@ class Network:
         return size / wire.rate
 
     def flows_s(self, flows: Sequence[Flow], streams: int) -> Hop:
-        """What messages that leave at the same time take: each on its own wire, all that share a
-        line after another, and the software of each sender one after another."""
+        """Return what messages that leave at the same time take: each on its own wire, all that
+        share a line after another, and the software of each sender one after another."""
         # Of each pair of hosts the largest message; of each device what goes out and comes in
         # inside its host, by the rate that it goes at.
         largest: dict[tuple[str, str], float] = {}
@@ -325,15 +325,15 @@ class Network:
         concurrent: int = 1,
         at_once: int | None = None,
     ) -> float:
-        """A ring: n - 1 steps of a part each. No more than `at_once` messages are under way, where
-        that is said."""
+        """Return a ring: n - 1 steps of a part each. No more than `at_once` messages are under way,
+        where that is said."""
         return self._ring_s(group, size, len(group) - 1, messages, concurrent, at_once)
 
     def reduce_scatter_s(
         self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1
     ) -> float:
-        """A ring like an all-gather's; or every part straight to its owner, where the engine sends
-        so."""
+        """Return a ring like an all-gather's; or every part straight to its owner, where the engine
+        sends so."""
         if self.engine.scatters_straight:
             return self.direct_s(
                 group, size / max(1, len(group)), messages=messages, concurrent=concurrent
@@ -378,8 +378,8 @@ class Network:
         return trip + busy
 
     def _line(self, a: str, b: str) -> tuple[str, ...]:
-        """What messages between two ranks' hosts share: the host, a link of their own, the line
-        between their sites, or the way out of the first."""
+        """Return what messages between two ranks' hosts share: the host, a link of their own, the
+        line between their sites, or the way out of the first."""
         sites = self._site_of[a], self._site_of[b]
         if a == b or frozenset((a, b)) in self._own:
             return a, b
@@ -395,8 +395,8 @@ class Network:
         topology: str = "flat",
         bits: int = 32,
     ) -> float:
-        """A ring of 2 (n - 1) steps; or inside each site first, then once between the sites, and
-        back. `size` is of numbers of so many bits; an engine that sends straight rounds between
+        """Return a ring of 2 (n - 1) steps; or inside each site first, then once between the sites,
+        and back. `size` is of numbers of so many bits; an engine that sends straight rounds between
         sites only, and to everyone at once."""
         if topology == "hierarchical" and len({self.sites[rank] for rank in group}) > 1:
             inside = size * 32 / bits if self.engine.direct else size
@@ -406,8 +406,8 @@ class Network:
         return self._ring_s(group, size, 2 * (len(group) - 1), messages, concurrent)
 
     def inside_s(self, group: Sequence[int], size: float, steps: int) -> float:
-        """What of a ring of so many steps goes between devices of one host; 0 where no two of the
-        group share one."""
+        """Return what of a ring of so many steps goes between devices of one host; 0 where no two
+        of the group share one."""
         rates = (rate for _, rate in self._group(group).rates)
         return max((steps * size / len(group) / rate for rate in rates), default=0.0)
 
@@ -447,9 +447,9 @@ class Network:
         concurrent: int,
         at_once: float,
     ) -> float:
-        """A ring whose every step waits for an answer, of messages that are `part` bytes a step
-        together. A step takes a round trip, or as many as its bytes take where only some may be
-        under way."""
+        """Return a ring whose every step waits for an answer, of messages that are `part` bytes a
+        step together. A step takes a round trip, or as many as its bytes take where only some may
+        be under way."""
         wires = self._ring_wires(group)
         crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
         at_once = max(1.0, min(at_once, messages))
@@ -461,7 +461,7 @@ class Network:
         return max(1.0, messages) / at_once * steps * slowest
 
     def _ring_wires(self, group: Group) -> list[NetworkPath]:
-        """The wires of a ring over a group, from each rank to the next."""
+        """Return the wires of a ring over a group, from each rank to the next."""
         inside = {host: self._inside(host, rate) for host, rate in group.rates}
         pairs = zip(group.hosts, group.hosts[1:] + group.hosts[:1], strict=True)
         return [
@@ -491,8 +491,9 @@ class Network:
     def _hierarchical_s(
         self, group: Sequence[int], size: float, messages: float, concurrent: int, inside: float
     ) -> float:
-        """Summed by one rank of each site, another one for each message; between these straight;
-        and spread again. `inside` are the bytes that a site's own sum is made of."""
+        """Return the time of a sum by one rank of each site, another for each message; between
+        these straight; and spread again. `inside` are the bytes that a site's own sum is made
+        of."""
         sites = self.by_site(group)
         within = max(
             self._ring_s(ranks, inside, len(ranks) - 1, messages, concurrent)

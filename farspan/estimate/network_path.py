@@ -35,7 +35,7 @@ class NetworkPath(msgspec.Struct, frozen=True):
         return self.hosts[0] == self.hosts[1]
 
     def shared(self, concurrent: int) -> float:
-        """The rate of one of so many concurrent messages."""
+        """Return the rate of one of so many concurrent messages."""
         return self.rate if concurrent == 1 else min(self.rate, self.line / concurrent)
 
 
@@ -75,8 +75,8 @@ def threads_per_core(
 
 
 def paced(link: Link) -> Link:
-    """The link whose round trips and bytes take what they took in trials; what is under way in a
-    round trip stays."""
+    """Return the link whose round trips and bytes take what they took in trials; what is under way
+    in a round trip stays."""
     if link.pace == 1.0:
         return link
     return msgspec.structs.replace(

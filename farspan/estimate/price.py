@@ -104,7 +104,7 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
 
 
 def with_loss(priced: Estimate, parameters: int) -> Estimate:
-    """The estimate with the loss that the tokens of its run lead to; None outside the law's
+    """Return the estimate with the loss that the tokens of its run lead to; None outside the law's
     range."""
     return msgspec.structs.replace(priced, loss=fitted_loss(parameters, priced.tokens_done))
 
@@ -139,8 +139,8 @@ def sent_by(replica: Replica, costs: Costs) -> dict[str, float]:
 def timed_stage(
     replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None
 ) -> StageTime:
-    """A stage's times, with other rows than its own where said; its passes with what each takes of
-    processors to bring a microbatch in and out."""
+    """Return a stage's times, with other rows than its own where said; its passes with what each
+    takes of processors to bring a microbatch in and out."""
     stage, network = replica.stages[index], costs.network
     time = stage_time(costs, stage, stage.rows if rows is None else rows, replica.microbatches)
     if not (replica.edges and costs.engine.move_cost):
@@ -237,8 +237,8 @@ def run(
     ways: Ways,
     starts: Sequence[float] | None = None,
 ) -> Simulated:
-    """The simulated passes of one step of a replica, whose stages are free from `starts` on; all
-    from 0 by default."""
+    """Return the simulated passes of one step of a replica, whose stages are free from `starts` on;
+    all from 0 by default."""
     return simulate(
         [time.passes.forward for time in times],
         [time.passes.backward for time in times],
@@ -305,8 +305,8 @@ def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
 
 
 def _workload(plan: Plan, costs: Costs, used: list[Device], sent: dict[str, float]) -> Workload:
-    """What the run has to do, on the devices `used`; `sent` are bytes of a step that leave a site,
-    by site."""
+    """Return what the run has to do, on the devices `used`; `sent` are bytes of a step that leave a
+    site, by site."""
     train = plan.train
     egress = {site.name: site.egress_usd_per_byte for site in costs.network.cluster.sites}
     return Workload(
@@ -326,7 +326,7 @@ def _workload(plan: Plan, costs: Costs, used: list[Device], sent: dict[str, floa
 
 
 def _sum(figures: Iterable[float | None]) -> float | None:
-    """The sum; None where one is unknown."""
+    """Return the sum; None where one is unknown."""
     known = list(figures)
     return None if None in known else math.fsum(figure for figure in known if figure is not None)
 
@@ -334,9 +334,9 @@ def _sum(figures: Iterable[float | None]) -> float | None:
 def _interval(
     network: Network, step_s: float, network_s: float, used: list[Device], plan: Plan
 ) -> tuple[float, float]:
-    """The widest of the devices' factors and the engine's own on networks, weighed by what of the
-    step is which. Where a network's rate is assumed, what such networks are found to carry makes
-    it wider."""
+    """Return the widest of the devices' factors and the engine's own on networks, weighed by what
+    of the step is which. Where a network's rate is assumed, what such networks are found to carry
+    makes it wider."""
     engine = network.engine
     factors = [
         _factors(engine, device, plan.train.precision)

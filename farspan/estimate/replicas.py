@@ -88,7 +88,8 @@ def _worth(share: float, parameters: float) -> float:
 
 
 def _linear(points: Mapping[Any, float], at: float) -> float:
-    """The broken line through the points over the logarithm of their keys, its ends prolonged."""
+    """Return the broken line through the points over the logarithm of their keys, its ends
+    prolonged."""
     keys = sorted(points)
     place = min(max(1, bisect_left(keys, at)), len(keys) - 1)
     x0, x1 = keys[place - 1], keys[place]

@@ -121,8 +121,8 @@ class Costs:
         self.syncs: dict[tuple[object, ...], Any] = {}
 
     def with_batch(self, train: TrainSpec, outer: int) -> Costs:
-        """The costs of a training that is the same but for its batch: they keep what they know
-        together."""
+        """Return the costs of a training that is the same but for its batch: they keep what they
+        know together."""
         other = copy.copy(self)
         other.train, other._outer = train, outer
         return other
@@ -256,8 +256,8 @@ class Costs:
         return took + steps * (2 * turn + others * self.engine.turn_byte_s * part)
 
     def batch_axes(self, stage: Stage, microbatches: int) -> tuple[Communication, ...]:
-        """What a stage's batch axes exchange in a step, the sums of its gradients first, and its
-        tensor axis for the update of matrices."""
+        """Return what a stage's batch axes exchange in a step, the sums of its gradients first, and
+        its tensor axis for the update of matrices."""
         matrices, at = self.matrices(stage), self.network.sites.__getitem__
         parameters = self.parameters(stage) + matrices.padding * (
             stage.mesh.size("data") if stage.zero else 1
@@ -268,7 +268,7 @@ class Costs:
         return (*found, *matrix_parts(stage, matrices.shared))
 
     def stage_sends(self, replica: Replica, edge: int, backward: bool) -> Sends:
-        """A microbatch's activations on their way over an edge, or their gradients back."""
+        """Return a microbatch's activations on their way over an edge, or their gradients back."""
         a, b = replica.stages[edge : edge + 2]
         bits = replica.edges[edge].bits
         key = (
@@ -291,7 +291,8 @@ class Costs:
         return self._sends[key]
 
     def table_sends(self, source: Stage, target: Stage, row: float) -> Sends:
-        """A tied table on its way from one stage to another: `row` bytes each of its rows."""
+        """Return a tied table on its way from one stage to another: `row` bytes each of its
+        rows."""
         key = (
             source.mesh,
             source.splits.get("tok"),
@@ -323,8 +324,8 @@ class Costs:
     #   --------------------------------------------------------------------------------------------
 
     def passes(self, stage: Stage, rows: Sequence[int], microbatches: int = 1) -> Pass:
-        """The passes of a stage over one microbatch, in the mean of those that the rows of its
-        batch coordinates come in: those of its slowest coordinate."""
+        """Return the passes of a stage over one microbatch, in the mean of those that the rows of
+        its batch coordinates come in: those of its slowest coordinate."""
         ways, hosts = stage.mesh.size("tensor"), self.network.hosts
         unlike: dict[tuple[object, ...], Sequence[int]] = {}
         for group, count in zip(stage.mesh.batch, rows, strict=True):
@@ -350,7 +351,7 @@ class Costs:
         return self._slowest[key]
 
     def _mean_pass(self, group: Sequence[int], stage: Stage, count: Any, microbatches: int) -> Pass:
-        """The passes of a batch coordinate in the mean of its microbatches."""
+        """Return the passes of a batch coordinate in the mean of its microbatches."""
         each, larger = divmod(count, microbatches)
         passes = self._pass(
             group, max(1, each), stage
@@ -363,7 +364,7 @@ class Costs:
         return passes
 
     def _pass(self, group: Sequence[int], rows: int, stage: Stage) -> Pass:
-        """The passes of a batch coordinate over so many sequences."""
+        """Return the passes of a batch coordinate over so many sequences."""
         forward = backward = forward_wait = backward_wait = 0.0
         for unit, count in self.graph.kinds(*stage.units):
             f, b, fw, bw = self._unit_pass(group, unit, rows, stage, len(stage.mesh.batch))
@@ -412,7 +413,7 @@ class Costs:
         return own + self.matrices(stage).padding
 
     def matrices(self, stage: Stage) -> OwnedMatrices:
-        """What a device of a stage updates whole; nothing where AdamW updates all."""
+        """Return what a device of a stage updates whole; nothing where AdamW updates all."""
         if not self.train.optimizer.muon:
             return NO_MATRICES
         key = (
@@ -460,8 +461,8 @@ class Costs:
         return self._sizes[key], self._sizes[again] if replays else 0.0
 
     def memory(self, replica: Replica, index: int, coordinate: int, outer: int = 0) -> Memory:
-        """The peak of a device of one batch coordinate of a stage; `outer` bytes a parameter more
-        between replicas."""
+        """Return the peak of a device of one batch coordinate of a stage; `outer` bytes a parameter
+        more between replicas."""
         piped = len(replica.stages) > 1
         depth = depths_in_flight(replica)[index] if piped else 1
         rows = replica.micro_rows(index, coordinate)
@@ -568,11 +569,11 @@ class Costs:
         return buffers, buckets
 
     def _joined(self, rank: int) -> str:
-        """What joins a device to others of its host."""
+        """Return what joins a device to others of its host."""
         joined = self.network.devices[rank].sheet.interconnect
         return joined.kind if joined else "pcie"
 
 
 def _figures(device: Device) -> bytes:
-    """What of a device decides its times and its memory."""
+    """Return what of a device decides its times and its memory."""
     return msgspec.json.encode(device.but(enter=None, usd_per_hour=None, origin="given"))

@@ -83,17 +83,17 @@ def _sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
 
 
 def _exposed(engine: Engine, seconds: float, cover: float, last: float) -> float:
-    """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the
-    last one, which is such a share of them."""
+    """Return what of a series of messages does not hide behind `cover` seconds of arithmetic: at
+    least the last one, which is such a share of them."""
     return max(seconds * last, seconds - engine.overlap * cover) if seconds else 0.0
 
 
 def _contended(
     engine: Engine, stage: Stage, passes: Pass, sync: SyncTimes, microbatches: int
 ) -> tuple[float, float]:
-    """The passes, longer where collectives of the batch axes run beside them: sums during the
-    backward pass (the last microbatch's, unless they are scattered each time), gathers the forward
-    pass too."""
+    """Return the passes, longer where collectives of the batch axes run beside them: sums during
+    the backward pass (the last microbatch's, unless they are scattered each time), gathers the
+    forward pass too."""
     slower = engine.contention
     gathers = slower if stage.zero >= 2 and sync.gather else 0.0
     sums = slower / (1 if stage.zero >= 2 else microbatches) if sync.reduce else 0.0

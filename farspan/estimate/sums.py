@@ -33,8 +33,8 @@ class SyncTimes(NamedTuple):
     sent: dict[str, float]
 
     def exposed(self, seconds: float, cover: float) -> float:
-        """What of a series of sums does not hide behind so many seconds of arithmetic: at least
-        what is sent last."""
+        """Return what of a series of sums does not hide behind so many seconds of arithmetic: at
+        least what is sent last."""
         return (
             max(self.trip + (seconds - self.trip) * self.last, seconds - cover) if seconds else 0.0
         )
@@ -60,8 +60,8 @@ def sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
 
 
 def _trip(network: Network, found: Iterable[Communication]) -> float:
-    """The way, there and back where nothing is posted ahead, of sums that go straight between
-    sites; those of a ring take theirs message by message."""
+    """Return the way, there and back where nothing is posted ahead, of sums that go straight
+    between sites; those of a ring take theirs message by message."""
     if not network.engine.direct:
         return 0.0
     groups = (group for one in found if one.ahead and one.way != "ring" for group in one.groups)
@@ -73,8 +73,8 @@ def _trip(network: Network, found: Iterable[Communication]) -> float:
 
 
 def _tables(costs: Costs, stage: Stage) -> float:
-    """The share of the embedding's tables in a stage's parameters: their gradients are complete
-    only when its backward pass ends."""
+    """Return the share of the embedding's tables in a stage's parameters: their gradients are
+    complete only when its backward pass ends."""
     graph = costs.graph
     return graph.parameters(0, 1) / graph.parameters(*stage.units) if stage.units[0] == 0 else 0.0
 
@@ -129,8 +129,8 @@ def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) ->
 
 
 def _scattered(costs: Costs, stage: Stage, rounds: float) -> float:
-    """What a part takes that each rank of a data axis sums for itself, as passes through memory: it
-    is copied, the others' are added to it, and it goes where the update reads it."""
+    """Return what a part takes that each rank of a data axis sums for itself, as passes through
+    memory: it is copied, the others' are added to it, and it goes where the update reads it."""
     ways = stage.mesh.size("data")
     if stage.zero == 0 or ways == 1:
         return 0.0
@@ -139,8 +139,8 @@ def _scattered(costs: Costs, stage: Stage, rounds: float) -> float:
 
 
 def _coding(costs: Costs, stage: Stage, messages: float) -> float:
-    """Encoding, decoding and adding what goes straight between sites, as passes through memory
-    (Engine)."""
+    """Return the cost of encoding, decoding and adding what goes straight between sites, as passes
+    through memory (Engine)."""
     mesh, bits = stage.mesh, stage.grad_sync.bits
     shares = [0.0]  # Of the parameters, those that a device codes.
     if stage.zero:

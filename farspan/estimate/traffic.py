@@ -73,7 +73,7 @@ class _Ledger:
             )
 
     def sends(self, purpose: Purpose, sends: Sends, times: int) -> None:
-        """The bytes between hosts of messages that are sent so many times."""
+        """Return the bytes between hosts of messages that are sent so many times."""
         for source, target, size in (*sends.across, *sends.inside):
             self.bytes(
                 purpose, self._network.hosts[source], self._network.hosts[target], times * size
@@ -121,13 +121,14 @@ def between_sites(
 
 
 def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -> None:
-    """Sums of gradients and gathers of weights."""
+    """Return sums of gradients and gathers of weights."""
     for one in costs.batch_axes(stage, replica.microbatches):
         ledger.communication(one)
 
 
 def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) -> None:
-    """The collectives between operators that the tensor axis divides, of every microbatch."""
+    """Return the collectives between operators that the tensor axis divides, of every
+    microbatch."""
     stage, graph = replica.stages[index], costs.graph
     for coordinate, group in enumerate(stage.mesh.batch):
         if not stage.rows[coordinate]:
@@ -167,7 +168,7 @@ def _edges(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
 
 
 def _tied(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
-    """The gradient of a table that both ends of a pipeline hold, one way, and its sum or the
+    """Return the gradient of a table that both ends of a pipeline hold, one way, and its sum or the
     updated rows back."""
     if not costs.graph.tied or len(replica.stages) == 1:
         return
@@ -187,6 +188,6 @@ def _tied(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
 
 
 def _replicas(plan: Plan, costs: Costs, ledger: _Ledger) -> None:
-    """What replicas exchange when they meet, spread over the steps between meetings."""
+    """Return what replicas exchange when they meet, spread over the steps between meetings."""
     if met := meeting(plan, costs.graph.parameters(), costs.engine):
         ledger.communication(met)

@@ -83,7 +83,7 @@ def write_plan_page(shown: Picture | None, told: Told, path: Path) -> None:
 
 
 def plan_page(shown: Picture | None, told: Told) -> str:
-    """The whole page as HTML. The same ranking gives the same bytes."""
+    """Return the whole page as HTML. The same ranking gives the same bytes."""
     jinja = environment()
     jinja.globals |= drawing_words() | {
         "lane_name": plan_picture.lane_name,
@@ -100,7 +100,7 @@ def plan_page(shown: Picture | None, told: Told) -> str:
 
 
 def drawing_words() -> dict[str, Any]:
-    """What the picture of a cluster in `template/plan.svg` uses."""
+    """Return what the picture of a cluster in `template/plan.svg` uses."""
     return {
         "rows_line": plan_picture.rows_line,
         "stage_line": plan_picture.stage_line,
@@ -110,7 +110,7 @@ def drawing_words() -> dict[str, Any]:
 
 
 def told_plan(shown: Picture | None) -> str:
-    """The cluster's picture in words, for those who do not see it."""
+    """Return the cluster's picture in words, for those who do not see it."""
     if shown is None:
         return ""
     boxes = [
@@ -149,7 +149,7 @@ def layout(shown: Picture) -> Drawing:
 
 
 def _site(site: SiteView, y: float, places: list[DrawnBox]) -> float:
-    """Adds a site's hosts and boxes; returns where it ends."""
+    """Add a site's hosts and boxes; returns where it ends."""
     for host in site.hosts:
         name = (
             site.name

@@ -128,7 +128,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def picture(plan: Plan, estimate: Estimate, costs: Costs) -> Picture:
-    """A plan and its estimate, ready to be drawn."""
+    """Return a plan and its estimate, ready to be drawn."""
     own_s = max(step(replica, costs).seconds for replica in plan.replicas)
     return Picture(
         plan=plan,
@@ -218,7 +218,7 @@ def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
 
 
 def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
-    """The simulated step of every stage, replica by replica."""
+    """Yield the simulated step of every stage, replica by replica."""
     number = 0
     tied_s = sum(
         exchange.seconds for exchange in traffic(plan, costs) if exchange.purpose == "tied table"
@@ -273,8 +273,8 @@ def _told(timed: ReplicaStep, times: list[StageTime], costs: Costs) -> float:
 
 
 def _marks(span: PassSpan, time: StageTime) -> Iterator[Mark]:
-    """A pass, and behind it what of it is communication: where inside the pass that falls is not
-    drawn."""
+    """Yield a pass, and behind it what of it is communication: where inside the pass that falls is
+    not drawn."""
     waits = {"forward": time.passes.forward_wait, "backward": time.passes.backward_wait}.get(
         span.kind, 0.0
     )

@@ -39,7 +39,7 @@ MOST = 24
 
 
 def show(shown: Picture, width: int) -> Iterator[Line]:
-    """The three pictures, one below the other."""
+    """Yield the three pictures, one below the other."""
     yield [("What runs where, and what crosses links in a step (both ways together)", "strong")]
     yield from cluster(shown, width)
     yield []
@@ -94,12 +94,12 @@ def _flow(ends: str, what: str, link: str, inside: bool, width: int) -> Iterator
 
 
 def wrapped(text: str, width: int) -> Iterator[Line]:
-    """A paragraph beside the pictures."""
+    """Yield a paragraph beside the pictures."""
     yield from ([(line, "soft")] for line in textwrap.wrap(text, width))
 
 
 def timeline(shown: Picture, width: int) -> Iterator[Line]:
-    """A lane a stage: each cell shows what fills most of it."""
+    """Yield a lane a stage: each cell shows what fills most of it."""
     name = max(len(lane_name(shown, lane)) for lane in shown.lanes)
     cells = width - name - 2
     for lane in shown.lanes[:MOST]:
@@ -120,7 +120,7 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
 
 
 def legend(marks: Iterable[Mark], nothing: str) -> str:
-    """What the glyphs of these marks mean, and what no mark does."""
+    """Return what the glyphs of these marks mean, and what no mark does."""
     used = {mark.kind for mark in marks}
     meanings = [
         f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {WORDS.get(kind, kind)}"
@@ -154,7 +154,8 @@ def filled(marks: Sequence[Mark], stage: int, ends: float, count: int) -> Line:
 
 
 def memory(shown: Picture, width: int) -> Iterator[Line]:
-    """A bar for every distinct device, on one scale; what is short stands beyond its capacity."""
+    """Yield a bar for every distinct device, on one scale; what is short stands beyond its
+    capacity."""
     scale = max(max(box.capacity, box.memory.total) for box in shown.boxes)
     labelled = bars(shown)
     name = max(len(label) for label, _ in labelled)

@@ -92,7 +92,7 @@ class Change(NamedTuple):
 
 
 def ring_steps(kind: Kind, ranks: int) -> int:
-    """Steps of a ring of so many ranks."""
+    """Return steps of a ring of so many ranks."""
     return (ranks - 1) * (2 if kind == "all_reduce" else 1)
 
 
@@ -110,8 +110,8 @@ class Buckets(NamedTuple):
 
 
 def buckets(graph: OpGraph, stage: Stage, engine: Engine, parameters: float) -> Buckets:
-    """An engine that sends straight fills them with whole gradients, in however many bits these
-    travel."""
+    """Return an engine that sends straight fills them with whole gradients, in however many bits
+    these travel."""
     by = stage.grad_sync
     filled = parameters * (4.0 if engine.direct else by.bits / 8)
     tensors = sum(
@@ -131,9 +131,9 @@ def batch_axes(
     microbatches: int,
     at: Place,
 ) -> tuple[Communication, ...]:
-    """Sums of gradients and gathers of weights, as often as ZeRO's level asks for them (arXiv
-    1910.02054), of a stage whose devices hold so many parameters each; `at(rank)` is a rank's
-    site."""
+    """Return sums of gradients and gathers of weights, as often as ZeRO's level asks for them
+    (arXiv 1910.02054), of a stage whose devices hold so many parameters each; `at(rank)` is a
+    rank's site."""
     if stage.zero == 0:
         found = _summed(graph, stage, engine, parameters, at)
     else:
@@ -182,7 +182,7 @@ def _divided(
     parameters: float,
     microbatches: int,
 ) -> tuple[Communication, ...]:
-    """Sums that are scattered over the data axis, and gathers of weights over it."""
+    """Return sums that are scattered over the data axis, and gathers of weights over it."""
     groups, ways = stage.mesh.groups("data"), stage.mesh.size("tensor")
     filled, messages, tensors = buckets(graph, stage, engine, parameters)
     sums = Communication(
@@ -221,7 +221,7 @@ def _divided(
 def _between_sites(
     stage: Stage, engine: Engine, parameters: float, messages: float
 ) -> Communication:
-    """Sums over the sites of what each rank of the data axis has summed inside its own."""
+    """Return sums over the sites of what each rank of the data axis has summed inside its own."""
     groups = stage.mesh.groups("site")
     part = parameters * stage.grad_sync.bits / 8 / stage.mesh.size("data")
     return Communication(
@@ -238,8 +238,8 @@ def _between_sites(
 
 
 def matrix_parts(stage: Stage, shared: float) -> tuple[Communication, ...]:
-    """The parts of so many elements of matrices that the ranks of a tensor axis gather for an
-    update, and what they then give each other of it, in fp32."""
+    """Return the parts of so many elements of matrices that the ranks of a tensor axis gather for
+    an update, and what they then give each other of it, in fp32."""
     if not shared:
         return ()
     return (
@@ -256,7 +256,8 @@ def matrix_parts(stage: Stage, shared: float) -> tuple[Communication, ...]:
 
 
 def _partial_weights(graph: OpGraph, stage: Stage) -> Communication | None:
-    """Sums over the tensor axis of the gradients of operators that divide the batch over it."""
+    """Return sums over the tensor axis of the gradients of operators that divide the batch over
+    it."""
     size = sum(
         count * graph.size(weight.dims) * stage.grad_sync.bits / 8
         for unit, count in graph.kinds(*stage.units)
@@ -284,8 +285,8 @@ def layout_changes(
     seq_len: int,
     width: int,
 ) -> Iterator[Change]:
-    """What a tensor axis exchanges in the passes of one unit over so many sequences, of numbers of
-    `width` bytes."""
+    """Yield what a tensor axis exchanges in the passes of one unit over so many sequences, of
+    numbers of `width` bytes."""
     residual = splits.get(RESIDUAL, "")
     writes = residual
 
@@ -317,8 +318,9 @@ def layout_changes(
 
 
 def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
-    """The rows of a microbatch that each worker of a stage has: those of its batch coordinate, or
-    the tensor axis' share of them where the residual stream is divided over it by rows."""
+    """Return the rows of a microbatch that each worker of a stage has: those of its batch
+    coordinate, or the tensor axis' share of them where the residual stream is divided over it by
+    rows."""
     held: list[HeldRange] = []
     mesh, start = replica.stages[stage].mesh, 0
     for c, ranks in enumerate(mesh.batch):
@@ -342,22 +344,22 @@ class Sends(NamedTuple):
 def stage_sends(
     replica: Replica, edge: int, backward: bool, row: float, plain: float, at: Place
 ) -> Sends:
-    """A microbatch on its way over an edge: `row` bytes a sequence between the stages, `plain` ones
-    inside a site."""
+    """Return a microbatch on its way over an edge: `row` bytes a sequence between the stages,
+    `plain` ones inside a site."""
     ends = (edge + 1, edge) if backward else (edge, edge + 1)
     held, wanted = (rows_held(replica, stage) for stage in ends)
     return _sends(held, wanted, row, plain, at)
 
 
 def table_sends(graph: OpGraph, source: Stage, target: Stage, row: float, at: Place) -> Sends:
-    """A table that two stages hold on its way from one to the other: `row` bytes each of its
+    """Return a table that two stages hold on its way from one to the other: `row` bytes each of its
     rows."""
     held, wanted = (_table_held(graph, stage) for stage in (source, target))
     return _sends(held, wanted, row, row, at)
 
 
 def _table_held(graph: OpGraph, stage: Stage) -> list[HeldRange]:
-    """The rows of a tied table that each worker of a stage has."""
+    """Return the rows of a tied table that each worker of a stage has."""
     op = "tok" if stage.units[0] == 0 else "head"
     rows, ways = graph.sizes["v"], stage.mesh.size("tensor") if stage.splits.get(op) == "v" else 1
     return [
@@ -388,8 +390,8 @@ def _sized(sends: Iterable[Send], each: float) -> tuple[Flow, ...]:
 
 
 def meeting(plan: Plan, parameters: float, engine: Engine) -> Communication | None:
-    """What replicas tell one another when they meet, which is once in `sync.every` steps; None
-    where they never do."""
+    """Return what replicas tell one another when they meet, which is once in `sync.every` steps;
+    None where they never do."""
     if plan.sync is None or len(plan.replicas) < 2:
         return None
     leaders = tuple(replica.stages[0].mesh.ranks[0] for replica in plan.replicas)
@@ -419,7 +421,7 @@ def flows(one: Communication, at: Place) -> Iterator[Flow]:
 
 
 def ring_share(kind: Kind, ranks: int) -> float:
-    """The share of a tensor that goes over each hop of a ring of so many ranks."""
+    """Return the share of a tensor that goes over each hop of a ring of so many ranks."""
     return ring_steps(kind, ranks) / ranks / (ranks if kind == "all_to_all" else 1)
 
 

@@ -14,7 +14,7 @@ from farspan.domain.plan import Plan
 
 
 def plan_key(plan: Plan) -> str:
-    """What decides a plan's seconds a step on a cluster: its hash without the run's length,
+    """Return what decides a plan's seconds a step on a cluster: its hash without the run's length,
     schedule, inputs, and what the cluster calls its devices."""
     train, devices = (
         plan.train,
@@ -37,14 +37,14 @@ def plan_key(plan: Plan) -> str:
 
 
 def training_key(plan: Plan) -> str:
-    """What two plans must share so that one goes on from the other's checkpoint: model, text, and
-    all that decides the loss of synchronous steps. How the work is divided, and how often is saved
-    and validated, may differ."""
+    """Return what two plans must share so that one goes on from the other's checkpoint: model,
+    text, and all that decides the loss of synchronous steps. How the work is divided, and how often
+    is saved and validated, may differ."""
     return content_hash(*_training(plan).values())
 
 
 def unlike_training(one: Plan, other: Plan) -> list[str]:
-    """What of the training two plans do not share, as run.yaml calls it."""
+    """Return what of the training two plans do not share, as run.yaml calls it."""
     mine, theirs = _training(one), _training(other)
     return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
 
@@ -86,8 +86,8 @@ def cluster_hash(cluster: Cluster) -> str:
 
 
 def identity(cluster: Cluster) -> str:
-    """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the
-    links between them, is measured and learned again, and the plan priced by it."""
+    """Return what a plan knows its cluster by: its sites, hosts and devices. How fast these are,
+    and the links between them, is measured and learned again, and the plan priced by it."""
     devices = [
         (site.name, host.name, device.kind, device.backend, device.slot.threads)
         for site in cluster.sites
@@ -98,6 +98,6 @@ def identity(cluster: Cluster) -> str:
 
 
 def lasting(plan: Plan, cluster: Cluster) -> Plan:
-    """The plan as it is known again on the same cluster on another day."""
+    """Return the plan as it is known again on the same cluster on another day."""
     inputs = msgspec.structs.replace(plan.inputs, cluster=identity(cluster))
     return msgspec.structs.replace(plan, inputs=inputs)

@@ -39,7 +39,7 @@ def keeps_scores(length: int, width: int, backend: str) -> bool:
 
 
 def query_blocks(length: int, width: int) -> list[slice]:
-    """The queries that attention on CPUs takes at a time, of numbers of so many bytes."""
+    """Return the queries that attention on CPUs takes at a time, of numbers of so many bytes."""
     most = CPU_QUERIES[width]
     return [slice(start, min(start + most, length)) for start in range(0, length, most)]
 
@@ -47,9 +47,9 @@ def query_blocks(length: int, width: int) -> list[slice]:
 def activities(
     graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None
 ) -> dict[Activity, float]:
-    """What an operator does beside matrix products, with the number of elements of each activity
-    over so many sequences; `keys`: `scored_keys`, of which whole blocks are left out on CPUs
-    only."""
+    """Return what an operator does beside matrix products, with the number of elements of each
+    activity over so many sequences; `keys`: `scored_keys`, of which whole blocks are left out on
+    CPUs only."""
 
     def size(dims: str) -> float:
         return graph.size(dims, b=rows, s=seq_len)
@@ -78,7 +78,7 @@ def activities(
 def _attended(
     graph: OpGraph, op: Operator, size: Callable[[str], float], keys: float | None, *, whole: bool
 ) -> dict[Activity, float]:
-    """What attention does beside its products; `whole` if no keys are left out."""
+    """Return what attention does beside its products; `whole` if no keys are left out."""
     done: dict[Activity, float] = {}
     if len(op.keeps) > 1:  # Rotation made new q and k.
         done["rotary"] = size("bsnr") + size("bsne")

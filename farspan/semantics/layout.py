@@ -36,8 +36,8 @@ class Send(NamedTuple):
 def transfer(
     held: Sequence[HeldRange], wanted: Sequence[HeldRange], place: Callable[[int], Hashable]
 ) -> tuple[tuple[Send, ...], tuple[Send, ...]]:
-    """The sends, in two rounds, after which every rank has the parts that it wants; `place(rank)`
-    is a rank's site.
+    """Return the sends, in two rounds, after which every rank has the parts that it wants;
+    `place(rank)` is a rank's site.
 
     In the first round holders send: to all of their own site that lack an element, and to one rank,
     the gateway, of each other site that wants it and lacks it. In the second the gateways spread it
@@ -95,7 +95,8 @@ def _pieces(
 
 
 def by_site(ranks: Iterable[int], place: Callable[[int], Hashable]) -> dict[Hashable, Ranks]:
-    """The ranks of each site, both in the order given: that of a dict, so that no hash decides."""
+    """Return the ranks of each site, both in the order given: that of a dict, so that no hash
+    decides."""
     found: dict[Hashable, list[int]] = {}
     for rank in ranks:
         found.setdefault(place(rank), []).append(rank)
@@ -105,9 +106,9 @@ def by_site(ranks: Iterable[int], place: Callable[[int], Hashable]) -> dict[Hash
 def _deal(
     parts: Iterable[tuple[Tag, int, int]], members: Ranks, load: Counter[int]
 ) -> Iterator[tuple[int, Tag, int, int]]:
-    """The parts cut into one consecutive share for each member, as (member, tag, start, stop).
-    Shares differ by one element at most; who has the least `load`, to which all shares are added,
-    comes first and gets the odd ones."""
+    """Yield the parts cut into one consecutive share for each member, as (member, tag, start,
+    stop). Shares differ by one element at most; who has the least `load`, to which all shares are
+    added, comes first and gets the odd ones."""
     parts = list(parts)
     even, odd = divmod(sum(stop - start for _, start, stop in parts), len(members))
     turns = enumerate(sorted(members, key=lambda rank: (load[rank], rank)))

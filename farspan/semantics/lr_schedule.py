@@ -46,14 +46,14 @@ def learning_rate(
 
 
 def _start(schedule: Schedule, steps: int) -> int:
-    """The last step at the peak."""
+    """Return the last step at the peak."""
     if schedule.kind != "wsd":
         return schedule.warmup_steps
     return max(schedule.warmup_steps, steps - math.ceil(steps * schedule.decay))
 
 
 def _decaying(schedule: Schedule, steps: int) -> int:
-    """Steps from the peak to the floor, one at least."""
+    """Return steps from the peak to the floor, one at least."""
     return max(1, steps - 1 - _start(schedule, steps))
 
 

@@ -35,8 +35,8 @@ class Matrix(NamedTuple):
 
 
 def matrices(graph: OpGraph) -> dict[str, Matrix]:
-    """The matrices of a block, by the parameter's name inside it: the weights that a product's
-    einsum names."""
+    """Return the matrices of a block, by the parameter's name inside it: the weights that a
+    product's einsum names."""
     found = {}
     for op in graph.block:
         dims = op.inputs[-1]
@@ -58,7 +58,7 @@ def by_shape(updated: Iterable[tuple[Matrix, int]]) -> dict[tuple[int, int], int
 
 
 def block_matrices(graph: OpGraph) -> dict[str, Matrix]:
-    """The matrices of all blocks, by the parameter's global name."""
+    """Return the matrices of all blocks, by the parameter's global name."""
     return {
         f"blocks.{b}.{name}": matrix
         for b in range(graph.layers)
@@ -165,8 +165,8 @@ def _size(matrix: Matrix, ways: int) -> int:
 
 
 def _kind(split: str, tensor: int) -> str:
-    """What a tensor axis does to a parameter: nothing, or all have a summand of its gradient, or a
-    part of it."""
+    """Return what a tensor axis does to a parameter: nothing, or all have a summand of its
+    gradient, or a part of it."""
     return "copied" if tensor == 1 or not split else "summed" if split == "b" else "divided"
 
 

@@ -8,7 +8,8 @@ from farspan.domain.plan import Replica
 
 
 def pass_order(microbatches: int, depth: int) -> list[tuple[str, int]]:
-    """The passes of a stage: `depth` forward passes ahead, then backward and forward in turn."""
+    """Return the passes of a stage: `depth` forward passes ahead, then backward and forward in
+    turn."""
     ahead = min(depth, microbatches)
     passes = [("forward", i) for i in range(ahead)]
     for i in range(microbatches):

@@ -43,7 +43,7 @@ def strategies(op: Operator, sizes: dict[str, int], ways: int, rows: int) -> tup
 
 
 def strategy(op: Operator, split: str) -> Strategy:
-    """The strategy that splits this dim. Raises ValueError where the operator lacks it."""
+    """Return the strategy that splits this dim. Raises ValueError where the operator lacks it."""
     if split == "":
         return Strategy("", COPY, COPY, COPY)
     if split != "b" and split not in op.divisible:
@@ -58,8 +58,8 @@ def strategy(op: Operator, split: str) -> Strategy:
 def between(
     writes: str, reads: str, gradient: str
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Collectives over the tensor between two operators: in the forward pass, and in the backward
-    pass."""
+    """Return collectives over the tensor between two operators: in the forward pass, and in the
+    backward pass."""
     if writes == PARTIAL:
         forward: tuple[Collective, ...] = ("all_reduce",) if reads == COPY else ("reduce_scatter",)
         backward: tuple[Collective, ...] = () if reads == COPY else ("all_gather",)
@@ -107,8 +107,8 @@ WHOLE = Division()
 
 
 def divided(op: Operator, split: str, ways: int, residual: str = COPY) -> Division:
-    """What one device of `ways` does of an operator that is split over a dim, where the residual
-    stream is split over `residual`."""
+    """Return what one device of `ways` does of an operator that is split over a dim, where the
+    residual stream is split over `residual`."""
     plan, each = strategy(op, split), 1 / ways
     return Division(
         arithmetic=work_share(split, ways),
@@ -127,8 +127,8 @@ def returns_to_residual(op: Operator) -> bool:
 
 
 def sections(graph: OpGraph, dims: str) -> tuple[int, ...]:
-    """What a tensor of these dims is made of along the dim that an operator divides: q, k and v;
-    gate and value."""
+    """Return what a tensor of these dims is made of along the dim that an operator divides: q, k
+    and v; gate and value."""
     if "c" in dims:
         return graph.sizes["r"], graph.sizes["e"], graph.sizes["e"]
     return (1,) * graph.sizes["w"] if "w" in dims else (1,)

@@ -46,7 +46,8 @@ class Case(NamedTuple):
 
 
 def spec_of(entry: str | Shape) -> ModelSpec:
-    """The model that a matrix names. Raises Refusal (out-of-range) for one that cannot be."""
+    """Return the model that a matrix names. Raises Refusal (out-of-range) for one that cannot
+    be."""
     if isinstance(entry, str):
         return model_of(entry, "models", MATRIX)
     knobs = {"heads": entry.heads} if entry.heads is not None else {}
@@ -75,8 +76,8 @@ def seq_len_of(cell: Cell, model: ModelSpec) -> int:
 
 
 def places_of(cluster: Cluster, devices: str) -> tuple[int, ...] | Problem:
-    """The devices that a cell means, by place; the Problem device-missing where the cluster has
-    them not."""
+    """Return the devices that a cell means, by place; the Problem device-missing where the cluster
+    has them not."""
     everything = [site.name for site in cluster.sites for host in site.hosts for _ in host.devices]
     if devices == "all":
         return tuple(range(len(everything)))
@@ -110,8 +111,8 @@ def check_techniques(matrix: Matrix) -> None:
 
 
 def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: str = "") -> Case:
-    """The plan of a cell, priced on its cluster. Raises Refusal for what the matrix says that
-    cannot be."""
+    """Return the plan of a cell, priced on its cluster. Raises Refusal for what the matrix says
+    that cannot be."""
     model = spec_of(matrix.models[cell.model])
     available = places_of(cluster, cell.devices)
     places = () if isinstance(available, Problem) else available
@@ -221,7 +222,7 @@ def _gathered_singly(replica: Replica) -> Replica:
 
 
 def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:
-    """A plan that a file holds, where the cell asks for what it was made for."""
+    """Return a plan that a file holds, where the cell asks for what it was made for."""
     train = task.train
     unlike = {
         "the model": plan.model != task.model,
@@ -245,7 +246,7 @@ def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:
 
 
 def key_of(matrix: Matrix, priced: Case, cluster_hash: str) -> str:
-    """What a row must have for it to be an answer to a cell: its settings and all that they
+    """Return what a row must have for it to be an answer to a cell: its settings and all that they
     mean."""
     plan = priced.made if isinstance(priced.made, Plan) else priced.made.code
     what = (plan.replicas, plan.sync, plan.devices) if isinstance(plan, Plan) else plan

@@ -36,7 +36,7 @@ def clusters_of(matrix: Matrix, labels: Iterable[str]) -> Iterator[There]:
 
 @contextlib.contextmanager
 def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
-    """A cluster of the matrix, its lab up for as long as the `with` lasts."""
+    """Return a cluster of the matrix, its lab up for as long as the `with` lasts."""
     entry = matrix.clusters[label]
     if entry == HERE:
         from farspan.launch.probe import Probe, check_gpus
@@ -84,7 +84,7 @@ def remove_orphans(matrix: Matrix) -> None:
 
 
 def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
-    """The cluster with the matrix's prices where it has none of its own."""
+    """Return the cluster with the matrix's prices where it has none of its own."""
 
     def device_of(host: Host, index: int) -> Device:
         device = host.devices[index]
@@ -96,8 +96,8 @@ def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
 
 
 def bare(cluster: Cluster) -> Cluster:
-    """A cluster's figures, without ways to enter it and prices, which change no step: what stays
-    the same where it is made anew each time, and all that is written down of it."""
+    """Return a cluster's figures, without ways to enter it and prices, which change no step: what
+    stays the same where it is made anew each time, and all that is written down of it."""
     return cluster.with_hosts(
         lambda host: msgspec.structs.replace(
             host,
@@ -112,5 +112,5 @@ def bare(cluster: Cluster) -> Cluster:
 
 
 def figures_hash(cluster: Cluster) -> str:
-    """The name of a cluster's figures, the same on another day."""
+    """Return the name of a cluster's figures, the same on another day."""
     return cluster_hash(bare(cluster))

@@ -20,7 +20,7 @@ TOKEN_BYTES = 3
 
 
 def make(folder: Path, vocab: int, tokens: int, seed: int = 0) -> CorpusManifest:
-    """A corpus of so many tokens for training, and a twentieth more for validation; the same
+    """Return a corpus of so many tokens for training, and a twentieth more for validation; the same
     arguments make the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)

@@ -195,7 +195,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures(row: Row, step_s: float) -> Figures:
-    """The figures of a row for a measured or a predicted step."""
+    """Return the figures of a row for a measured or a predicted step."""
     rate = row.step_tokens / step_s
     return Figures(
         tokens_per_s=rate,

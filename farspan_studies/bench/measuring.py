@@ -82,11 +82,11 @@ class Results:
             ) from None
 
     def plan(self, hash_: str) -> Plan:
-        """A row's plan. Raises Refusal where its file is gone."""
+        """Return a row's plan. Raises Refusal where its file is gone."""
         return load(self._named("plans", hash_), Plan)
 
     def cluster(self, hash_: str) -> Cluster:
-        """A row's cluster. Raises Refusal where its file is gone."""
+        """Return a row's cluster. Raises Refusal where its file is gone."""
         return load_cluster_json(self._named("clusters", hash_))
 
     def _named(self, folder: str, hash_: str) -> Path:
@@ -145,7 +145,7 @@ class Todo(NamedTuple):
     launcher: str
 
     def seconds(self, matrix: Matrix) -> float:
-        """What it is predicted to take."""
+        """Return what it is predicted to take."""
         if self.case.estimate is None:
             return 0.0
         assert isinstance(self.case.made, Plan)
@@ -217,7 +217,7 @@ def meanings(
     paces: TriedPaces,
     known: Collection[str],
 ) -> tuple[list[Todo], list[Todo]]:
-    """What cells mean, all and those that are not `known` by their keys."""
+    """Return what cells mean, all and those that are not `known` by their keys."""
     every = [meant(matrix, cell, clusters[cell.cluster], paces) for cell in wanted]
     return every, [item for item in every if item.key not in known]
 
@@ -266,7 +266,7 @@ def refuse_changed(clusters: There, rows: Sequence[Row]) -> None:
 
 
 def meant(matrix: Matrix, cell: Cell, described: tuple[Cluster, str], paces: TriedPaces) -> Todo:
-    """A cell as a plan, priced on its cluster as far as that was tried."""
+    """Return a cell as a plan, priced on its cluster as far as that was tried."""
     (cluster, cluster_hash) = described
     entry = matrix.clusters[cell.cluster]
     launcher = reached_by(entry) or "local" if isinstance(entry, str) else "local"
@@ -280,8 +280,8 @@ def meant(matrix: Matrix, cell: Cell, described: tuple[Cluster, str], paces: Tri
 
 
 def refuse_impossible(every: Sequence[Todo]) -> None:
-    """A number of devices that no cluster has, or a length that no model allows, is a mistake; what
-    some lack is a row without a plan."""
+    """Return a number of devices that no cluster has, or a length that no model allows, is a
+    mistake; what some lack is a row without a plan."""
     for code, of in (("device-missing", "devices"), ("out-of-range", "seq_len")):
         problems: dict[object, list[Problem | None]] = {}
         for item in every:
@@ -345,7 +345,8 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
 
 
 def reprice(results: Results, every: Sequence[Todo]) -> None:
-    """What was measured at other prices, or at none, is told at those that the matrix has now."""
+    """Return what was measured at other prices, or at none, is told at those that the matrix has
+    now."""
     known = {row.key: row for row in results.read()}
     for item in every:
         row = known.get(item.key)
@@ -363,7 +364,7 @@ def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
 
 
 def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -> Row:
-    """A row before anything was measured: what the cell means, and its prediction."""
+    """Return a row before anything was measured: what the cell means, and its prediction."""
     priced = todo.case
     estimate = todo.case.estimate
     plan = priced.made if isinstance(priced.made, Plan) else None

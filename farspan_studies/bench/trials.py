@@ -48,8 +48,8 @@ class TriedPaces:
         self._known: dict[Path, DeviceTrial] = {}
 
     def cluster(self, cell: Cell) -> Cluster:
-        """The cell's cluster, with the pace and the memory of its model's trial where there is
-        one."""
+        """Return the cell's cluster, with the pace and the memory of its model's trial where there
+        is one."""
         plain = self._there[cell.cluster][0]
         model = spec_of(self._matrix.models[cell.model])
         train = TrainSpec(
@@ -62,8 +62,8 @@ class TriedPaces:
         return _as_found(plain, self._tried(self._path(cell, model)), model, train)
 
     def missing(self, cases: Iterable[Case], *, retry: bool) -> dict[Path, Case]:
-        """The first case of every trial that is yet to be made, with `retry` also of those that
-        failed, by the trial's file."""
+        """Return the first case of every trial that is yet to be made, with `retry` also of those
+        that failed, by the trial's file."""
         untried: dict[Path, Case] = {}
         for case in cases:
             path = self._path(case.cell, case.model)
@@ -90,8 +90,8 @@ class TriedPaces:
             save(trial, path)
 
     def _path(self, cell: Cell, model: ModelSpec) -> Path:
-        """The file of the trial that a cell is priced by: batch, technique and devices are not its
-        own."""
+        """Return the file of the trial that a cell is priced by: batch, technique and devices are
+        not its own."""
         hash_ = self._there[cell.cluster][1]
         return trial_file(
             self._folder, hash_, model, cell.precision, seq_len_of(cell, model), cell.attention
@@ -104,21 +104,21 @@ class TriedPaces:
 
 
 def trial_file(folder: Path, cluster_hash: str, model: ModelSpec, *more: object) -> Path:
-    """The file of a trial of a model at a precision, length of sequences and attention."""
+    """Return the file of a trial of a model at a precision, length of sequences and attention."""
     return folder / f"{content_hash(model, cluster_hash, *more)}.json"
 
 
 def _as_found(
     plain: Cluster, trial: DeviceTrial | None, model: ModelSpec, train: TrainSpec
 ) -> Cluster:
-    """The cluster as the trial found its first device; as it is where there is none."""
+    """Return the cluster as the trial found its first device; as it is where there is none."""
     if trial is None or trial.probe is None:
         return plain
     return model_speed.calibrated(plain, model, train, engine("farspan"), trial.probe)
 
 
 def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Cluster:
-    """The cluster as a plan of a bench was priced on it, whose trials lie in `folder`."""
+    """Return the cluster as a plan of a bench was priced on it, whose trials lie in `folder`."""
     train = plan.train
     path = trial_file(
         folder, cluster_hash, plan.model, train.precision, train.seq_len, train.attention
@@ -127,7 +127,7 @@ def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Clu
 
 
 def tried(case: Case, plain: Cluster) -> DeviceTrial:
-    """A few steps of a case's model on the first device, of as many of its sequences as fit
+    """Return a few steps of a case's model on the first device, of as many of its sequences as fit
     there."""
     wanted = msgspec.structs.replace(case.train, batch=case.cell.batch, steps=1)
     train = model_speed.fitting(case.model, wanted, plain, engine("farspan"))

@@ -70,7 +70,7 @@ def _delta(given: argparse.Namespace) -> float:
 def select(
     given: argparse.Namespace, resolved: Resolved, asked: ParallelConfig, console: Console
 ) -> tuple[Plan, dict[str, Any]]:
-    """The plan that the algorithm chooses, and all that it measured. Raises Refusal where it
+    """Return the plan that the algorithm chooses, and all that it measured. Raises Refusal where it
     chooses nothing."""
     delta = _delta(given)
     steps = epsilon(given.epsilon or EPSILON)(resolved)

@@ -54,7 +54,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
 
 def path_of(name: str) -> Path:
-    """The file of a matrix. Raises Refusal (path-missing)."""
+    """Return the file of a matrix. Raises Refusal (path-missing)."""
     folder = Path(str(resources.files("farspan_studies").joinpath("matrices")))
     ours = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if Path(name).is_file() or name in ours:

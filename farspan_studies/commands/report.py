@@ -17,7 +17,7 @@ SHOWN = 8
 
 
 def report(name: str, console: Console, *, predicted: bool) -> bool:
-    """The report of a bench's folder, or of a paper where no such folder is; whether it is
+    """Return the report of a bench's folder, or of a paper where no such folder is; whether it is
     either."""
     if (Path(name) / "rows.jsonl").exists():
         bench(Path(name), console, predicted=predicted)
@@ -26,7 +26,7 @@ def report(name: str, console: Console, *, predicted: bool) -> bool:
 
 
 def bench(folder: Path, console: Console, *, predicted: bool) -> None:
-    """The tables of a bench, and its page."""
+    """Return the tables of a bench, and its page."""
     from farspan_studies.bench.measuring import Results
     from farspan_studies.pages.drawing import drawn_bench
 
@@ -50,7 +50,8 @@ def bench(folder: Path, console: Console, *, predicted: bool) -> None:
 
 
 def paper(name: str, console: Console, *, predicted: bool) -> bool:
-    """A paper's tables and figures, as printed or as predicted; whether there is such a paper."""
+    """Return a paper's tables and figures, as printed or as predicted; whether there is such a
+    paper."""
     from farspan.planning.size import fitted_shape
     from farspan_studies.pages import results
     from farspan_studies.pages.drawing import drawn_slices

@@ -204,7 +204,8 @@ def _slm_cost(console: Console) -> None:
 
 
 def _published(console: Console) -> None:
-    """Runs that nothing was fitted to, each priced as a user gets it: from the catalogue alone."""
+    """Return runs that nothing was fitted to, each priced as a user gets it: from the catalogue
+    alone."""
     from farspan_studies.papers import unseen_runs
 
     rows = unseen_runs.unseen_runs()
@@ -290,7 +291,7 @@ def _say_assumed(console: Console, rows: Sequence[Any]) -> None:
 
 
 def _say_surface(console: Console, surface: Sequence[Any]) -> None:
-    """The four figures: the best over what each does not show, for every GPU."""
+    """Return the four figures: the best over what each does not show, for every GPU."""
     from farspan_studies.papers.cost_study import best
 
     shown = {
@@ -333,7 +334,7 @@ def _say_rest(console: Console, answer: dict[str, Any], columns: Sequence[str]) 
 
 
 def parameters(used: Engine) -> list[dict[str, Any]]:
-    """The engine's fitted constants: name, value, and what they were fitted on."""
+    """Return the engine's fitted constants: name, value, and what they were fitted on."""
     from farspan_studies.papers.calibrate import constant
 
     return [
@@ -347,7 +348,8 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def best_plan(model: ModelSpec, cluster: Cluster, train: TrainSpec) -> Estimate | None:
-    """What our own best plan would take under our own engine, on the cluster or a part of it."""
+    """Return what our own best plan would take under our own engine, on the cluster or a part of
+    it."""
     from farspan.planning.rank import rank
 
     ranking = rank(model, cluster, train, engine("farspan"))

@@ -28,7 +28,7 @@ GAP = 0.22
 
 
 def tint(index: int) -> str:
-    """The colour of a series, and its pale one once all are taken."""
+    """Return the colour of a series, and its pale one once all are taken."""
     return TINTS[index % len(TINTS)] + (" pale" if index >= len(TINTS) else "")
 
 
@@ -102,7 +102,7 @@ class Dots(msgspec.Struct, frozen=True):
 
 
 def bar_scale(chart: Bars) -> Scale:
-    """The vertical scale, from zero or, where values lie far apart, logarithmic."""
+    """Return the vertical scale, from zero or, where values lie far apart, logarithmic."""
     values = [bar.value for _, bars in chart.series for bar in bars if bar.value is not None]
     values += [end for _, bars in chart.series for bar in bars if bar.span for end in bar.span]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
@@ -125,8 +125,8 @@ def places(chart: Bars) -> list[list[tuple[float, float]]]:
 
 
 def lines(group: str, chart: Bars) -> list[str]:
-    """A group's name below its bars: a line a part, and a word where a part is wider than the
-    group."""
+    """Return a group's name below its bars: a line a part, and a word where a part is wider than
+    the group."""
     room = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
     parts = group.split(", ")
     return [
@@ -145,15 +145,15 @@ def dot_scales(chart: Dots) -> tuple[Scale, Scale]:
 
 
 def short(value: float) -> str:
-    """A bar's number: three digits at most."""
+    """Return a bar's number: three digits at most."""
     if value == 0:
         return "0"
     return label(round(value, 2 - math.floor(math.log10(abs(value)))))
 
 
 def bars_csv(chart: Bars) -> str:
-    """A line a group and series, with where repeats or a prediction lie; the note where there is no
-    value."""
+    """Return a line a group and series, with where repeats or a prediction lie; the note where
+    there is no value."""
     rows = [",".join(map(cell, ("group", "series", chart.unit, "low", "high", "note")))]
     for place, group in enumerate(chart.groups):
         for name, bars in chart.series:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def drawn_slices(*, predicted: bool) -> list[Drawn]:
-    """The FABRIC study's slices with their fastest published plans."""
+    """Return the FABRIC study's slices with their fastest published plans."""
     from farspan_studies.pages.paper_rows import slices
 
     return [
@@ -26,7 +26,7 @@ def drawn_slices(*, predicted: bool) -> list[Drawn]:
 
 
 def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[Drawn]:
-    """A bench's clusters with the plan of each that was fastest, or was predicted to be."""
+    """Return a bench's clusters with the plan of each that was fastest, or was predicted to be."""
     from farspan_studies.bench.measuring import Results
     from farspan_studies.bench.trials import as_tried
     from farspan_studies.pages.drawn import Drawn

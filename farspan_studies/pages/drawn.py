@@ -64,8 +64,8 @@ class Drawn(msgspec.Struct, frozen=True):
 
 
 def clusters(drawings: Sequence[Drawn]) -> Table | None:
-    """What each cluster is: devices by site, and the links between them; the FABRIC paper's table
-    I."""
+    """Return what each cluster is: devices by site, and the links between them; the FABRIC paper's
+    table I."""
     lines = []
     for drawing in drawings:
         sites = [f"{site.name}: {_devices(site.hosts)}" for site in drawing.sites.sites]

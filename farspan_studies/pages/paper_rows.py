@@ -27,7 +27,7 @@ SOURCES = {"fabric": "arXiv 2602.02632", "slm-cost": "arXiv 2410.19456"}
 
 
 def rows(name: str) -> list[Row]:
-    """The rows of one of ENGINES."""
+    """Return the rows of one of ENGINES."""
     return (fabric if name == "fabric" else slm_cost)(engine(ENGINES[name]))
 
 
@@ -169,8 +169,8 @@ def slm_cost(engine: Engine) -> list[Row]:
 
 
 def as_plotted(grid_rows: list[Row]) -> list[Row]:
-    """The cost study's printed points alone: each is the best over batch and attention, which are
-    not told (0)."""
+    """Return the cost study's printed points alone: each is the best over batch and attention,
+    which are not told (0)."""
     return [
         msgspec.structs.replace(
             row, cell=msgspec.structs.replace(row.cell, batch=0, attention="sdpa")
@@ -190,7 +190,7 @@ def _row(
     memory: int,
     **more: Any,
 ) -> Row:
-    """A row whose printed step, where there is one, counts as measured."""
+    """Return a row whose printed step, where there is one, counts as measured."""
     low, high = interval
     row = Row(
         matrix=name,

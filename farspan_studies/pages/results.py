@@ -65,8 +65,8 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def points(rows: Iterable[Row], *, predicted: bool = False) -> list[Point]:
-    """The cells of a bench whose cluster has the devices for them, in the order in which they first
-    came; with `predicted` as they were foretold."""
+    """Return the cells of a bench whose cluster has the devices for them, in the order in which
+    they first came; with `predicted` as they were foretold."""
     groups: dict[str, list[Row]] = {}
     for row in (cell_row for cell_row in rows if cell_row.used):
         groups.setdefault(
@@ -133,7 +133,7 @@ def _foretold(row: Row) -> Point:
 
 
 def distinct(points: Iterable[Point], key: Callable[[Row], object]) -> list[str]:
-    """The values of a setting, in the order in which they came."""
+    """Return the values of a setting, in the order in which they came."""
     return list(dict.fromkeys(str(key(point.row)) for point in points))
 
 
@@ -162,8 +162,8 @@ def bars(
     value: Callable[[Point], float | None],
     most: bool,
 ) -> Bars | None:
-    """A bar for every pair of settings: the best of its points, or a cross that says why there is
-    none."""
+    """Return a bar for every pair of settings: the best of its points, or a cross that says why
+    there is none."""
     groups = distinct(points, group)
     names = distinct(points, series)
     series_bars = []
@@ -190,7 +190,7 @@ def _settings(row: Row) -> str:
 
 
 def _varied(points: Sequence[Point]) -> dict[str, Callable[[Row], object]]:
-    """The settings that points differ in."""
+    """Return the settings that points differ in."""
     return {
         name: setting for name, setting in SETTINGS.items() if len(distinct(points, setting)) > 1
     }
@@ -324,9 +324,9 @@ def latency(points: Sequence[Point]) -> list[Chart]:
 
 
 def budgets(points: Sequence[Point]) -> Chart | None:
-    """What a scaling law expects of each model's loss for a budget, spent in its cheapest setting:
-    loss a dollar of arXiv 2410.19456, whose loss a token is here the law's (`estimate.loss`), not a
-    constant."""
+    """Return what a scaling law expects of each model's loss for a budget, spent in its cheapest
+    setting: loss a dollar of arXiv 2410.19456, whose loss a token is here the law's
+    (`estimate.loss`), not a constant."""
     tops = {}
     for model in distinct(points, _model):
         own = [point for point in points if _model(point.row) == model]
@@ -443,7 +443,7 @@ def _model(row: Row) -> str:
 
 
 def _devices(row: Row) -> str:
-    """A site by its name, as two may have as many; else how many."""
+    """Return a site by its name, as two may have as many; else how many."""
     named = row.cell.devices != "all" and not row.cell.devices.isdigit()
     return row.cell.devices if named else f"{row.used} device{'s' * (row.used != 1)}"
 
@@ -466,7 +466,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def tables(points: Sequence[Point]) -> list[Table]:
-    """What a paper would print of a bench."""
+    """Return what a paper would print of a bench."""
     return [*lasting(points), *bought(points)]
 
 
@@ -543,7 +543,7 @@ def _groups(points: Sequence[Point]) -> list[tuple[str, str]]:
 
 
 def _line(row: Row, varied: Mapping[str, Callable[[Row], object]]) -> tuple[str, ...]:
-    """What begins the line of a table: the cluster, and the settings that vary."""
+    """Return what begins the line of a table: the cluster, and the settings that vary."""
     return row.cell.cluster, *(str(setting(row)) for setting in varied.values())
 
 
@@ -556,7 +556,7 @@ def _cell(top: Point | None, mine: Sequence[Point]) -> str:
 
 
 def markdown(table: Table) -> str:
-    """A table for a paper, the best of each line in bold."""
+    """Return a table for a paper, the best of each line in bold."""
     lines = [
         f"**{table.title}**",
         "",

@@ -56,7 +56,7 @@ def results_page(
     drawn: Sequence[Drawn] = (),
     more: Sequence[Chart] = (),
 ) -> str:
-    """The page as HTML; the same rows give the same bytes."""
+    """Return the page as HTML; the same rows give the same bytes."""
     points = results.points(rows, predicted=predicted)
     jinja = environment(TEMPLATES)
     shown = (
@@ -107,8 +107,8 @@ def counts(rows: Sequence[Row], *, predicted: bool = False) -> str:
 
 
 def facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """What has to be known of all rows: when, where and by what they were measured, and how well
-    they were foretold."""
+    """Return what has to be known of all rows: when, where and by what they were measured, and how
+    well they were foretold."""
     errors = [
         abs(row.predicted_s / row.step_s - 1) for row in rows if row.step_s and row.predicted_s
     ]

@@ -60,8 +60,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def algorithm1(speeds: Speeds, delta: float, zero2_runs: Callable[[], bool]) -> Decision:
-    """The choice; `zero2_runs` is asked only where steps 1 and 2 choose nothing. `delta` lies in
-    (0, 1]."""
+    """Return the choice; `zero2_runs` is asked only where steps 1 and 2 choose nothing. `delta`
+    lies in (0, 1]."""
     if not 0 < delta <= 1:
         raise ValueError(f"delta is {delta}, not in (0, 1]")
     tp = speeds.tp

@@ -12,8 +12,8 @@ from farspan.domain.engine import Engine
 
 
 def with_constants(engine: Engine, values: Mapping[str, float]) -> Engine:
-    """The engine with these constants; `efficiency` sets the share of every dtype, integers are
-    rounded."""
+    """Return the engine with these constants; `efficiency` sets the share of every dtype, integers
+    are rounded."""
     changed: dict[str, object] = {}
     for name, value in values.items():
         now = getattr(engine, name)
@@ -27,7 +27,7 @@ def with_constants(engine: Engine, values: Mapping[str, float]) -> Engine:
 
 
 def constant(engine: Engine, name: str) -> float:
-    """The value of a constant; of one by dtype the first."""
+    """Return the value of a constant; of one by dtype the first."""
     value = getattr(engine, name)
     return float(next(iter(value.values())) if isinstance(value, dict) else value)
 
@@ -35,7 +35,7 @@ def constant(engine: Engine, name: str) -> float:
 def fit(
     engine: Engine, names: Sequence[str], cost: Callable[[Engine], float], rounds: int = 150
 ) -> Engine:
-    """The engine whose constants `names` make `cost` least, searched from where they are."""
+    """Return the engine whose constants `names` make `cost` least, searched from where they are."""
 
     def at(point: Sequence[float]) -> float:
         return cost(
@@ -89,6 +89,6 @@ def _moved(
     worst: Sequence[float],
     by: float,
 ) -> tuple[float, list[float]]:
-    """The worst point reflected at the middle of the others, so many times as far."""
+    """Return the worst point reflected at the middle of the others, so many times as far."""
     point = [m + by * (m - w) for m, w in zip(middle, worst, strict=True)]
     return cost(point), point

@@ -149,14 +149,14 @@ def settings(
     devices: int,
     attention: Sequence[str] = ATTENTION,
 ) -> Iterator[Setting]:
-    """The settings that the study does not plot: sequences a device, and attention."""
+    """Yield the settings that the study does not plot: sequences a device, and attention."""
     for batch in cost_study().batches:
         for kind in attention:
             yield setting(engine, gpu, model, scheme, devices, batch, kind)
 
 
 def best(grid: Iterator[Setting] | Sequence[Setting]) -> Setting | None:
-    """The setting that fits with the most tokens a dollar."""
+    """Return the setting that fits with the most tokens a dollar."""
     return max(
         (priced for priced in grid if priced.fits), key=lambda priced: priced.plotted, default=None
     )
@@ -193,7 +193,7 @@ def study_error(cells: Sequence[StudyCell], models_of: Sequence[str]) -> float:
 
 
 def fit_study(engine: Engine, rounds: int = 100) -> Engine:
-    """The engine with `FITTED` fitted on the models that are not held out, by squares of
+    """Return the engine with `FITTED` fitted on the models that are not held out, by squares of
     logarithms."""
     study = cost_study()
     points = [point for point in study.points if point.model in study.fitted_on]
@@ -214,7 +214,7 @@ def _misfit(engine: Engine, points: Sequence[Point]) -> float:
 
 
 def study_sensitivity(engine: Engine, moved: float = 0.2) -> list[dict[str, object]]:
-    """The errors on fitted and on held-out models when one constant alone is moved."""
+    """Return the errors on fitted and on held-out models when one constant alone is moved."""
     study = cost_study()
     rows: list[dict[str, object]] = []
     for name in MOVED:
@@ -232,7 +232,7 @@ def study_sensitivity(engine: Engine, moved: float = 0.2) -> list[dict[str, obje
 
 
 def surface(engine: Engine) -> tuple[Setting, ...]:
-    """The whole grid: every GPU, model, scheme, count, batch and attention."""
+    """Return the whole grid: every GPU, model, scheme, count, batch and attention."""
     study = cost_study()
     return tuple(
         priced
@@ -245,7 +245,7 @@ def surface(engine: Engine) -> tuple[Setting, ...]:
 
 
 def study_findings(grid: Sequence[Setting]) -> list[str]:
-    """The study's findings as its priced grid has them, on 8 GPUs of one node."""
+    """Return the study's findings as its priced grid has them, on 8 GPUs of one node."""
     node = [priced for priced in grid if priced.devices == 8]
     names = sorted(
         {priced.model for priced in node}, key=("slm-100m", "slm-500m", "slm-1b", "slm-2b").index
@@ -296,7 +296,7 @@ def flash_gains(node: Sequence[Setting], names: Sequence[str]) -> dict[str, tupl
 
 
 def flash_batches(node: Sequence[Setting], names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The largest batch that fits with flash attention and with vanilla, any scheme, on
+    """Return the largest batch that fits with flash attention and with vanilla, any scheme, on
     A100-80GB."""
     return {
         name: (

@@ -192,7 +192,8 @@ def _cell(case: Case, engine: Engine) -> Cell:
 
 
 def shortage(case: Case, priced: Estimate, engine: Engine) -> str | None:
-    """What a plan lacks: memory of its fullest device, else of a host; None where it fits."""
+    """Return what a plan lacks: memory of its fullest device, else of a host; None where it
+    fits."""
     devices = case.cluster.devices
     need, have, name = max(
         (
@@ -260,7 +261,7 @@ def score(priced: Sequence[Cell]) -> Score:
 
 
 def open_cells(priced: Sequence[Cell]) -> list[Cell]:
-    """The eight cells of gpt2m on all GPUs of the last two slices."""
+    """Return the eight cells of gpt2m on all GPUs of the last two slices."""
     return [
         cell
         for cell in priced
@@ -284,7 +285,7 @@ def _majority(priced: Sequence[Cell]) -> int:
 
 
 def timed(left_out: str = "") -> list[Case]:
-    """The twelve cells, without those of one slice."""
+    """Return the twelve cells, without those of one slice."""
     return [case for case in cases() if case.counted and case.row.slice != left_out]
 
 
@@ -296,14 +297,14 @@ def misfit(engine: Engine, over: Sequence[Case]) -> float:
 
 
 def fit_times(engine: Engine, left_out: str = "", rounds: int = 150) -> Engine:
-    """The engine with `TIMES` fitted on the twelve cells, or on those of two slices."""
+    """Return the engine with `TIMES` fitted on the twelve cells, or on those of two slices."""
     over = timed(left_out)
     return fit(engine, TIMES, lambda tried: misfit(tried, over), rounds)
 
 
 def fit_verdicts(engine: Engine) -> Engine:
-    """The engine with `VERDICTS` fitted on the 79 verdicts: the middle of the values that get most
-    of them right."""
+    """Return the engine with `VERDICTS` fitted on the 79 verdicts: the middle of the values that
+    get most of them right."""
     tried: list[tuple[int, float, float]] = []
     for undivided in (0.0, 0.5, 0.9, 1.0):
         rough = [round(1.0 + 0.05 * i, 3) for i in range(41)]
@@ -375,8 +376,8 @@ def _with_round_trip(case: Case, rtt_s: float) -> Case:
 
 
 def sensitivity(engine: Engine, moved: float = 0.2) -> list[dict[str, object]]:
-    """What each constant does when it alone is moved: the mean error, the largest change of a cell,
-    verdicts right."""
+    """Return what each constant does when it alone is moved: the mean error, the largest change of
+    a cell, verdicts right."""
     before = cells(engine)
     rows: list[dict[str, object]] = []
     for name in MOVED:

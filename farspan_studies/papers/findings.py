@@ -36,7 +36,7 @@ def one_vm(cells: Sequence[Cell]) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def findings(cells: Sequence[Cell]) -> list[str]:
-    """The paper's four findings with the numbers of the priced cells."""
+    """Return the paper's four findings with the numbers of the priced cells."""
     return [_across(cells), _inside(cells), _fewer(cells), _memory(cells)]
 
 

@@ -66,8 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: str
 
     def train(self, devices: int) -> TrainSpec:
-        """The run on so many devices: the batch grows with them, the epochs stay. Scores are kept
-        whole, as the Flax model does without a flash kernel."""
+        """Return the run on so many devices: the batch grows with them, the epochs stay. Scores are
+        kept whole, as the Flax model does without a flash kernel."""
         rows = self.rows_per_device * devices
         steps = self.epochs * self.tokens_per_epoch / (rows * self.sequence)
         return TrainSpec(
@@ -107,7 +107,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows: tuple[Row, ...]
 
     def cluster(self, name: str, devices: int) -> Cluster:
-        """The first devices of a slice, with the memory that the driver reports."""
+        """Return the first devices of a slice, with the memory that the driver reports."""
         whole = catalog_cluster(self.clusters[name]).first(devices)
         return whole.with_devices(
             lambda host, i: msgspec.structs.replace(
@@ -177,7 +177,7 @@ def _load(name: str, kind: type[T]) -> T:
 
 @functools.cache
 def catalog_cluster(name: str) -> Cluster:
-    """A cluster that ships with farspan."""
+    """Return a cluster that ships with farspan."""
     return load_cluster(
         Path(str(resources.files("farspan.catalog").joinpath("clusters", f"{name}.yaml")))
     )
@@ -197,8 +197,8 @@ def planned_devices(cluster: Cluster) -> tuple[PlannedDevice, ...]:
 def published_plan(
     name: str, recipe: Recipe, model: ModelSpec, cluster: Cluster, settings: Settings
 ) -> Plan:
-    """A published plan on the devices of a slice. Raises ValueError where it divides what does not
-    divide evenly."""
+    """Return a published plan on the devices of a slice. Raises ValueError where it divides what
+    does not divide evenly."""
     devices = planned_devices(cluster)
     graph = models.graph(model)
     train = settings.train(len(devices))

@@ -170,13 +170,14 @@ class Blocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @functools.cache
 def published_runs() -> Runs:
-    """The list of runs, checked. Raises ValueError where the file is not of the form."""
+    """Return the list of runs, checked. Raises ValueError where the file is not of the form."""
     return _load("runs.json", Runs)
 
 
 @functools.cache
 def published_blocks() -> Blocks:
-    """The list of block times, checked. Raises ValueError where the file is not of the form."""
+    """Return the list of block times, checked. Raises ValueError where the file is not of the
+    form."""
     return _load("blocks.json", Blocks)
 
 

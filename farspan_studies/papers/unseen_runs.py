@@ -131,15 +131,15 @@ def measured_s(run: Run) -> float:
 
 
 def software(run: Run | Block) -> str:
-    """The engine that stands for a run's software."""
+    """Return the engine that stands for a run's software."""
     if isinstance(run, Run) and run.compiled:
         return "compiled2024"
     return "megatron2021" if run.attention == "fused" else "torch2024"
 
 
 def run_plan(run: Run) -> tuple[Plan, Cluster]:
-    """A run's plan, Megatron-LM's order of ranks: tensor axis, data axis, stages; on hosts in a
-    row."""
+    """Return a run's plan, Megatron-LM's order of ranks: tensor axis, data axis, stages; on hosts
+    in a row."""
     cluster = _cluster(run)
     spec = model_spec(run.model)
     graph = models.graph(spec)
@@ -209,14 +209,15 @@ CLASSES = 16
 
 @functools.cache
 def model_spec(shape: Shape) -> ModelSpec:
-    """The decoder of a shape; one that has no head of its vocabulary's size gets a classifier's."""
+    """Return the decoder of a shape; one that has no head of its vocabulary's size gets a
+    classifier's."""
     fields = {name: getattr(shape, name) for name in shape.__struct_fields__ if name != "lm_head"}
     fields["vocab_size"] = shape.vocab_size if shape.lm_head else CLASSES
     return ModelSpec(**fields)
 
 
 def _cluster(run: Run) -> Cluster:
-    """A site of as many hosts as the run had, with what its source states of the network."""
+    """Return a site of as many hosts as the run had, with what its source states of the network."""
     count = -(-run.gpus // run.gpus_per_host)
     device = gpu(run.gpu)
     hosts = tuple(
@@ -239,8 +240,8 @@ def _cluster(run: Run) -> Cluster:
 
 
 def round_trip_s(run: Run) -> float | None:
-    """The round trip of hosts side by side and twice the delay that a run says it set; None where
-    it set none."""
+    """Return the round trip of hosts side by side and twice the delay that a run says it set; None
+    where it set none."""
     words = (run.network or "").split()
     delay = next(
         (float(words[i + 1]) * 1e-3 for i, word in enumerate(words[:-1]) if word == "delay"), None
@@ -250,7 +251,7 @@ def round_trip_s(run: Run) -> float | None:
 
 @functools.cache
 def gpu(name: str) -> Device:
-    """The catalogue's device of a data sheet's name. Raises ValueError where it has none."""
+    """Return the catalogue's device of a data sheet's name. Raises ValueError where it has none."""
     kind = catalog.kind_of(name)
     device = catalog.devices()[kind].device(kind) if kind else None
     if device is None:
@@ -388,7 +389,7 @@ class RunScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score(rows: Sequence[UnseenRun]) -> RunScore:
-    """What a list of runs says of the predictions."""
+    """Return what a list of runs says of the predictions."""
     return RunScore(
         runs=len(rows),
         median=statistics.median(abs(row.error) for row in rows),
@@ -431,8 +432,8 @@ def source_scores(rows: Sequence[UnseenRun]) -> tuple[SourceScore, ...]:
 
 
 def interval_score(value: float, interval: tuple[float, float], level: float = LEVEL) -> float:
-    """The interval score of Gneiting and Raftery (2007), section 6.2, of logarithms: the width, and
-    what lies outside weighed by 2 / (1 - level). Less is better."""
+    """Return the interval score of Gneiting and Raftery (2007), section 6.2, of logarithms: the
+    width, and what lies outside weighed by 2 / (1 - level). Less is better."""
     low, high = map(math.log, interval)
     outside = max(0.0, low - math.log(value)) + max(0.0, math.log(value) - high)
     return high - low + 2 / (1 - level) * outside
