@@ -1,23 +1,24 @@
-"""cluster.yaml: the machines as a user writes them down, to a Cluster and back.
+"""Read cluster.yaml, the machines as a user writes them down, as a Cluster, and write it.
 
 Only the hosts must be given. Quantities are text ("57ms", "1Gbit/s", "24GB"); a bare number is SI.
 """
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from farspan.domain import catalog
 from farspan.domain.cluster import (
+    PART_OF,
     Cluster,
     Count,
-    DataSheet,
     Device,
     DType,
     Flops,
@@ -46,19 +47,61 @@ from farspan.domain.units import (
     parse_round_trip,
 )
 
-T = TypeVar("T")
+Entry = TypeVar("Entry", bound=msgspec.Struct)
 Quantity = str | int | float
 Name = str
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-#: Where a host that is reached by ssh keeps runs and corpora.
-FAR_FOLDER = "~/.cache/farspan"
-#: Where a network ends being one: a minute of round trip, 10 Tbit/s.
-MAX_RTT_S = 60.0
-MAX_BANDWIDTH = 10e12 / 8
-#: What a bare number of these times may mean beside seconds.
-BARE_UNITS = ((parse_round_trip, "ms"), (parse_program_seconds, "h"))
-#: A link that loses more is none.
+#: The folder of runs and corpora at a host that is reached by ssh.
+REMOTE_FOLDER = "~/.cache/farspan"
+
+
+class Bounds(NamedTuple):
+    """How a quantity is read, and its least and its largest value in SI units."""
+
+    parse: Callable[[Quantity], float]
+    low: float
+    high: float
+    #: The unit that a bare number may mean instead of seconds.
+    bare_unit: str | None = None
+
+
+MEMORY = Bounds(parse_bytes, 2**20, 2**50)
+MEMORY_BANDWIDTH = Bounds(parse_rate, 1e6, 1e15)
+#: Up to 10 Tbit/s.
+NETWORK_BANDWIDTH = Bounds(parse_rate, 1e2, 10e12 / 8)
 MAX_LOSS = 0.99
+#: The quantities of all entries by their keys, but for `bandwidth` of a link.
+QUANTITIES = {
+    "memory": MEMORY,
+    "bandwidth": MEMORY_BANDWIDTH,
+    "rate": MEMORY_BANDWIDTH,
+    "local_rate": MEMORY_BANDWIDTH,
+    "nic": NETWORK_BANDWIDTH,
+    "lan": NETWORK_BANDWIDTH,
+    "rtt": Bounds(parse_round_trip, 1e-7, 60, bare_unit="ms"),
+    "lan_rtt": Bounds(parse_round_trip, 1e-7, 60, bare_unit="ms"),
+    "jitter": Bounds(parse_round_trip, 0, 60, bare_unit="ms"),
+    "window": Bounds(parse_bytes, 1000, 2**40),
+    "loss": Bounds(parse_fraction, 0, MAX_LOSS),
+    "lease": Bounds(parse_program_seconds, 1, 1e9, bare_unit="h"),
+    "queue": Bounds(parse_program_seconds, 0, 1e9, bare_unit="h"),
+    "turn": Bounds(parse_program_seconds, 0, 10, bare_unit="h"),
+    "share": Bounds(parse_fraction, 0.001, 1),
+}
+#: The keys that have another name in a Cluster.
+CLUSTER_NAMES = {
+    "rtt": "rtt_s",
+    "jitter": "jitter_s",
+    "lease": "lease_s",
+    "queue": "queue_s",
+    "turn": "turn_s",
+    "lan": "lan_bandwidth",
+    "lan_rtt": "lan_rtt_s",
+    "price": "usd_per_hour",
+}
+#: Dollars, and devices of one entry.
+MAX_PRICE = 1e6
+MAX_DEVICES = 64
 
 
 class InterconnectEntry(
@@ -185,43 +228,37 @@ class ClusterFile(
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Return the cluster that a file describes; refuses what it leaves open, contradicts or cannot
-    mean."""
-    return _Reader(load_yaml(path, ClusterFile), str(path)).cluster()
+    """Read a cluster from its file. Raises Refusal for contradictions and impossible values."""
+    return _Reader(load_yaml(path, ClusterFile), str(path)).read_cluster()
 
 
 class _Reader:
-    """One file on its way to a Cluster; `where` names it in refusals."""
+    """Converts the content of one file to a Cluster; `where` names the file in refusals."""
 
     def __init__(self, file: ClusterFile, where: str) -> None:
         self._file = file
         self._where = where
         self._kinds = catalog.devices()
-        self._own = {name: self._kind(name, entry) for name, entry in file.kinds.items()}
+        self._own = {name: self._read_kind(name, entry) for name, entry in file.kinds.items()}
 
-    def cluster(self) -> Cluster:
+    def read_cluster(self) -> Cluster:
         file = self._file
-        hosts = Counter(name for site in file.sites.values() for name in site.hosts)
-        # A site may be called like its only host; more would make links to that name unclear.
-        clear = {name for name, site in file.sites.items() if list(site.hosts) == [name]}
-        twice = [
-            name for name, count in hosts.items() if count > 1 or name in file.sites.keys() - clear
-        ]
-        if twice:
+        hosts = Counter(itertools.chain.from_iterable(site.hosts for site in file.sites.values()))
+        # A site may have the name of its only host; with more, links to that name are unclear.
+        unclear = {name for name, site in file.sites.items() if list(site.hosts) != [name]}
+        repeated = [name for name, count in hosts.items() if count > 1 or name in unclear]
+        if repeated:
             raise self._invalid(
-                f"the name {twice[0]!r} is used twice",
+                f"the name {repeated[0]!r} is used twice",
                 "sites",
                 "hosts and sites share one space of names",
-                f"rename one {shell_word(twice[0])}",
+                f"rename one {shell_word(repeated[0])}",
             )
         for kind in file.prices:
             self._check_kind(kind, "prices")
-        sites = tuple(self._site(name, entry) for name, entry in file.sites.items())
-        cluster = Cluster(
-            sites=sites,
-            links=self._links(set(hosts), set(file.sites)),
-            allreduce_s=file.allreduce_s,
-        )
+        sites = tuple(self._read_site(name, entry) for name, entry in file.sites.items())
+        links = self._read_links(set(hosts), set(file.sites))
+        cluster = Cluster(sites=sites, links=links, allreduce_s=file.allreduce_s)
         if not cluster.devices:
             raise self._invalid(
                 "the cluster has no devices",
@@ -231,257 +268,198 @@ class _Reader:
             )
         return cluster
 
-    def _site(self, name: str, entry: SiteEntry) -> Site:
+    def _read_site(self, name: str, entry: SiteEntry) -> Site:
         where = f"sites.{name}"
         for key, number in (("price", entry.price), ("egress", entry.egress)):
-            if number is not None and not 0 <= number <= 1e6:
+            if number is not None and not 0 <= number <= MAX_PRICE:
                 raise self._out_of_range(f"{where}.{key}", f"{number} is not a price in dollars")
-        lease = self._quantity(parse_program_seconds, entry.lease, f"{where}.lease", 1, 1e9)
-        hosts = tuple(
-            self._host(host, host_entry, where, entry.price)
-            for host, host_entry in entry.hosts.items()
-        )
-        queue = self._quantity(parse_program_seconds, entry.queue, f"{where}.queue", 0, 1e9) or 0.0
-        return Site(
-            name=name,
-            hosts=hosts,
-            egress_usd_per_byte=entry.egress / 1e9,
-            lease_s=lease,
-            queue_s=queue,
-            lan_bandwidth=self._quantity(parse_rate, entry.lan, f"{where}.lan", 1e2, MAX_BANDWIDTH),
-            lan_rtt_s=self._quantity(
-                parse_round_trip, entry.lan_rtt, f"{where}.lan_rtt", 1e-7, MAX_RTT_S
-            ),
-        )
+        hosts = []
+        for host, host_entry in entry.hosts.items():
+            hosts.append(self._read_host(host, host_entry, where, entry.price))
+        fields = self._read_fields(entry, where)
+        fields["queue_s"] = fields["queue_s"] or 0.0
+        fields["hosts"] = tuple(hosts)
+        # Prices are its devices'.
+        del fields["usd_per_hour"]
+        egress = fields.pop("egress")
+        return Site(name=name, egress_usd_per_byte=egress / 1e9, **fields)
 
-    def _kind(self, name: str, entry: KindEntry) -> Device:
-        """Return a kind that the file declares, as a device of it."""
+    def _read_kind(self, name: str, entry: KindEntry) -> Device:
+        """Return a device of a kind that the file declares."""
         where = f"kinds.{name}"
-        memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
-        bandwidth = self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15)
-        needed = {
-            "memory: 24GB": memory,
-            "bandwidth: 900GB/s": bandwidth,
-            "flops: {bf16: 150e12}": entry.flops,
-        }
-        for example, value in needed.items():
-            if not value:
-                lacking = example.partition(":")[0]
+        fields = self._read_fields(entry, where)
+        examples = {"memory": "24GB", "bandwidth": "900GB/s", "flops": "{bf16: 150e12}"}
+        for key, example in examples.items():
+            if not fields[key]:
                 raise self._invalid(
-                    f"the kind {name} has no {lacking}",
+                    f"the kind {name} has no {key}",
                     where,
                     "a kind needs memory, bandwidth and flops",
-                    f"add its {lacking} to {key_word(where)}, such as {example}",
+                    f"add its {key} to {key_word(where)}, such as {key}: {example}",
                 )
-        assert memory is not None
-        sheet = DataSheet(
-            flops=entry.flops,
-            dtypes=entry.dtypes or tuple(entry.flops),
-            bandwidth=bandwidth,
-            watts=entry.watts,
-            measured=entry.measured,
-            interconnect=self._interconnect(entry.interconnect, f"{where}.interconnect"),
-        )
-        backend = entry.backend or ("cpu" if name.startswith("cpu") else "cuda")
-        return Device(
-            kind=name,
-            backend=backend,
-            memory=memory,
-            sheet=sheet,
-            usd_per_hour=entry.price,
-            origin="given",
-        )
+        fields["dtypes"] = entry.dtypes or tuple(entry.flops)
+        fields["backend"] = entry.backend or ("cpu" if name.startswith("cpu") else "cuda")
+        device = Device(kind=name, backend="cuda", memory=fields["memory"])
+        return device.but(**fields)
 
-    def _host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
+    def _read_host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
         where = f"{site}.hosts.{name}"
-        local = name in ("localhost", platform.node())
-        if entry.folder is not None and not entry.folder.startswith(("/", "~/")):
-            raise self._out_of_range(
-                f"{where}.folder", f"{entry.folder!r} begins neither with / nor with ~/"
-            )
-        # A host behind ssh has a disk of its own, unless it is said to share this machine's.
-        far = not local and (entry.enter is None or entry.enter[:1] == ("ssh",))
+        folder = entry.folder
+        if folder is not None and not folder.startswith(("/", "~/")):
+            fact = f"{folder!r} begins neither with / nor with ~/"
+            raise self._out_of_range(f"{where}.folder", fact)
+        # A host behind ssh has a disk of its own, unless the file gives it this machine's folder.
+        is_local = name in ("localhost", platform.node())
+        enter = () if is_local and not entry.enter else entry.enter
+        is_remote = not is_local and (enter is None or enter[:1] == ("ssh",))
+        if folder is None and is_remote:
+            folder = REMOTE_FOLDER
+
         devices: list[Device] = []
         for index, written in enumerate(entry.devices):
-            given = DeviceEntry(kind=written) if isinstance(written, str) else written
-            if not 1 <= given.count <= 64:
-                fact = f"{given.count} is not between 1 and 64"
-                most = 1 if given.count < 1 else 64
-                raise self._out_of_range(f"{where}.devices[{index}].count", fact, f": {most:d}")
-            devices += [self._device(given, f"{where}.devices[{index}]", price)] * given.count
+            place = f"{where}.devices[{index}]"
+            device_entry = DeviceEntry(kind=written) if isinstance(written, str) else written
+            count = device_entry.count
+            if not 1 <= count <= MAX_DEVICES:
+                fact = f"{count} is not between 1 and {MAX_DEVICES}"
+                nearest = 1 if count < 1 else MAX_DEVICES
+                raise self._out_of_range(f"{place}.count", fact, f": {nearest:d}")
+            devices += [self._read_device(device_entry, place, price)] * count
         # A device's place in its host is its number for CUDA, which counts GPUs only.
         devices.sort(key=lambda device: device.backend != "cuda")
-        return Host(
-            name=name,
-            devices=tuple(devices),
-            cpus=entry.cpus,
-            memory=self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50),
-            local_rate=self._quantity(
-                parse_rate, entry.local_rate, f"{where}.local_rate", 1e6, 1e15
-            ),
-            nic=self._quantity(parse_rate, entry.nic, f"{where}.nic", 1e2, MAX_BANDWIDTH),
-            address=entry.address,
-            interface=entry.interface,
-            enter=() if local and not entry.enter else entry.enter,
-            python=entry.python,
-            folder=FAR_FOLDER if far and entry.folder is None else entry.folder,
-        )
+        fields = self._read_fields(entry, where)
+        fields["devices"] = tuple(devices)
+        fields["enter"] = enter
+        fields["folder"] = folder
+        return Host(name=name, **fields)
 
-    def _device(self, entry: DeviceEntry, where: str, site_price: float | None) -> Device:
-        memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
-        whole = None not in (entry.backend, entry.bandwidth, entry.flops)
-        device: Device | None
-        if entry.kind in self._own:
-            own = self._own[entry.kind]
-            device = own.but(memory=memory or own.memory)
-        elif memory is not None and (
-            whole or (entry.kind not in self._kinds and entry.backend == "cuda")
-        ):
-            # A GPU by its driver's name, of which only the file and measurements say more; or all
-            # that there is to say.
-            device = Device(kind=entry.kind, backend=entry.backend or "cuda", memory=memory)
-        else:
-            self._check_kind(entry.kind, where)
-            device = self._kinds[entry.kind].device(entry.kind, memory)
+    def _read_device(self, entry: DeviceEntry, where: str, site_price: float | None) -> Device:
+        """Return a device of an entry, whose figures replace those of its kind."""
+        kind = entry.kind
+        fields = self._read_fields(entry, where)
+        device = self._device_of_kind(entry, fields["memory"], where)
+        prices = (entry.price, site_price, self._file.prices.get(kind), device.usd_per_hour)
+        fields["usd_per_hour"] = next((price for price in prices if price is not None), None)
+        if entry.flops:
+            fields["dtypes"] = entry.dtypes or tuple(entry.flops)
+            # The catalogue's measured rates do not belong to these.
+            fields["measured"] = entry.measured or {}
+        if entry == DeviceEntry(kind=kind, count=entry.count):
+            del fields["origin"]
+        for key in ("kind", "count", "memory"):
+            del fields[key]
+        changes = {key: value for key, value in fields.items() if value not in (None, ())}
+        return _scale_to_share(device.but(**changes), entry)
+
+    def _device_of_kind(self, entry: DeviceEntry, memory: int | None, where: str) -> Device:
+        """Return a device of the file's own kinds, of the catalogue, or of a kind that only the
+        entry describes."""
+        kind = entry.kind
+        if kind in self._own:
+            own = self._own[kind]
+            return own.but(memory=memory or own.memory)
+        is_complete = None not in (entry.backend, entry.bandwidth, entry.flops)
+        # A GPU by its driver's name: measurements give the rest.
+        is_cuda_name = kind not in self._kinds and entry.backend == "cuda"
+        if memory is not None and (is_complete or is_cuda_name):
+            return Device(kind=kind, backend=entry.backend or "cuda", memory=memory)
+        self._check_kind(kind, where)
+        device = self._kinds[kind].device(kind, memory)
         if device is None:
             raise self._invalid(
-                f"{entry.kind} needs its memory",
+                f"{kind} needs its memory",
                 where,
                 "its kind comes in all sizes",
-                f"write {{kind: {yaml_word(entry.kind)}, memory: 8GB}}",
+                f"write {{kind: {yaml_word(kind)}, memory: 8GB}}",
             )
-        prices = (entry.price, site_price, self._file.prices.get(entry.kind), device.usd_per_hour)
-        set_here = {
-            "backend": entry.backend,
-            "flops": entry.flops,
-            "rates": entry.rates or None,
-            "measured": {} if entry.flops and entry.measured is None else entry.measured,
-            "interconnect": self._interconnect(entry.interconnect, f"{where}.interconnect"),
-            "units": entry.units or None,
-            "watts": entry.watts,
-            "dtypes": entry.dtypes or (tuple(entry.flops) if entry.flops else None),
-            "threads": entry.threads,
-            "share": self._quantity(parse_fraction, entry.share, f"{where}.share", 0.001, 1),
-            "turn_s": self._quantity(parse_program_seconds, entry.turn, f"{where}.turn", 0, 10),
-            "enter": entry.enter,
-            "bandwidth": self._quantity(
-                parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15
-            ),
-            "usd_per_hour": next((price for price in prices if price is not None), None),
-            "origin": None
-            if entry == DeviceEntry(kind=entry.kind, count=entry.count)
-            else entry.origin,
-        }
-        merged = device.but(**{key: value for key, value in set_here.items() if value is not None})
-        return _at_its_share(merged, entry)
+        return device
 
-    def _interconnect(self, entry: InterconnectEntry | None, where: str) -> Interconnect | None:
-        rate = self._quantity(parse_rate, entry.rate, f"{where}.rate", 1e6, 1e15) if entry else None
-        return Interconnect(kind=entry.kind, rate=rate, p2p=entry.p2p) if entry and rate else None
-
-    def _links(self, hosts: set[str], sites: set[str]) -> tuple[Link, ...]:
+    def _read_links(self, hosts: set[str], sites: set[str]) -> tuple[Link, ...]:
         seen: set[frozenset[str]] = set()
         links = []
-        names = hosts | sites
         for index, entry in enumerate(self._file.links):
             where = f"links[{index}]"
             pair = frozenset(entry.between)
-            for name in sorted(pair - names):
-                raise self._unknown_name(name, names, f"{where}.between", "site or host")
-            if len(pair) == 1 or pair in seen:
-                fact = (
-                    "it joins a name to itself"
-                    if len(pair) == 1
-                    else "the same pair has a link above"
-                )
-                raise self._invalid(
-                    "this link cannot exist", where, fact, f"remove {key_word(where)}"
-                )
-            if not (pair <= hosts or pair <= sites):
-                raise self._invalid(
-                    "this link cannot exist",
-                    where,
-                    "it joins a site to a host",
-                    "name two sites, or two hosts",
-                )
+            for name in sorted(pair - hosts - sites):
+                raise self._unknown_name(name, hosts | sites, f"{where}.between", "site or host")
+            fact = ""
+            remedy = f"remove {key_word(where)}"
+            if len(pair) == 1:
+                fact = "it joins a name to itself"
+            elif pair in seen:
+                fact = "the same pair has a link above"
+            elif not (pair <= hosts or pair <= sites):
+                fact = "it joins a site to a host"
+                remedy = "name two sites, or two hosts"
+            if fact:
+                raise self._invalid("this link cannot exist", where, fact, remedy)
             seen.add(pair)
-            links.append(self._link(entry, where))
+            links.append(self._read_link(entry, where))
         return tuple(links)
 
-    def _link(self, entry: LinkEntry, where: str) -> Link:
-        rtt = self._quantity(parse_round_trip, entry.rtt, f"{where}.rtt", 1e-7, MAX_RTT_S)
-        assert rtt is not None
-        return Link(
-            a=entry.between[0],
-            b=entry.between[1],
-            rtt_s=rtt,
-            bandwidth=self._quantity(
-                parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e2, MAX_BANDWIDTH
-            ),
-            jitter_s=self._quantity(
-                parse_round_trip, entry.jitter, f"{where}.jitter", 0, MAX_RTT_S
-            ),
-            window=self._quantity(parse_bytes, entry.window, f"{where}.window", 1000, 2**40),
-            loss=self._quantity(parse_fraction, entry.loss, f"{where}.loss", 0, MAX_LOSS),
-            in_flight=entry.in_flight,
-            transfer_s=entry.transfer_s,
-            busy_s=entry.busy_s,
-            origin=entry.origin,
-        )
+    def _read_link(self, entry: LinkEntry, where: str) -> Link:
+        a, b = entry.between
+        fields = self._read_fields(entry, where)
+        del fields["between"]
+        return Link(a=a, b=b, **fields)
 
-    def _quantity(
-        self,
-        parse: Callable[[Quantity], T],
-        text: Quantity | None,
-        where: str,
-        low: float,
-        high: float,
-    ) -> T | None:
+    def _read_fields(self, entry: msgspec.Struct, where: str) -> dict[str, Any]:
+        """Return the fields of an entry by their names in a Cluster, quantities in SI units."""
+        fields: dict[str, Any] = {}
+        for key, value in msgspec.structs.asdict(entry).items():
+            place = f"{where}.{key}"
+            if isinstance(value, InterconnectEntry):
+                value = Interconnect(**self._read_fields(value, place))
+            elif key == "bandwidth" and isinstance(entry, LinkEntry):
+                value = self._quantity(NETWORK_BANDWIDTH, value, place)
+            elif key in QUANTITIES:
+                value = self._quantity(QUANTITIES[key], value, place)
+            fields[CLUSTER_NAMES.get(key, key)] = value
+        return fields
+
+    def _quantity(self, bounds: Bounds, text: Quantity | None, where: str) -> float | None:
+        """Return a quantity in SI units. Raises Refusal for one that is malformed, or outside its
+        bounds."""
         if text is None:
             return None
         try:
-            value: Any = parse(text)
+            value = bounds.parse(text)
         except ValueError as error:
-            unit = next((unit for reader, unit in BARE_UNITS if parse is reader), None)
-            if unit is None or not is_bare(text):
-                raise self._out_of_range(where, str(error)) from None
-            fix = f": {any_of((f'{text}{unit}', f'{text}s'))}"
-            raise self._out_of_range(where, str(error), fix) from None
-        if not low <= value <= high:
-            fact = f"{text} is not between {low:g} and {high:g}, in SI units"
-            fits = low if value < low else high
-            raise self._out_of_range(where, fact, f": {fits:g}")
-        return value  # type: ignore[no-any-return]
+            remedy = " to a value that fits"
+            if bounds.bare_unit and is_bare(text):
+                remedy = f": {any_of((f'{text}{bounds.bare_unit}', f'{text}s'))}"
+            raise self._out_of_range(where, str(error), remedy) from None
+        if not bounds.low <= value <= bounds.high:
+            fact = f"{text} is not between {bounds.low:g} and {bounds.high:g}, in SI units"
+            nearest = bounds.low if value < bounds.low else bounds.high
+            raise self._out_of_range(where, fact, f": {nearest:g}")
+        return value
 
     def _check_kind(self, kind: str, where: str) -> None:
         known = {**self._kinds, **self._own}
         if kind not in known:
-            divided = slice_of(kind)
-            raise self._invalid(
-                f"there is no device kind {kind!r}",
-                where,
-                f"known: {', '.join(sorted(known))}"
-                if divided is None
-                else f"it is a slice of a GPU (MIG): {divided.cores} of 7 of its cores",
-                advise_device(kind, self._own),
-            )
+            fact = f"known: {', '.join(sorted(known))}"
+            mig = slice_of(kind)
+            if mig is not None:
+                fact = f"it is a slice of a GPU (MIG): {mig.cores} of 7 of its cores"
+            remedy = advise_device(kind, self._own)
+            raise self._invalid(f"there is no device kind {kind!r}", where, fact, remedy)
 
     def _unknown_name(self, name: str, known: Iterable[str], where: str, what: str) -> Refusal:
-        names = sorted(known)
-        return self._invalid(
-            f"there is no {what} {name!r}",
-            where,
-            f"known: {', '.join(names)}",
-            advise(name, names, verb="write", synonyms=()),
-        )
+        choices = sorted(known)
+        remedy = advise(name, choices, verb="write", synonyms=())
+        fact = f"known: {', '.join(choices)}"
+        return self._invalid(f"there is no {what} {name!r}", where, fact, remedy)
 
-    def _out_of_range(self, where: str, fact: str, fix: str = " to a value that fits") -> Refusal:
+    def _out_of_range(
+        self, where: str, fact: str, remedy: str = " to a value that fits"
+    ) -> Refusal:
         return Refusal(
             "out-of-range",
             what=f"{where} has a value that farspan cannot use",
             where=self._where,
             fact=fact,
-            remedy=f"set {key_word(where)}{fix}",
+            remedy=f"set {key_word(where)}{remedy}",
         )
 
     def _invalid(self, what: str, where: str, fact: str, remedy: str) -> Refusal:
@@ -490,24 +468,26 @@ class _Reader:
         )
 
 
-def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
-    """Return a device that is held to a share of its time has that share of what its kind reaches;
-    figures that are given, or were measured, are its own."""
+def _scale_to_share(device: Device, entry: DeviceEntry) -> Device:
+    """Scale a kind's figures to the device's share of its time; given and measured ones stay."""
+    share = device.slot.share
     flops = device.sheet.flops
     measured = device.sheet.measured
     bandwidth = device.sheet.bandwidth
     if not (entry.flops or entry.rates):
-        flops = {dtype: rate * device.slot.share for dtype, rate in flops.items()}
-    if not (entry.flops or entry.rates or entry.measured):
-        measured = {dtype: rate * device.slot.share for dtype, rate in measured.items()}
+        flops = {dtype: rate * share for dtype, rate in flops.items()}
+        if not entry.measured:
+            measured = {dtype: rate * share for dtype, rate in measured.items()}
     if entry.bandwidth is None and bandwidth is not None:
-        bandwidth *= device.slot.share
+        bandwidth *= share
     return device.but(flops=flops, measured=measured, bandwidth=bandwidth)
 
 
 def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
-    """Write a file that reads back as the same cluster, under the lines of `comment`. Numbers are
-    SI: bytes, bytes a second, FLOP/s, and seconds where no unit is said."""
+    """Write a file that reads back as the same cluster, under the lines of `comment`.
+
+    Numbers are SI: bytes, bytes a second, FLOP/s, and seconds where there is no unit.
+    """
     import yaml
 
     content = msgspec.to_builtins(to_file(cluster))
@@ -515,84 +495,55 @@ def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
         link["rtt"] = f"{link['rtt']!r}s"
     text = yaml.safe_dump(content, sort_keys=False, width=120)
     units = "Numbers are SI: seconds, bytes, bytes a second, FLOP/s."
-    # What hosts answer may hold line breaks, some of them YAML's alone: none ends the comment.
-    comments = [f"# {escape_controls(line)}\n" for line in (*comment.split("\n"), units)]
-    write_atomically(path, f"{''.join(comments)}{text}".encode())
+    # Answers of hosts may have line breaks, some of them YAML's alone: none ends the comment.
+    lines = [*comment.split("\n"), units]
+    head = "".join(f"# {escape_controls(line)}\n" for line in lines)
+    write_atomically(path, f"{head}{text}".encode())
 
 
 def to_file(cluster: Cluster) -> ClusterFile:
-    """Return the cluster in the words of its file."""
-    return ClusterFile(
-        sites={
-            site.name: SiteEntry(
-                hosts={host.name: _host_entry(host) for host in site.hosts},
-                egress=site.egress_usd_per_byte * 1e9,
-                lease=site.lease_s,
-                queue=site.queue_s or None,
-                lan=site.lan_bandwidth,
-                lan_rtt=site.lan_rtt_s,
-            )
-            for site in cluster.sites
-        },
-        links=tuple(
-            LinkEntry(
-                between=(link.a, link.b),
-                rtt=link.rtt_s,
-                bandwidth=link.bandwidth,
-                jitter=link.jitter_s,
-                window=link.window,
-                loss=link.loss,
-                in_flight=link.in_flight,
-                transfer_s=link.transfer_s,
-                busy_s=link.busy_s,
-                origin=link.origin,
-            )
-            for link in cluster.links
-        ),
-        allreduce_s=cluster.allreduce_s,
-    )
-
-
-def _host_entry(host: Host) -> HostEntry:
-    devices = tuple(map(_device_entry, host.devices))
-    return HostEntry(
-        devices=devices,
-        cpus=host.cpus,
-        memory=host.memory,
-        local_rate=host.local_rate,
-        nic=host.nic,
-        address=host.address,
-        interface=host.interface,
-        enter=host.enter,
-        python=host.python,
-        folder=host.folder,
-    )
+    """Return the cluster as the content of its file."""
+    sites = {}
+    for site in cluster.sites:
+        hosts = {}
+        for host in site.hosts:
+            devices = tuple(map(_device_entry, host.devices))
+            hosts[host.name] = _entry(HostEntry, host, devices=devices)
+        sites[site.name] = _entry(
+            SiteEntry,
+            site,
+            hosts=hosts,
+            price=None,
+            egress=site.egress_usd_per_byte * 1e9,
+            queue=site.queue_s or None,
+        )
+    links = [_entry(LinkEntry, link, between=(link.a, link.b)) for link in cluster.links]
+    return ClusterFile(sites=sites, links=tuple(links), allreduce_s=cluster.allreduce_s)
 
 
 def _device_entry(device: Device) -> DeviceEntry:
     sheet = device.sheet
-    times = device.times
-    slot = device.slot
-    return DeviceEntry(
-        kind=device.kind,
-        backend=device.backend,
-        memory=device.memory,
-        bandwidth=sheet.bandwidth,
+    interconnect = sheet.interconnect
+    return _entry(
+        DeviceEntry,
+        device,
+        count=1,
         flops=sheet.flops or None,
         measured=sheet.measured or None,
-        rates=times.rates,
-        units=times.units,
-        interconnect=_interconnect_entry(sheet.interconnect),
-        enter=slot.enter,
-        watts=sheet.watts,
-        price=device.usd_per_hour,
         dtypes=None if sheet.dtypes == tuple(sheet.flops) else sheet.dtypes,
-        threads=slot.threads,
-        share=slot.share,
-        turn=slot.turn_s or None,
-        origin=device.origin,
+        interconnect=interconnect and _entry(InterconnectEntry, interconnect),
+        turn=device.slot.turn_s or None,
     )
 
 
-def _interconnect_entry(joined: Interconnect | None) -> InterconnectEntry | None:
-    return InterconnectEntry(kind=joined.kind, rate=joined.rate, p2p=joined.p2p) if joined else None
+def _entry(kind: type[Entry], source: msgspec.Struct, **changes: Any) -> Entry:
+    """Return an entry with the fields of a struct of the cluster, but for `changes`."""
+    fields = {}
+    for key in kind.__struct_fields__:
+        if key not in changes:
+            name = CLUSTER_NAMES.get(key, key)
+            part = source
+            if isinstance(source, Device) and name in PART_OF:
+                part = getattr(source, PART_OF[name])
+            fields[key] = getattr(part, name)
+    return kind(**fields, **changes)

@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.clusterfile import FAR_FOLDER
+from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.codec import cut_unfinished_line, write_atomically
 from farspan.domain.epoch import EPOCH, Epoch
 from farspan.domain.own_files import open_own
@@ -180,7 +180,9 @@ class Workers(ABC):
         logs = quoted(run_folder(host, self.plan, self.run).logs)
         stale = " ".join(f"{logs}/rank-*.{kind}.json" for kind in RECORDS)
         # Earlier versions left the text there readable for all.
-        close = f"chmod -f 700 {quoted(Path(FAR_FOLDER))}; " if host.folder == FAR_FOLDER else ""
+        close = (
+            f"chmod -f 700 {quoted(Path(REMOTE_FOLDER))}; " if host.folder == REMOTE_FOLDER else ""
+        )
         # Of a host that cannot be entered more is said when workers are started there.
         ask(host, f"{close}rm -f {stale}")
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from farspan.corpus.prepare import prepare
 from farspan.domain.cluster import Cluster, Device, Host, Site
-from farspan.domain.clusterfile import FAR_FOLDER
+from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.codec import load
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.problems import Refusal
@@ -280,7 +280,7 @@ def test_text_that_an_earlier_version_left_readable_on_a_host_is_closed(
     plan = tiny.plan(TRAIN, rows=(2, 2), micro_rows=2)
     plan = replace(plan, devices=(plan.devices[0], replace(plan.devices[1], host="far")))
     run = tiny.run_folder(tmp_path / "run", plan)
-    folder = home_of(far, Path(FAR_FOLDER))
+    folder = home_of(far, Path(REMOTE_FOLDER))
     folder.mkdir(parents=True)
     folder.chmod(0o755)
     here = Host(name="here", devices=(CPU,), enter=())
@@ -302,7 +302,7 @@ def test_a_host_that_is_sent_plan_and_tokens_writes_through_no_link_and_keeps_th
     at_home = ("env", f"HOME={home}")
     star = replace(
         star,
-        folder=FAR_FOLDER,
+        folder=REMOTE_FOLDER,
         enter=(*(star.enter or ()), *at_home),
         devices=(device.but(enter=(*(device.slot.enter or ()), *at_home)),),
     )
@@ -322,7 +322,7 @@ def test_a_host_that_is_sent_plan_and_tokens_writes_through_no_link_and_keeps_th
         with launch("local", run.load_plan(), run, replace(whole, sites=sites)) as workers:
             return list(workers)
 
-    cache = home / FAR_FOLDER.removeprefix("~/")
+    cache = home / REMOTE_FOLDER.removeprefix("~/")
     there = home / str(run_folder(star, run.load_plan(), run).path).removeprefix("~/")
     there.mkdir(parents=True)
     cache.chmod(0o755)  # As an earlier version left it.

@@ -22,7 +22,7 @@ import msgspec
 
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Site
-from farspan.domain.clusterfile import FAR_FOLDER
+from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.codec import load
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu
@@ -140,7 +140,7 @@ def _host(node: Node) -> Host:
         memory=node.memory,
         enter=() if node.here else None,
         python=sys.executable,
-        folder=None if node.here else FAR_FOLDER,
+        folder=None if node.here else REMOTE_FOLDER,
     )
 
 
