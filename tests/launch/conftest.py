@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from farspan.domain.cluster import Cluster, Device, Host
-from farspan.domain.clusterfile import FAR_FOLDER
+from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
 from farspan_lab import spec, state
@@ -40,7 +40,7 @@ def far(tmp_path: Path) -> Host:
         address="127.0.0.1",
         enter=("env", f"HOME={tmp_path}/home"),
         python=sys.executable,
-        folder=FAR_FOLDER,
+        folder=REMOTE_FOLDER,
     )
 
 
