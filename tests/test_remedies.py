@@ -40,21 +40,22 @@ CHECKED_FUNCTIONS = {
     "setting_remedy",
 }
 #: Functions that return a fact and its remedy.
-PAIR_FUNCTIONS = {"_cause", "_explain_failure", "_explained"}
+PAIR_FUNCTIONS = {"_cause", "_explain", "_explain_choice", "_explain_failure"}
 ALLOWED_FUNCTIONS = NUMBERS | CHECKED_FUNCTIONS | PAIR_FUNCTIONS
 #: Words of farspan's own, from its tables and constants, by their file.
 OWN_WORDS: dict[str, set[str]] = {
     "farspan/app/training.py": {"train", "write_report"},  # Another `resume`.
     "farspan/corpus/sources/folder.py": {"extra", "next"},
-    "farspan/domain/clusterfile.py": {"example", "lacking"},
+    "farspan/domain/clusterfile.py": {"example", "key"},
     "farspan/domain/codec.py": {
         "'}' * len(folders)",
         "opened",
         "better",
-        "bound",
         "description",
+        "expected",
+        "nearest",
         "size",
-        "wanted",
+        "verb",
     },
     "farspan/domain/gpus.py": {"tag", "cpu", "newer"},
     "farspan/domain/suggest.py": {"lead"},

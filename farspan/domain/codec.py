@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     import yaml
 
 T = TypeVar("T")
-#: A file that a person writes has fewer values; aliases of aliases make more than a computer can
-#: hold.
+#: A file that a person writes has fewer values; aliases of aliases can make more than fit into
+#: memory.
 MAX_VALUES = 1_000_000
-#: A number that a bound itself may not be is offered so near to it.
-NEAR = 0.001
+#: The distance of an offered number from a bound that is excluded.
+BOUND_DISTANCE = 0.001
 #: msgspec's names of types, and its signs, in words.
-TYPES = {
+TYPE_NAMES = {
     "int": "a whole number",
     "float": "a number",
     "str": "text",
@@ -41,7 +41,7 @@ TYPES = {
     "object": "a table of keys",
     "null": "nothing",
 }
-BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+BOUND_WORDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 #: A place in a list or a table, in msgspec's paths.
 ANY_PLACE = re.compile(r"\[[^\]]*\]")
 _NUL = "a text holds a NUL or half of a surrogate pair, which no name can have"
@@ -73,9 +73,9 @@ def content_hash(*parts: object) -> str:
     on any machine."""
     digest = hashlib.sha256()
     for part in parts:
-        # Keys as text first: tables by a number, as of what a probe measured, cannot be sorted
-        # otherwise.
-        digest.update(msgspec.json.encode(msgspec.to_builtins(part, str_keys=True), order="sorted"))
+        # Keys as text first: a table by numbers, such as a probe's measurements, cannot be sorted.
+        plain = msgspec.to_builtins(part, str_keys=True)
+        digest.update(msgspec.json.encode(plain, order="sorted"))
         digest.update(b"\0")
     return digest.hexdigest()[:16]
 
@@ -86,8 +86,8 @@ def to_json(value: object, *, indent: int = 2) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside `path`, flush to disk, rename into place: a reader sees the old file or the new
-    one, whole."""
+    """Write next to `path`, flush to disk, rename into place: a reader sees the old file or the
+    new one, whole."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         # Left by a killed process, or a link that somebody has put there.
@@ -158,8 +158,7 @@ def convert(value: Any, kind: type[T], where: str, text: str = "") -> T:
 
 
 def parse_yaml(text: str, where: object) -> Any:
-    """YAML text as plain values. Numbers such as 6e-4 are numbers, as YAML 1.2 has it and people
-    mean it."""
+    """Parse YAML text as plain values. Numbers such as 6e-4 are numbers, as in YAML 1.2."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -169,7 +168,7 @@ def parse_yaml(text: str, where: object) -> Any:
         def get_single_node(self) -> yaml.Node | None:
             node: yaml.Node | None = super().get_single_node()
             if node is not None:
-                _values(node, {})
+                _count_values(node, {})
             return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -178,11 +177,11 @@ def parse_yaml(text: str, where: object) -> Any:
                 # In YAML 1.1 the key `on` is the value true.
                 if key.tag == "tag:yaml.org,2002:bool":
                     key.tag = "tag:yaml.org,2002:str"
-            for name, mark in ((str(key.value), key.start_mark) for key, _ in node.value):
+            for key, _ in node.value:
+                name = str(key.value)
                 if name in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"{name!r} is set twice", mark
-                    )
+                    problem = f"{name!r} is set twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(name)
             return super().construct_mapping(node, deep)
 
@@ -199,30 +198,30 @@ def parse_yaml(text: str, where: object) -> Any:
         raise _malformed(where, "YAML", error) from None
 
 
-def _values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """How many values a node holds, its aliases written out, those of nodes that are counted
-    already from `counts`.
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values in a node, its aliases written out.
 
-    Raises ValueError for one that holds itself or holds too many, and for text that can be no name
-    or path.
+    `counts` has the numbers of nodes that are counted already, 0 while they are. Raises ValueError
+    for a node that contains itself or too many values, and for text that no name or path can have.
     """
-    if (known := counts.get(id(node))) is not None:
-        if not known:
-            raise ValueError(f"an alias in its own anchor\n{node.start_mark}")
+    known = counts.get(id(node))
+    if known == 0:
+        raise ValueError(f"an alias in its own anchor\n{node.start_mark}")
+    if known is not None:
         return known
+
     counts[id(node)] = 0
     count = 1
     if isinstance(node.value, str):
-        if "\0" in node.value or (
-            not node.value.isascii() and any("\ud800" <= c <= "\udfff" for c in node.value)
-        ):
+        is_ascii = node.value.isascii()
+        has_surrogate = not is_ascii and any("\ud800" <= c <= "\udfff" for c in node.value)
+        if "\0" in node.value or has_surrogate:
             raise ValueError(f"{_NUL}\n{node.start_mark}")
     else:
-        # A mapping's are pairs of a key and a value.
-        parts = itertools.chain.from_iterable(
-            part if isinstance(part, tuple) else (part,) for part in node.value
-        )
-        count += sum(_values(part, counts) for part in parts)
+        for part in node.value:
+            # A mapping's parts are pairs of a key and a value.
+            for inner in part if isinstance(part, tuple) else (part,):
+                count += _count_values(inner, counts)
     if count > MAX_VALUES:
         raise ValueError(
             f"its aliases stand for more than {MAX_VALUES:,} values\n{node.start_mark}"
@@ -232,8 +231,7 @@ def _values(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 def read_bytes(path: Path, *, most: int | None = None) -> bytes:
-    """Return the bytes of a file that must exist; of one of more than `most` one byte more than
-    that."""
+    """Read a file that must exist; of one of more than `most` bytes, `most` + 1."""
     try:
         with path.open("rb") as file:
             return file.read() if most is None else file.read(most + 1)
@@ -243,21 +241,21 @@ def read_bytes(path: Path, *, most: int | None = None) -> bytes:
 
 def missing_path(path: Path) -> Refusal:
     """Return the refusal for a path that does not exist, offering the nearest one that does."""
-    expanded = path.expanduser()
-    parent = next((p for p in expanded.absolute().parents if p.is_dir()), Path("/"))
-    candidates = {p.name: p for p in parent.iterdir()}
-    missing_name = expanded.absolute().relative_to(parent).parts[0]
+    expanded = path.expanduser().absolute()
+    parent = next((folder for folder in expanded.parents if folder.is_dir()), Path("/"))
+    candidates = {entry.name: entry for entry in parent.iterdir()}
+    missing_name = expanded.relative_to(parent).parts[0]
     likely = [candidates[name] for name in suggest(missing_name, candidates, synonyms=())]
+    remedy = f"see what is there: {shell_line('ls', parent)}"
+    if likely:
+        verb = "exists" if len(likely) == 1 else "exist"
+        remedy = f"use {any_of(likely)}, the nearest that {verb}"
     return Refusal(
         "path-missing",
         what="there is no such file or folder",
         where=path,
         fact=f"{parent} has no {missing_name!r}",
-        remedy=(
-            f"use {any_of(likely)}, the nearest that {'exists' if len(likely) == 1 else 'exist'}"
-            if likely
-            else f"see what is there: {shell_line('ls', parent)}"
-        ),
+        remedy=remedy,
     )
 
 
@@ -272,48 +270,47 @@ def _malformed(where: object, expected: str, error: Exception) -> Refusal:
 
 
 def _refusal(error: msgspec.ValidationError, kind: Any, file: str, text: str) -> Refusal:
+    """Return the refusal for a value that msgspec does not accept."""
     message = str(error)
     path = _path_of(message)
     if match := re.search(r"unknown field `([^`]+)`", message):
         return _unknown_key(match[1], path, kind, file, text)
-    said = re.sub(r" - at `.*`$", "", message, flags=re.DOTALL)
-    fact, remedy = _explained(said, path or "it", _type_at(kind, path))
+    problem = re.sub(r" - at `.*`$", "", message, flags=re.DOTALL)
+    fact, remedy = _explain(problem, path or "it", _type_at(kind, path))
     return Refusal(
         "out-of-range",
         what=f"{path or 'the file'} has a value that farspan cannot use",
-        where=_located(file, text, path.split(".")[-1]),
+        where=_locate(file, text, path.split(".")[-1]),
         fact=fact,
         remedy=remedy,
     )
 
 
 def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusal:
-    known = [
-        field.encode_name for field in msgspec.structs.fields(_struct_in(_type_at(kind, path)))
-    ]
+    """Return the refusal for a key that the struct at `path` does not have."""
+    struct = _struct_in(_type_at(kind, path))
+    known = [field.encode_name for field in msgspec.structs.fields(struct)]
     full = f"{path}.{key}" if path else key
-    # Where it was written, in the form of the keys that `_dotted` lists.
+    # The path in the form of the keys that `_dotted_keys` yields.
     place = ANY_PLACE.sub("", path)
     own = {f"{place}.{name}" if place else name: name for name in known}
-    elsewhere = {_plain(dotted): dotted for dotted in _dotted(kind)}
+    elsewhere = {_without_places(dotted): dotted for dotted in _dotted_keys(kind)}
     likely = suggest_key(f"{place}.{key}" if place else key, {*own, *elsewhere})
     here = [own[dotted] for dotted in likely if dotted in own]
+    remedy = f"remove {key_word(key)}"
     if here:
         folder = f"{path}." if path else ""
         keys = [f"{folder}{name}" for name in here]
-        fix = f"use {any_key(keys)} instead of {key_word(f'{folder}{key}')}"
+        remedy = f"use {any_key(keys)} instead of {key_word(f'{folder}{key}')}"
     elif likely:
-        fix = _moving_remedy(
-            key, full, [elsewhere[dotted] for dotted in likely], has_lines=bool(text)
-        )
-    else:
-        fix = f"remove {key_word(key)}"
+        keys = [elsewhere[dotted] for dotted in likely]
+        remedy = _moving_remedy(key, full, keys, has_lines=bool(text))
     return Refusal(
         "unknown-key",
         what=f"unknown key {full!r}",
-        where=_located(file, text, key),
+        where=_locate(file, text, key),
         fact=f"known here: {', '.join(known)}",
-        remedy=fix,
+        remedy=remedy,
     )
 
 
@@ -329,25 +326,29 @@ def _moving_remedy(key: str, full: str, keys: list[str], *, has_lines: bool) -> 
     return f"move it to {any_key(keys)}"
 
 
-def _dotted(kind: Any, folder: str = "", outer: tuple[Any, ...] = ()) -> Iterator[str]:
-    """Yield the dotted keys of a struct and of all structs in it: `[N]` for any place in a list,
-    `.NAME` for any key of a table."""
+def _dotted_keys(kind: Any, folder: str = "", outer: tuple[Any, ...] = ()) -> Iterator[str]:
+    """Yield the dotted keys of a struct and of all structs in it.
+
+    `[N]` stands for any place in a list, `.NAME` for any key of a table.
+    """
     struct = _struct_in(kind)
     if struct is None or struct in outer:
         return
     for field in msgspec.structs.fields(struct):
         key = folder + field.encode_name
         yield key
-        yield from _dotted(field.type, f"{key}{_many(field.type)}.", (*outer, struct))
+        inner_folder = f"{key}{_place_in(field.type)}."
+        yield from _dotted_keys(field.type, inner_folder, (*outer, struct))
 
 
 def keys_of(kind: Any) -> tuple[str, ...]:
     """Return the dotted keys that hold values of a struct that a user writes."""
-    everything = [key for key in _dotted(kind) if "[" not in key and "NAME" not in key]
-    return tuple(key for key in everything if not any(k.startswith(f"{key}.") for k in everything))
+    keys = [key for key in _dotted_keys(kind) if "[" not in key and "NAME" not in key]
+    folders = {key.rpartition(".")[0] for key in keys}
+    return tuple(key for key in keys if key not in folders)
 
 
-def _plain(dotted: str) -> str:
+def _without_places(dotted: str) -> str:
     """Return a dotted key without places in lists and names in tables."""
     return dotted.replace("[N]", "").replace(".NAME", "")
 
@@ -358,10 +359,10 @@ def _path_of(message: str) -> str:
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """Return the type of the value that `path` leads to from `kind`; what is in a list or a dict
-    counts as the whole."""
+    """Return the type of the value at `path`; values in a list or a dict count as the whole."""
     for step in ANY_PLACE.sub("", path).split("."):
-        if (struct := _struct_in(kind)) is not None:
+        struct = _struct_in(kind)
+        if struct is not None:
             fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
             kind = fields.get(step, kind)
     return kind
@@ -374,82 +375,93 @@ def _struct_in(kind: Any) -> Any:
     return next(filter(None, map(_struct_in, get_args(kind))), None)
 
 
-def _many(kind: Any) -> str:
-    """Return what leads to the struct inside a type where it is one of many: a place in a list, a
-    name in a table."""
+def _place_in(kind: Any) -> str:
+    """Return the step to a struct that is one of many: a place in a list, a name in a table."""
     origin = get_origin(kind)
     own = ".NAME" if origin is dict else "[N]" if origin in (list, tuple) else ""
-    inner = (_many(part) for part in get_args(kind) if _struct_in(part) is not None)
-    return own + next(inner, "")
+    for part in get_args(kind):
+        if _struct_in(part) is not None:
+            return own + _place_in(part)
+    return own
 
 
-def _described(kind: Any) -> str | None:
-    """Return what the type says in words that a text must be."""
-    said = (getattr(meta, "description", None) for meta in getattr(kind, "__metadata__", ()))
-    return next(filter(None, (*said, *map(_described, get_args(kind)))), None)
+def _description_of(kind: Any) -> str | None:
+    """Return the description of a text that its type has."""
+    for meta in getattr(kind, "__metadata__", ()):
+        description = getattr(meta, "description", None)
+        if description:
+            return str(description)
+    return next(filter(None, map(_description_of, get_args(kind))), None)
 
 
-def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
-    """Return what is wrong with a value, and how to mend it, by what msgspec says and by its type;
-    of a bound that is broken the nearest value that is not."""
+def _explain(problem: str, path: str, kind: Any) -> tuple[str, str]:
+    """Return what is wrong with a value, and how to mend it, by msgspec's message and the type.
+
+    For a broken bound the remedy is the nearest value inside it.
+    """
     path_word = key_word(path)
-    if said.startswith("Invalid enum value ") and (allowed := _allowed(kind)):
-        value = said.removeprefix("Invalid enum value ")
-        word = value.strip("'")
-        missing = not_offered(word, allowed)
-        reason = "" if missing is None else f"; {missing.reason}"
-        fact = f"{value} is not one of {', '.join(allowed)}{reason}"
-        meant = suggest(word, allowed) if len(allowed) > 1 else allowed
-        fix = f": {any_of(meant)}" if meant else f" to one of {', '.join(map(shell_word, allowed))}"
-        return fact, f"set {path_word}{fix}"
-    if "matching regex" in said and (description := _described(kind)):
+    allowed = _allowed_values(kind)
+    if problem.startswith("Invalid enum value ") and allowed:
+        value = problem.removeprefix("Invalid enum value ")
+        return _explain_choice(value, allowed, path_word)
+    description = _description_of(kind)
+    if "matching regex" in problem and description:
         return f"it is not {description}", f"set {path_word} to {description}"
-    if match := re.fullmatch(r"Object missing required field `(.+)`", said):
-        return (
-            f"the key `{match[1]}` is missing",
-            f"add the key {key_word(match[1])} to {path_word}",
-        )
-    if match := re.fullmatch(r"Expected `(\w+)` (of length )?(>=|<=|>|<) (\S+)", said):
+    if match := re.fullmatch(r"Object missing required field `(.+)`", problem):
+        fact = f"the key `{match[1]}` is missing"
+        return fact, f"add the key {key_word(match[1])} to {path_word}"
+    if match := re.fullmatch(r"Expected `(\w+)` (of length )?(>=|<=|>|<) (\S+)", problem):
         noun, length, sign, bound = match.groups()
         bound = bound.removesuffix(".0")
         if length:
-            size = (
-                f"{BOUNDS[sign]} "
-                f"{counted(int(bound), {'str': 'letter', 'object': 'key'}.get(noun, 'value'))}"
-            )
+            part = {"str": "letter", "object": "key"}.get(noun, "value")
+            size = f"{BOUND_WORDS[sign]} {counted(int(bound), part)}"
             return f"it must have {size}", f"give {path_word} {size}"
-        beyond = {">": NEAR, "<": -NEAR}.get(sign)
-        return (
-            f"it must be {BOUNDS[sign]} {bound}",
-            f"set {path_word}: {f'{float(bound) + beyond:g}' if beyond else bound}",
-        )
-    if match := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", said):
-        wanted = " or ".join(
-            TYPES.get(word, word) for word in match[1].split(" | ") if word != "null"
-        )
-        return (
-            f"it is {TYPES.get(match[2], match[2])}, and must be {wanted}",
-            f"set {path_word} to {wanted}",
-        )
-    better = "a smaller number" if "out of range" in said else "a value that fits"
-    return said, f"set {path_word} to {better}"
+        if sign in (">", "<"):
+            distance = BOUND_DISTANCE if sign == ">" else -BOUND_DISTANCE
+            nearest = f"{float(bound) + distance:g}"
+        else:
+            nearest = bound
+        return f"it must be {BOUND_WORDS[sign]} {bound}", f"set {path_word}: {nearest}"
+    if match := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", problem):
+        types = [word for word in match[1].split(" | ") if word != "null"]
+        expected = " or ".join(TYPE_NAMES.get(word, word) for word in types)
+        actual = TYPE_NAMES.get(match[2], match[2])
+        return f"it is {actual}, and must be {expected}", f"set {path_word} to {expected}"
+    better = "a smaller number" if "out of range" in problem else "a value that fits"
+    return problem, f"set {path_word} to {better}"
 
 
-def _allowed(kind: Any) -> list[str]:
-    """Return what may stand where a type spells out its values: those of its literals, and a number
-    if it takes any; of a table of keys which keys."""
+def _explain_choice(value: str, allowed: list[str], path_word: str) -> tuple[str, str]:
+    """Return what is wrong with a value that is none of `allowed`, and how to mend it."""
+    word = value.strip("'")
+    missing = not_offered(word, allowed)
+    reason = "" if missing is None else f"; {missing.reason}"
+    fact = f"{value} is not one of {', '.join(allowed)}{reason}"
+    likely = suggest(word, allowed) if len(allowed) > 1 else allowed
+    if likely:
+        return fact, f"set {path_word}: {any_of(likely)}"
+    return fact, f"set {path_word} to one of {', '.join(map(shell_word, allowed))}"
+
+
+def _allowed_values(kind: Any) -> list[str]:
+    """Return the values that a type spells out: its literals, and a number if it takes any.
+
+    Of a table, these are its keys.
+    """
     if get_origin(kind) is dict:
-        return _allowed(get_args(kind)[0])
+        return _allowed_values(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     if kind in (int, float):
         return ["a number"]
-    return [word for part in get_args(kind) for word in _allowed(part)]
+    return list(itertools.chain.from_iterable(map(_allowed_values, get_args(kind))))
 
 
-def _located(file: str, text: str, key: str) -> str:
-    """`file:line` of the first line that sets `key`."""
+def _locate(file: str, text: str, key: str) -> str:
+    """Return `file:line` of the first line that sets `key`."""
+    pattern = re.compile(rf"(^|[\s{{,]){re.escape(key)}\s*:")
     for number, line in enumerate(text.splitlines(), 1):
-        if re.search(rf"(^|[\s{{,]){re.escape(key)}\s*:", line):
+        if pattern.search(line):
             return f"{file}:{number}"
     return file
