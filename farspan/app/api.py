@@ -1,8 +1,7 @@
-"""What `import farspan` offers: a function for each thing that a user does, and `Run`, what a
-training leaves behind.
+"""The Python API: a function for each thing that a user does, and `Run`, a training's folder.
 
 `progress` is called with every update (`farspan.app.updates`); `print` shows a line for each.
-Without it IPython shows a bar. What cannot be done raises `farspan.Refusal`, whose `problem` says
+Without it IPython shows a bar. What cannot be done raises `farspan.Refusal`, whose `problem` states
 what, where, why and what mends it.
 """
 
@@ -64,8 +63,8 @@ class Run:
         return self.folder.path
 
     def report(self) -> Report:
-        """What it took beside what was predicted; `str()` of it is the text, and its `page` opens
-        in a browser."""
+        """Return the measured figures next to the predicted ones; `str()` of the report is its
+        text, and its `page` opens in a browser."""
         return reporting.write_report(self.path)
 
     def resume(
@@ -76,15 +75,15 @@ class Run:
         cluster: str | None = None,
         technique: str | None = None,
     ) -> Report:
-        """Go on from the newest whole checkpoint; a finished run is only reported. For another
-        cluster (`here` is this machine) or technique it plans again what is left."""
+        """Continue from the newest whole checkpoint; a finished run is only reported. For another
+        cluster (`here` is this machine) or technique the remaining steps are planned again."""
         with progress_shown(progress) as shown:
             return training.resume(
                 self.folder, shown, trust=trust, cluster=cluster, technique=technique
             )
 
     def status(self) -> jobs.Status:
-        """Whether the run goes on or how it ended, how far it is, and what of it is saved."""
+        """Return whether the run is active or how it ended, how far it is, and what is saved."""
         return jobs.status(self.folder)
 
     def stop(
@@ -96,14 +95,14 @@ class Run:
             return jobs.stop(self.folder, notes(shown), now=now, timeout_s=timeout_s)
 
     def history(self) -> list[dict[str, float | int | None]]:
-        """A record of each step, oldest first, for `pandas.DataFrame`: step, time_s, tokens, loss,
-        lr, grad_norm, tokens_per_s, memory_bytes; and val_loss and val_bits_per_byte of the steps
-        after which the run was validated, else None."""
+        """Return a record of each step, oldest first, for `pandas.DataFrame`: step, time_s, tokens,
+        loss, lr, grad_norm, tokens_per_s, memory_bytes; and val_loss and val_bits_per_byte of the
+        steps after which the run was validated, else None."""
         return reporting.history_records(self.path)
 
     def plot(self, chart: str = "loss-tokens") -> reporting.ChartPicture:
-        """A chart of the report, which notebooks show: loss-tokens, loss-time, speed, memory, lr or
-        grad-norm. `save(path)` writes it as SVG. Raises Refusal (usage) for another name."""
+        """Draw a chart of the report, which notebooks show: loss-tokens, loss-time, speed, memory,
+        lr or grad-norm. `save(path)` writes it as SVG. Raises Refusal (usage) for another name."""
         return reporting.draw_chart(self.path, chart)
 
     def embed(
@@ -149,8 +148,8 @@ class Run:
                 device=device,
                 processes=processes,
                 tune=True,
-                queries=None if queries is None else Path(queries),
-                qrels=None if qrels is None else Path(qrels),
+                queries=_optional_path(queries),
+                qrels=_optional_path(qrels),
             )
 
     def search(
@@ -161,8 +160,8 @@ class Run:
         progress: Progress | None = None,
         where: Mapping[str, str] | None = None,
     ) -> Answer:
-        """The documents that answer a query best, of those with the values of `where` in its
-        fields. The first search makes the index where there is none, which takes minutes:
+        """Return the documents that answer a query best, of those with the values of `where` in
+        their fields. The first search makes the index where there is none, which takes minutes:
         `progress` shows how far it is."""
         with progress_shown(progress) as shown:
             if not (self.folder.index / "index.json").exists():
@@ -179,7 +178,7 @@ class Run:
         top_k: int = 50,
         seed: int = 0,
     ) -> str:
-        """Text that the model writes after a prompt."""
+        """Return text that the model writes after a prompt."""
         return generate(
             self.folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
         )[0]
@@ -191,14 +190,16 @@ class Run:
         dtype: Literal["fp32", "bf16"] = "fp32",
         format: Format = "huggingface",
     ) -> Path:
-        """The model as a folder that transformers loads, or the embedder of its index as one that
-        sentence-transformers loads."""
-        return export(self.folder, None if out is None else Path(out), dtype=dtype, format=format)[
-            0
-        ]
+        """Write the model as a folder that transformers loads, or the embedder of its index as one
+        that sentence-transformers loads."""
+        return export(self.folder, _optional_path(out), dtype=dtype, format=format)[0]
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
+
+
+def _optional_path(path: str | os.PathLike[str] | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def prepare(
@@ -218,13 +219,12 @@ def plan(
     objective: Objective = "time",
     **training: Any,
 ) -> Ranking:
-    """What each technique would take for a model on a cluster; `training` is of
+    """Price each technique for a model on a cluster; `training` is of
     `planning.question.Question`: tokens, batch, seq_len, precision, attention, recompute,
     wan_bits."""
     question = Question(model=model, **training)
-    return pricing.price_model(
-        pricing.PlanQuery(question=question, cluster=cluster, allow=allow, objective=objective)
-    )
+    query = pricing.PlanQuery(question=question, cluster=cluster, allow=allow, objective=objective)
+    return pricing.price_model(query)
 
 
 def price(
@@ -233,8 +233,8 @@ def price(
     engine: str | None = None,
     progress: Progress | None = None,
 ) -> given_plans.PricedPlan:
-    """What one plan would take: a file, its table in short form, or a Plan. Without a cluster it is
-    this machine's; the engine is the plan's own unless another is named."""
+    """Price one plan: a file, its table in short form, or a Plan. Without a cluster it is this
+    machine's; the engine is the plan's own unless another is named."""
     with progress_shown(progress) as shown:
         return given_plans.price_given(plan, cluster, engine, shown)
 
@@ -242,7 +242,7 @@ def price(
 def select(
     data: Data, progress: Progress | None = None, *, budget_s: float | None = None, **keys: Any
 ) -> Selection:
-    """The best plan for a text by trials, none of which begins after `budget_s` seconds of them."""
+    """Choose the best plan for a text by trials; no trial begins after `budget_s` seconds."""
     config = configured(data, **keys)
     with progress_shown(progress) as shown:
         resolved = resolving.resolve(config, shown, trial=True)
@@ -261,7 +261,7 @@ def train(
 
     `run` is the folder to make (by default runs/NAME), `plan` a file of `farspan plan -o` or what
     `select` gave, and `keys` are those of run.yaml. An interrupted run raises Refusal
-    (interrupted); `Run(path).resume()` goes on.
+    (interrupted); `Run(path).resume()` continues it.
     """
     config = configured(data, **keys)
     path = Path(run) if run else Path("runs") / default_name(config)
@@ -271,7 +271,7 @@ def train(
             folder = training.start(path, config, shown)
         else:
             given = plan if isinstance(plan, Selection) else Path(plan)
-            source = Path(data) if isinstance(data, str | os.PathLike) else Path("run.yaml")
+            source = Path("run.yaml" if isinstance(data, RunConfig) else data)
             planned = planned_before(given, config, source, shown)
             folder = training.make(path, config, planned, shown)
         training.train_new(folder, shown)
@@ -279,12 +279,12 @@ def train(
 
 
 def compare(*runs: str | os.PathLike[str] | Run) -> Versus:
-    """What was configured differently in two runs or more, and what came out."""
+    """Compare two runs or more: what was configured differently, and what came out."""
     return reporting.compare_runs([run.path if isinstance(run, Run) else Path(run) for run in runs])
 
 
 def find_cluster(name: str) -> Cluster:
-    """The cluster of a file, or of a name that `farspan cluster list` knows."""
+    """Return the cluster of a file, or of a name that `farspan cluster list` knows."""
     return clusters.find(name)
 
 
@@ -296,11 +296,11 @@ def probe(
     model: str = "gpt2",
     seq_len: int | None = None,
 ) -> Cluster:
-    """Measure a cluster, and write what was found as a cluster file."""
+    """Measure a cluster, and write the measured figures as a cluster file."""
     with progress_shown(progress) as shown:
         return machines.probe(cluster, Path(out), shown, model=model, seq_len=seq_len)
 
 
 def doctor(device: Literal["auto", "cpu", "cuda", "mps"] = "auto") -> Diagnosis:
-    """What is here, what is missing, and the one command that mends each finding."""
+    """Diagnose this machine: its devices, what is missing, and the command that mends each."""
     return machines.diagnose(device)

@@ -27,8 +27,8 @@ def require_torch() -> None:
 
 
 def check_gpus(config: RunConfig) -> tuple[str, ...]:
-    """A note on each GPU of this machine that is left out of the devices that run.yaml asks for;
-    refuses where PyTorch can use none."""
+    """Return a note on each GPU of this machine that is not among the devices that run.yaml asks
+    for; refuses where PyTorch can use none."""
     from farspan.launch import probe
 
     require_torch()
@@ -39,10 +39,11 @@ def refuse_existing(path: Path, remedy: str) -> None:
     """Refuse a path where anything lies: nothing is ever written over."""
     # "new/.." is this folder as soon as "new" is made, and until then it does not exist.
     target = path.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    is_folder = target.is_dir()
+    if target.exists() and (not is_folder or any(target.iterdir())):
         raise Refusal(
             "run-exists",
-            what=f"this {'folder' if target.is_dir() else 'file'} exists already",
+            what=f"this {'folder' if is_folder else 'file'} exists already",
             where=path,
             fact="nothing is ever written over",
             remedy=remedy,

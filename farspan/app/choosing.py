@@ -14,10 +14,10 @@ from farspan.domain.objective import TOLERANCE
 from farspan.domain.train import TrainSpec
 from farspan.planning.select import Selection, SelectionTask, select
 
-#: Up to so many devices plans for all parts of a cluster are priced, beyond for all of it: few
-#: before training, which is to start soon; more where machines are chosen, as those of 64 take 7 s
-#: (docs/benchmarks.md), less than one trial.
-FEW = 16
+#: Up to this number of devices plans for all parts of a cluster are priced, beyond it for the
+#: whole: few before training, which is to start soon; more where machines are chosen, as those of
+#: 64 take 7 s (docs/benchmarks.md), less than one trial.
+MAX_DEVICES_BEFORE_TRAINING = 16
 PARTS = 64
 
 
@@ -28,10 +28,10 @@ def question(
     corpus: str,
     parallel: ParallelConfig,
     tolerance: float = TOLERANCE,
-    few: int = FEW,
+    few: int = MAX_DEVICES_BEFORE_TRAINING,
 ) -> SelectionTask:
-    """What is chosen for a run: all parts of a cluster of few devices, or of one named technique
-    the whole."""
+    """Return what to choose for a run: among all parts of a cluster of up to `few` devices, or of
+    one named technique on the whole."""
     from farspan.domain.engine import engine
 
     named = parallel.technique != "auto"
@@ -49,9 +49,12 @@ def question(
 
 
 def question_of(
-    resolved: Resolved, parallel: ParallelConfig, tolerance: float = TOLERANCE, few: int = FEW
+    resolved: Resolved,
+    parallel: ParallelConfig,
+    tolerance: float = TOLERANCE,
+    few: int = MAX_DEVICES_BEFORE_TRAINING,
 ) -> SelectionTask:
-    """`question` for a run.yaml made concrete."""
+    """Return `question` for a run.yaml made concrete."""
     return question(
         resolved.model,
         resolved.train,
@@ -73,10 +76,10 @@ def choose(
     tolerance: float = TOLERANCE,
     again: bool = False,
 ) -> Selection:
-    """The best plan by trials, each told as it ends; with `paying` only trials that may save more
-    time than they take, and `again` also those that were made before."""
+    """Choose the best plan by trials, each reported as it ends; with `paying` only by trials that
+    may save more time than they take, and with `again` also by those that were made before."""
     require_torch()
-    few = FEW if paying else PARTS
+    few = MAX_DEVICES_BEFORE_TRAINING if paying else PARTS
     return select(
         resolved.cluster,
         question_of(resolved, parallel, tolerance, few),

@@ -15,7 +15,7 @@ from farspan.launch.clusters import HERE
 
 
 def find(name: str) -> Cluster:
-    """The cluster that `--cluster` means."""
+    """Return the cluster that `--cluster` means."""
     from farspan.launch import clusters
 
     prefix, _, rest = name.partition(":")
@@ -32,31 +32,31 @@ def of_run(run: RunFolder) -> Cluster:
 
 
 def is_here(parallel: ParallelConfig) -> bool:
-    """Whether a run is asked for on this machine: by name, or by no cluster at all."""
+    """Return whether a run is asked for on this machine: by name, or without a cluster."""
     return parallel.cluster in (None, HERE)
 
 
 def is_external(name: str) -> bool:
-    """Whether a cluster of such a name is another package's, which may have made it again: its
-    processes are others then, and all else is as it was."""
+    """Return whether a cluster of such a name is another package's, which may have made it again:
+    its processes are others then, and all else is as it was."""
     prefix, colon, _ = name.partition(":")
     return bool(colon) and prefix.isidentifier() and prefix in extensions("clusters")
 
 
 def reached_by(name: str) -> str | None:
-    """The launcher that alone reaches a cluster of such a name; None where any does."""
+    """Return the launcher that alone reaches a cluster of such a name; None where any does."""
     return name if name.startswith("ray:") else None
 
 
 def launcher(parallel: ParallelConfig) -> str:
-    """What starts the workers: that of a cluster which only one launcher reaches, or the one that
-    is asked for."""
+    """Return the launcher that starts the workers: the only one that reaches the cluster, or the
+    one that is asked for."""
     return reached_by(parallel.cluster or "") or parallel.launcher
 
 
 def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
-    """The cluster that the run asks for, with as many of its devices as `workers` says; None is
-    this machine. With `reach`, refuses one whose first host cannot be reached."""
+    """Return the cluster that the run asks for, with its first `workers` devices; None is this
+    machine. With `reach`, refuses one whose first host cannot be reached."""
     from farspan.launch.hosts import Agent
     from farspan.launch.launchers import split
 
@@ -71,20 +71,21 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
             pass
     if workers == "auto":
         return cluster
-    if workers > len(cluster.devices):
+    available = len(cluster.devices)
+    if workers > available:
         raise Refusal(
             "device-missing",
             what=f"the cluster has fewer than {workers} devices",
             where="run.yaml, key parallel.workers",
-            fact=f"it has {len(cluster.devices)}",
-            remedy=f"set parallel.workers: {len(cluster.devices)}",
+            fact=f"it has {available}",
+            remedy=f"set parallel.workers: {available}",
             key="parallel.workers",
         )
     return cluster.first(workers)
 
 
 def first_device(cluster: Cluster) -> PlannedDevice:
-    """The first host's first device, as a plan names it."""
+    """Return the first host's first device, as a plan names it."""
     host = cluster.machines[0]
     device = cluster.devices[0]
     return PlannedDevice(

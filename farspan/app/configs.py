@@ -18,8 +18,9 @@ from farspan.domain.run import RunFolder, RunRecord
 
 
 def configured(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:
-    """What to train: a folder or name of text, a run.yaml, or a config, with `keys` of run.yaml on
-    top. A `budget` may be a time alone: `configured("papers", budget="10m", size="tiny")`."""
+    """Return the config of what to train (a folder or name of text, a run.yaml, or a config) with
+    `keys` of run.yaml on top. A `budget` may be a time alone:
+    `configured("papers", budget="10m", size="tiny")`."""
     if isinstance(keys.get("budget"), str):
         keys["budget"] = {"time": keys["budget"]}
     if isinstance(data, RunConfig):
@@ -31,14 +32,15 @@ def configured(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConf
     content = msgspec.to_builtins(config)
     for key, value in keys.items():
         own = content.get(key)
-        content[key] = (
-            {**own, **value} if isinstance(own, dict) and isinstance(value, dict) else value
-        )
+        if isinstance(own, dict) and isinstance(value, dict):
+            content[key] = {**own, **value}
+        else:
+            content[key] = value
     return convert(content, RunConfig, "the arguments")
 
 
 def overridden(config: RunConfig, override: str) -> RunConfig:
-    """The config with `key.key=value` on top, checked like a line of the file."""
+    """Return the config with `key.key=value` on top, checked like a line of the file."""
     keys, separator, value = override.partition("=")
     if not separator or not keys:
         raise Refusal(
@@ -62,20 +64,25 @@ def overridden(config: RunConfig, override: str) -> RunConfig:
 
 
 def default_name(config: RunConfig) -> str:
-    """A run's folder name: `name`, or made from its source ("~/papers" -> "papers")."""
-    source = Path(config.data_config.source.removeprefix("hf:").split(":")[0]).expanduser()
+    """Return a run's folder name: `name`, or made from its source ("~/papers" -> "papers")."""
+    if config.name:
+        return config.name
+    source = config.data_config.source.removeprefix("hf:").split(":")[0]
     # "." and ".." have no name of their own, and "runs/.." would be the folder of run.yaml.
-    return config.name or Path(os.path.normpath(Path.cwd() / source)).stem or "run"
+    folder = os.path.normpath(Path.cwd() / Path(source).expanduser())
+    return Path(folder).stem or "run"
 
 
 def as_yaml(config: RunConfig) -> bytes:
-    """A config as a run.yaml that loads as the same config; defaults left out."""
+    """Return a config as a run.yaml that loads as the same config; defaults are left out."""
     import yaml
 
-    value = msgspec.to_builtins(config)
-    default = msgspec.to_builtins(RunConfig(data=config.data))
-    kept = {key: part for key, part in value.items() if key == "data" or part != default[key]}
-    return yaml.safe_dump(kept, sort_keys=False).encode()
+    values = msgspec.to_builtins(config)
+    defaults = msgspec.to_builtins(RunConfig(data=config.data))
+    for key, default in defaults.items():
+        if key != "data" and values[key] == default:
+            del values[key]
+    return yaml.safe_dump(values, sort_keys=False).encode()
 
 
 def refuse_edited(run: RunFolder) -> None:
@@ -85,11 +92,11 @@ def refuse_edited(run: RunFolder) -> None:
     now = load_yaml(run.config, RunConfig)
     if started is None:
         return
-    changed = [
-        f"{key} is {_shown(after)}, was {_shown(before)} at the start"
-        for key, before, after in _differences(_values(started), _values(now))
-        if not read_again(key, after)
-    ]
+    changed = []
+    for key, before, after in _diff_values(_flatten(started), _flatten(now)):
+        if not read_again(key, after):
+            was = _format_value(before)
+            changed.append(f"{key} is {_format_value(after)}, was {was} at the start")
     if changed:
         raise Refusal(
             "plan-mismatch",
@@ -104,17 +111,15 @@ def refuse_edited(run: RunFolder) -> None:
 
 
 def read_again(key: str, value: object) -> bool:
-    """Whether a key of a run's own run.yaml counts after its start: where the index lies, what
-    follows a fault, and which lab is entered."""
-    return (
-        key.startswith("index.")
-        or key == "on_fault"
-        or (key == "parallel.cluster" and is_external(str(value)))
-    )
+    """Return whether a key of a run's own run.yaml counts after its start: where the index lies,
+    what follows a fault, and which lab is entered."""
+    if key == "parallel.cluster":
+        return is_external(str(value))
+    return key == "on_fault" or key.startswith("index.")
 
 
-def _values(config: RunConfig) -> dict[str, Any]:
-    """All keys of a run.yaml, however they are written there."""
+def _flatten(config: RunConfig) -> dict[str, Any]:
+    """Return the values of all keys of a run.yaml, however they are written there."""
     whole = msgspec.structs.replace(
         config, data=config.data_config, tokenizer=config.tokenizer_config
     )
@@ -122,17 +127,17 @@ def _values(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _differences(
+def _diff_values(
     before: dict[str, Any], after: dict[str, Any], folder: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     for name, old in before.items():
         key = f"{folder}{name}"
         new = after[name]
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{key}.")
+            yield from _diff_values(old, new, f"{key}.")
         elif old != new:
             yield key, old, new
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return "left out" if value is None else msgspec.json.encode(value).decode()

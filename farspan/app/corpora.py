@@ -23,7 +23,7 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
     run.json where it lies today.
 
     Raises Refusal (path-missing) where the source is gone or holds other text. A run whose rank 0
-    works on a host with a disk of its own goes on without: that host may have a copy.
+    works on a host with a disk of its own continues without: that host may have a copy.
     """
     from farspan.launch.lock import locked
     from farspan.launch.trust import save_record
@@ -37,40 +37,43 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
         try:
             folder, manifest = prepare(load_yaml(run.config, RunConfig), progress)
             if manifest.hash != digest:
-                problem = _changed(run, record, manifest, digest)
+                problem = _describe_change(run, record, manifest, digest)
         except Refusal as refusal:
-            problem = _not_prepared(run, record, refusal.problem)
+            why = refusal.problem
+            fact = f"{why.what}: {why.fact} ({why.where})"
+            missing = missing_corpus(run, digest, record.corpus_folder)
+            problem = msgspec.structs.replace(
+                missing.problem,
+                what="the corpus of this run is not there and cannot be prepared again",
+                fact=fact,
+            )
         if problem is not None:
             if not _rank_0_has_its_own_disk(run):
                 raise Refusal.of(problem)
             progress(Note(f"{problem.what}: {problem.fact}; rank 0's host may have a copy"))
             return
     if folder is not None and folder.resolve() != record.corpus_folder.resolve():
+        moved = msgspec.structs.replace(record, corpus=str(folder.resolve()))
         with locked(run.lock, "this run is being trained already", run.path):
-            save_record(run, msgspec.structs.replace(record, corpus=str(folder.resolve())))
+            save_record(run, moved)
 
 
 def refuse_other_text(config: Path, made: CorpusManifest) -> None:
     """Refuse text that is not the run's, where `config` is the run.yaml of a run: preparing it does
     not mend the run. Raises Refusal (path-missing)."""
     run = RunFolder(config.parent)
-    if not run.plan.exists() or config.name != run.config.name:
+    if not run.plan.exists():
+        return
+    if config.name != run.config.name:
         return
     digest = load(run.corpus, CorpusManifest).hash
     if made.hash != digest:
-        raise Refusal.of(_changed(run, load(run.record, RunRecord), made, digest))
+        raise Refusal.of(_describe_change(run, load(run.record, RunRecord), made, digest))
 
 
-def _not_prepared(run: RunFolder, record: RunRecord, why: Problem) -> Problem:
-    missing = missing_corpus(run, load(run.corpus, CorpusManifest).hash, record.corpus_folder)
-    return msgspec.structs.replace(
-        missing.problem,
-        what="the corpus of this run is not there and cannot be prepared again",
-        fact=f"{why.what}: {why.fact} ({why.where})",
-    )
-
-
-def _changed(run: RunFolder, record: RunRecord, made: CorpusManifest, digest: str) -> Problem:
+def _describe_change(
+    run: RunFolder, record: RunRecord, made: CorpusManifest, digest: str
+) -> Problem:
     return Problem(
         code="path-missing",
         what="the corpus of this run cannot be prepared again: its text has changed",
@@ -87,7 +90,7 @@ def _changed(run: RunFolder, record: RunRecord, made: CorpusManifest, digest: st
 
 
 def _rank_0_has_its_own_disk(run: RunFolder) -> bool:
-    """Whether rank 0 works on a host that does not see the run's folder."""
+    """Return whether rank 0 works on a host that does not see the run's folder."""
     first = run.load_plan().devices[0].host
-    hosts = load_cluster_json(run.cluster).hosts
-    return any(host.name == first and host.folder is not None for host in hosts)
+    hosts = {host.name: host for host in load_cluster_json(run.cluster).hosts}
+    return first in hosts and hosts[first].folder is not None

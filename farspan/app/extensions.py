@@ -16,7 +16,7 @@ Group = Literal["commands", "clusters", "algorithms", "reports", "exports"]
 
 
 def extensions(group: Group) -> dict[str, EntryPoint]:
-    """The entry points of `farspan.GROUP`, by name."""
+    """Return the entry points of `farspan.GROUP`, by name."""
     from importlib.metadata import entry_points
 
     return {point.name: point for point in entry_points(group=f"farspan.{group}")}

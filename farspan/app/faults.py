@@ -22,16 +22,16 @@ AT_FIRST = ("host-unreachable", "device-missing", "launcher-unusable")
 #: A host whose workers were all preempted goes away, and is not tried again for so many seconds:
 #: the longest notice that is usual, that of AWS (Azure, Google Cloud and Slurm's KillWait: 30 s).
 NOTICE_S = 120.0
-#: The same fault so often at the same step ends the run.
-SAME = 3
-#: Of kills that may be for memory so many at the same place are. A choice: one may be
-#: another program's doing.
-SAME_MEMORY = 2
-#: In an hour there are so many restarts at most, and they may cost so many seconds: a choice.
-#: Beyond that machines are paid for nothing.
+#: The same fault this often at the same step ends the run.
+MAX_SAME_FAULT = 3
+#: This many kills at the same place that may be for memory are. A choice: one may be another
+#: program's doing.
+MAX_SAME_MEMORY_KILLS = 2
+#: At most this many restarts an hour, which may cost this many seconds in all: a choice. Beyond
+#: that machines are paid for nothing.
 HOUR_S = 3600.0
-RESTARTS = 20
-COST_S = 1800.0
+MAX_RESTARTS = 20
+MAX_RESTART_COST_S = 1800.0
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     def memory_place(self) -> tuple[object, ...] | None:
         """Where a worker was killed that may have run out of memory, which those of a host share;
         None of other faults."""
-        return (self.step, self.problem.host) if self.problem.suspected == "memory" else None
+        if self.problem.suspected != "memory":
+            return None
+        return self.step, self.problem.host
 
 
 class Faults:
@@ -67,69 +69,74 @@ class Faults:
         self._leaving = dict[str, float]()
 
     def cost(self, at: float, seconds: float) -> None:
-        """A restart that was done at a time has cost so many seconds of training."""
+        """Add the seconds of training that a restart at a time has cost."""
         self._costs.append((at, seconds))
 
     def preempt(self, fault: Seen, plan: Plan, cluster: Cluster) -> None:
         """Take a fault: hosts that it has taken away whole are leaving. This machine is not: its
-        own shutdown would have ended who asks."""
+        own shutdown would have ended this process."""
+        lost_ranks = set(fault.problem.ranks)
         for host in cluster.hosts:
             ranks = {rank for rank, at in enumerate(plan.devices) if at.host == host.name}
-            if ranks and ranks <= set(fault.problem.ranks) and host.enter != ():
+            if ranks and ranks <= lost_ranks and host.enter != ():
                 self._leaving[host.name] = fault.at + NOTICE_S
 
     def leaving(self, now: float) -> set[str]:
-        """The hosts that are not tried again yet."""
+        """Return the hosts that are not tried again yet."""
         return {name for name, until in self._leaving.items() if now < until}
 
     def end(self, fault: Seen, *, trained: bool) -> Problem | None:
-        """Take a fault: None where the run starts again, else what it ends with. `trained` says
+        """Take a fault: None where the run starts again, else what it ends with. `trained` is
         whether workers of this job have trained before."""
         self.seen.append(fault)
         problem = fault.problem
         if problem.code == "non-finite" and problem.step is not None:
-            return self._leave_out(problem, problem.step)
-        if (
-            problem.code not in CURABLE
-            or problem.cause == "own"
-            or (problem.code in AT_FIRST and not trained)
-        ):
+            # The first batch whose gradient is not finite is left out; a second one ends the run.
+            if not self.left_out:
+                self.left_out = (problem.step,)
+                return None
+            before = self.left_out[0] + 1
+            why = f"the batch of step {before} was left out for the same reason"
+            return _add_reason(problem, why)
+        if problem.code not in CURABLE or problem.cause == "own":
             return problem
-        kills = [other for other in self.seen if other.memory_place == fault.memory_place]
-        if fault.memory_place is not None and len(kills) >= SAME_MEMORY:
+        if problem.code in AT_FIRST and not trained:
+            return problem
+        # A worker killed repeatedly at one place has run out of memory.
+        place = fault.memory_place
+        kills = [other for other in self.seen if other.memory_place == place]
+        if place is not None and len(kills) >= MAX_SAME_MEMORY_KILLS:
             short = msgspec.structs.replace(
                 problem, code="out-of-memory", remedy=LESS_MEMORY, suspected=None
             )
-            return _because(short, f"this came {SAME_MEMORY} times at step {fault.step}")
-        if sum(other.kind == fault.kind for other in self.seen) >= SAME:
-            return _because(problem, f"the same fault came {SAME} times at step {fault.step}")
-        recent = [other for other in self.seen if fault.at - other.at < HOUR_S]
-        if len(recent) > RESTARTS:
-            return _because(problem, f"it is fault {len(recent)} within an hour")
-        cost_s = sum(seconds for at, seconds in self._costs if fault.at - at < HOUR_S)
-        if cost_s > COST_S:
-            return _because(
-                problem, f"restarts of the last hour have cost {format_seconds(cost_s)}"
+            return _add_reason(
+                short, f"this came {MAX_SAME_MEMORY_KILLS} times at step {fault.step}"
             )
+        same_kind = [other.kind for other in self.seen].count(fault.kind)
+        if same_kind >= MAX_SAME_FAULT:
+            return _add_reason(
+                problem, f"the same fault came {MAX_SAME_FAULT} times at step {fault.step}"
+            )
+        # More restarts in an hour than machines are worth.
+        hour_ago = fault.at - HOUR_S
+        recent = [other for other in self.seen if other.at > hour_ago]
+        if len(recent) > MAX_RESTARTS:
+            return _add_reason(problem, f"it is fault {len(recent)} within an hour")
+        cost_s = sum(seconds for at, seconds in self._costs if at > hour_ago)
+        if cost_s > MAX_RESTART_COST_S:
+            why = f"restarts of the last hour have cost {format_seconds(cost_s)}"
+            return _add_reason(problem, why)
         return None
 
-    def _leave_out(self, problem: Problem, step: int) -> Problem | None:
-        """The first batch whose gradient is not finite is left out; a second one ends the run."""
-        if self.left_out:
-            before = ", ".join(str(left + 1) for left in self.left_out)
-            return _because(problem, f"the batch of step {before} was left out for the same reason")
-        self.left_out = (step,)
-        return None
 
-
-def _because(problem: Problem, why: str) -> Problem:
+def _add_reason(problem: Problem, why: str) -> Problem:
     return msgspec.structs.replace(
         problem, fact=f"{problem.fact}; {why}, so the run does not start again by itself"
     )
 
 
 def told(fault: Seen, number: int) -> str:
-    """What a person is told when a run starts again."""
+    """Return the message that a run starts again."""
     problem = fault.problem
     if problem.code == "non-finite":
         return f"{problem.what}; going back to the last checkpoint, and past that batch"

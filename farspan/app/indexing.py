@@ -33,7 +33,7 @@ QUERY_CHARS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """An index as its manifest tells it, whether it was fitted and evaluated now, and how many
+    """An index as its manifest describes it, whether it was fitted and evaluated now, and how many
     texts were embedded for it now and before."""
 
     manifest: IndexManifest
@@ -58,7 +58,7 @@ def embed(
     embedded, what is gone removed. With `tune` vectors are fitted and judged again over the text of
     today, also by `queries` with their `qrels` (run.yaml's unless given).
 
-    `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises
+    `store` takes the place of run.yaml's `index.store`. On a CPU `processes` of them embed. Raises
     Refusal, also (device-missing) for a device that is not there.
     """
     from farspan.launch.trust import require_own_links
@@ -78,59 +78,58 @@ def embed(
     recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
     load_store(resolve(recipe.store)[0])
     trained = on_device(load_model(run), device)
+    model = trained.model
     work = IndexWork(time.monotonic, progress)
-    text = _text(run, config, notes(progress))
-    own = _judged(config.index, queries, qrels, text) if tune else []
-    if copies := copies_line(len(text.documents), text.copies.near, text.copies.exact):
-        progress(Note(copies))
-    before = _there(run)
+    report = notes(progress)
+    text = _read_documents(run, config, report)
+    documents = text.documents
+    copies = text.copies
+    own = _read_own_queries(config.index, queries, qrels, text) if tune else []
+    note = copies_line(len(documents), copies.near, copies.exact)
+    if note:
+        report(note)
+    before = _read_index_manifest(run)
     with ExitStack() as stack:
         stack.callback(progress, Ended())
-        shared_out = processes > 1 and trained.model.tok.weight.device.type == "cpu"
-        manifest = build(
-            Task(
-                path=run.index,
-                model=trained.model,
-                tokenizer=trained.tokenizer,
-                documents=text.documents,
-                train=text.train,
-                copies=text.copies,
-                origin=origin(run, trained),
-                recipe=recipe,
-                say=notes(progress),
-                work=work,
-                source=text.fingerprint,
-                refit=tune,
-                own=own,
-                fit_s=fit_s(config),
-                processes=stack.enter_context(Processes(processes)) if shared_out else None,
-            )
+        pool = None
+        if processes > 1 and model.tok.weight.device.type == "cpu":
+            pool = stack.enter_context(Processes(processes))
+        limit_s = fit_s(config)
+        task = Task(
+            path=run.index,
+            model=model,
+            tokenizer=trained.tokenizer,
+            documents=documents,
+            train=text.train,
+            copies=copies,
+            origin=origin(run, trained),
+            recipe=recipe,
+            say=report,
+            work=work,
+            source=text.fingerprint,
+            refit=tune,
+            own=own,
+            fit_s=limit_s,
+            processes=pool,
         )
+        manifest = build(task)
     if work.kept:
-        progress(
-            Note(
-                f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before"
-            )
-        )
+        report(f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before")
     if manifest.fit_is_due:
-        progress(
-            Note(
-                "much of the text is not what the index was fitted to; a new fit is due: "
-                f"{command('tune', run.path)}"
-            )
+        report(
+            "much of the text is not what the index was fitted to; a new fit is due: "
+            f"{command('tune', run.path)}"
         )
-    fitted = before is None or (before.fit, before.evaluation) != (
-        manifest.fit,
-        manifest.evaluation,
-    )
+    earlier = None if before is None else (before.fit, before.evaluation)
+    fitted = earlier != (manifest.fit, manifest.evaluation)
     return Indexed(manifest=manifest, fitted=fitted, embedded=work.embedded, kept=work.kept)
 
 
-def _judged(
+def _read_own_queries(
     config: IndexConfig, queries: Path | None, qrels: Path | None, text: Text
 ) -> list[Query]:
-    """A person's queries: none where no file is named. Raises Refusal (usage) for one file without
-    the other."""
+    """Read a person's queries: none where no file is named. Raises Refusal (usage) for one file
+    without the other."""
     from farspan.retrieval.judged import read_judged
 
     asked = queries or (Path(config.queries).expanduser() if config.queries else None)
@@ -148,8 +147,8 @@ def _judged(
     return read_judged(asked, answers, text.documents, text.copies)
 
 
-def _there(run: RunFolder) -> IndexManifest | None:
-    """The index that is there; None where there is none that can be read."""
+def _read_index_manifest(run: RunFolder) -> IndexManifest | None:
+    """Return the manifest of the run's index; None where there is none that can be read."""
     from farspan.retrieval.index import read_manifest
 
     with suppress(Refusal):
@@ -157,8 +156,8 @@ def _there(run: RunFolder) -> IndexManifest | None:
     return None
 
 
-def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text:
-    """The documents of today; those that the run was trained on where its text cannot be found."""
+def _read_documents(run: RunFolder, config: RunConfig, report: Callable[[str], None]) -> Text:
+    """Read the documents of today; those that the run was trained on if its text is not there."""
     from farspan.corpus.copies import read_distinct
     from farspan.corpus.find import find_corpus
     from farspan.corpus.prepare import read_text
@@ -172,13 +171,13 @@ def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text
             manifest.hash,
             make_cache_folder("corpora"),
             workers=usable_cores(),
-            say=say,
+            say=report,
         )
     except Refusal as refusal:
         prepared = find_corpus(load(run.record, RunRecord).corpus_folder, manifest.hash)
         if refusal.problem.code != "path-missing" or prepared is None:
             raise
-        say(
+        report(
             f"{config.data_config.source} is not there: indexing the documents that the run was "
             "trained on"
         )
@@ -187,7 +186,7 @@ def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text
 
 def write_vectors(run: RunFolder, path: Path) -> Path:
     """Write ids, vectors, texts and fields of the run's index to a .parquet, .jsonl or .npy file,
-    and beside it the commands that load it elsewhere: the path of these. Refuses (no-index) where
+    and next to it the commands that load it elsewhere: the path of these. Refuses (no-index) where
     there is no index, and like `farspan.retrieval.transfer.write_vectors`."""
     from farspan.retrieval import transfer
 
@@ -199,7 +198,7 @@ def write_vectors(run: RunFolder, path: Path) -> Path:
 def opened(
     run: RunFolder, *, vectors: bool = True, trained: Trained | None = None
 ) -> closing[Index]:
-    """The run's index, ready to be searched; without `vectors` by words alone. `trained`: the run's
+    """Open the run's index for searches; without `vectors` by words alone. `trained`: the run's
     model, where it is loaded already."""
     from farspan.launch.trust import require_own_links, require_server
     from farspan.retrieval.index import SEAL, Index, read_manifest
@@ -218,16 +217,17 @@ def opened(
     remedy = command("embed", run.path)
     manifest = read_manifest(run.index, remedy)
     if manifest.servers and vectors:
+        store = shell_word(manifest.recipe.store)
         require_server(
             run.index / manifest.files / SEAL,
             manifest.servers,
-            f"look whether it is yours, then: {remedy} --store {shell_word(manifest.recipe.store)}",
+            f"look whether it is yours, then: {remedy} --store {store}",
         )
     return closing(Index.open(run.index, embedder, remedy=remedy, vectors=vectors))
 
 
 def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:
-    """Raises Refusal (no-index) for an index of another model or tokenizer than the run has
+    """Raise Refusal (no-index) for an index of another model or tokenizer than the run has
     today."""
     for what in ("model", "tokenizer"):
         have = getattr(index, what)
@@ -250,7 +250,7 @@ def search(
     where: Mapping[str, str] | None = None,
     progress: Progress = silent,
 ) -> Answer:
-    """The `k` documents that answer a query best, by the `system` that was measured to find them
+    """Find the `k` documents that answer a query best, by the `system` that was measured to be
     best unless another is named, among those with the values of `where` in its fields. A running
     server of the run is asked first.
 
@@ -260,21 +260,13 @@ def search(
     refuse_query(query)
     from farspan.retrieval.serve import client
 
-    if (manifest := _there(run)) is not None and is_stale(run, manifest):
-        progress(
-            Note(
-                "the text has changed since it was indexed; to follow it: "
-                f"{command('embed', run.path)}"
-            )
-        )
-    return client.ask(run.path, query, k, system, where or {}) or _search_here(
-        run, query, k, system, where
-    )
-
-
-def _search_here(
-    run: RunFolder, query: str, k: int, system: System | None, where: Mapping[str, str] | None
-) -> Answer:
+    manifest = _read_index_manifest(run)
+    if manifest is not None and is_stale(run, manifest):
+        update = command("embed", run.path)
+        progress(Note(f"the text has changed since it was indexed; to follow it: {update}"))
+    answer = client.ask(run.path, query, k, system, where or {})
+    if answer:
+        return answer
     from farspan.retrieval.search import search as search_index
 
     while True:
@@ -283,13 +275,13 @@ def _search_here(
                 return search_index(index, query, k, system, where)
             except Refusal:
                 # A new index may have taken the files of this one away before the model was loaded.
-                if _there(run) in (None, index.manifest):
+                if _read_index_manifest(run) in (None, index.manifest):
                     raise
 
 
 def is_stale(run: RunFolder, manifest: IndexManifest) -> bool:
-    """Whether the files of the run's text are others than were indexed. What is no folder is not
-    asked."""
+    """Return whether the files of the run's text are others than were indexed; False of text that
+    is no folder."""
     from farspan.corpus.sources import folder
 
     source = load_yaml(run.config, RunConfig).data_config.source
@@ -301,7 +293,7 @@ def is_stale(run: RunFolder, manifest: IndexManifest) -> bool:
 
 
 def refuse_query(query: str) -> None:
-    """Raises Refusal (usage) for a query that is empty, or longer than a passage could answer."""
+    """Raise Refusal (usage) for a query that is empty, or longer than a passage could answer."""
     if not query.strip():
         raise Refusal(
             "usage",
@@ -321,11 +313,10 @@ def refuse_query(query: str) -> None:
 
 
 def origin(run: RunFolder, trained: Trained) -> Origin:
-    """What the run's model is known by."""
+    """Return the hashes that identify the run's model and tokenizer."""
     import hashlib
 
     from farspan.retrieval.index import Origin
 
-    return Origin(
-        model=trained.weights, tokenizer=hashlib.sha256(run.tokenizer.read_bytes()).hexdigest()[:16]
-    )
+    digest = hashlib.sha256(run.tokenizer.read_bytes()).hexdigest()
+    return Origin(model=trained.weights, tokenizer=digest[:16])

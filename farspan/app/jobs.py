@@ -1,5 +1,5 @@
-"""The job of a run: the process that trains it, how far it is, what it has said, and how it is
-asked to end."""
+"""The job of a run: the process that trains it, how far it is, its log, and how it is asked to
+end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,7 +34,7 @@ AGAIN_S = 1.0
 #: How often a job and its files are looked at.
 POLL_S = 0.2
 
-#: How a run stands. "lost": its job is gone without a word; "new": no worker has started yet.
+#: How a run stands. "lost": its job is gone without a report; "new": no worker has started yet.
 State = Literal["running", "finished", "stopped", "failed", "lost", "new"]
 
 
@@ -55,9 +55,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def lives(self) -> bool:
-        """Whether its process is there. Of another host's only the record can tell, which goes when
+        """Whether its process is there. Of another host's only the record is known, which goes when
         the job ends."""
-        return not self.here or (self.began is not None and self.began == process_began(self.pid))
+        if not self.here:
+            return True
+        began = process_began(self.pid)
+        return began is not None and began == self.began
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,25 +83,25 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     #: None where the run's time alone decides how many steps it makes.
     total: int | None
-    loss: float | None
-    val_loss: float | None
-    tokens_per_s: float | None
+    loss: float | None = None
+    val_loss: float | None = None
+    tokens_per_s: float | None = None
     #: Of the newest checkpoint.
-    saved_step: int | None
-    saved_s: float | None
-    #: The last fault after which the run went on by itself: what it was, and the steps lost.
+    saved_step: int | None = None
+    saved_s: float | None = None
+    #: The last fault after which the run resumed by itself: what it was, and the steps lost.
     recovered: Recovered | None
     #: Of the last event.
-    heard_s: float | None
-    left_s: float | None
+    heard_s: float | None = None
+    left_s: float | None = None
 
 
 @contextmanager
 def registered(run: RunFolder) -> Iterator[None]:
-    """While this process trains a run, its folder names it; afterwards what the job was refused, if
-    it was.
+    """Name this process in the run's folder while it trains the run, and afterwards what the job
+    was refused, if it was.
 
-    A run that is being trained already stays another's: who launches it is refused.
+    A run that is being trained already stays another's: its launch is refused.
     """
     if is_locked(run.lock):
         yield
@@ -107,47 +110,43 @@ def registered(run: RunFolder) -> Iterator[None]:
     job = Job(pid=pid, host=socket.gethostname(), started=time.time(), began=process_began(pid))
     problem = problem_file(run)
     run.logs.mkdir(exist_ok=True)
-    _bring_log(run)
+    # This process's own log has begun next to the run's folder, if at all.
+    log = planning_log(run)
+    with suppress(OSError):  # There is none.
+        if os.path.samestat(os.fstat(2), log.stat()):
+            log.rename(log_file(run))
     problem.unlink(missing_ok=True)
     save(job, run.job)
     try:
         yield
     except Refusal as refusal:
-        with suppress(OSError):  # The disk may be full, which is what it says.
+        with suppress(OSError):  # The disk may be full, which is what it reports.
             save(refusal.problem, problem)
         raise
     finally:
-        if _recorded(run) == job:
+        if _read_job(run) == job:
             run.job.unlink()
 
 
 def problem_file(run: RunFolder) -> Path:
-    """What the run's last job was refused: beside what its workers say."""
+    """Return the file of what the run's last job was refused, next to its workers' own."""
     return run.logs / "job.problem.json"
 
 
 def log_file(run: RunFolder) -> Path:
-    """What a detached job says."""
+    """Return the log of a detached job."""
     return run.logs / "job.log" if run.plan.exists() else planning_log(run)
 
 
 def planning_log(run: RunFolder) -> Path:
-    """The same until the run has a folder: beside it, for a run is made only where nothing lies."""
+    """Return the same until the run has a folder: a run is made only where nothing lies."""
     path = run.path.absolute()
     return path.parent / f".{path.name}.job.log"
 
 
-def _bring_log(run: RunFolder) -> None:
-    """Move this process's own log into the run's folder, where it has begun beside it."""
-    beside = planning_log(run)
-    with suppress(OSError):  # There is none.
-        if os.path.samestat(os.fstat(2), beside.stat()):
-            beside.rename(log_file(run))
-
-
 def remove_unbegun(run: RunFolder) -> None:
     """Remove the folder of a run that was made and has not begun, but for what others have put
-    there. What a detached job has said goes back to where it was until the folder was made."""
+    there. The log of a detached job goes back to where it was until the folder was made."""
     with suppress(OSError):  # There is none, or the disk is full.
         (run.logs / "job.log").rename(planning_log(run))
     for file in run.files:
@@ -160,38 +159,38 @@ def remove_unbegun(run: RunFolder) -> None:
 
 
 def job_of(run: RunFolder) -> Job | None:
-    """The living job of a run."""
-    job = _recorded(run)
+    """Return the living job of a run."""
+    job = _read_job(run)
     return job if job is not None and job.lives else None
 
 
 def goes_on(run: RunFolder) -> bool:
-    """Whether the run's job lives, or workers that a killed one has left: these save and end."""
+    """Return whether the run's job lives, or workers of a killed one, which save and end."""
     return job_of(run) is not None or is_locked(run.lock)
 
 
 def wait_for_orphans(
-    run: RunFolder, say: Callable[[str], None], *, timeout_s: float = STOP_S
+    run: RunFolder, report: Callable[[str], None], *, timeout_s: float = STOP_S
 ) -> None:
     """Wait until workers that a killed job has left have saved and ended, or the time is over."""
     began = time.monotonic()
-    named = False
+    reported = False
     while _has_orphans(run) and time.monotonic() - began < timeout_s:
-        if not named:
+        if not reported:
             pids = ", ".join(map(str, holders(run.lock))) or "unknown"
-            say(f"the job was killed; waiting until its workers have saved (process {pids})")
-            named = True
+            report(f"the job was killed; waiting until its workers have saved (process {pids})")
+            reported = True
         time.sleep(POLL_S)
 
 
 def _has_orphans(run: RunFolder) -> bool:
     with suppress(Refusal):  # A damaged record names no job.
-        job = _recorded(run)
+        job = _read_job(run)
         return job is not None and not job.lives and is_locked(run.lock)
     return False
 
 
-def _recorded(run: RunFolder) -> Job | None:
+def _read_job(run: RunFolder) -> Job | None:
     try:
         return parse_json(run.job.read_bytes(), Job, run.job)
     except FileNotFoundError:
@@ -199,45 +198,58 @@ def _recorded(run: RunFolder) -> Job | None:
 
 
 def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
-    """How a run stands: whether its job runs or how it has ended, and how far it has come."""
-    # The record first: what ends afterwards has written all that it had to say.
-    job = _recorded(run)
+    """Return how a run stands: whether its job runs or how it has ended, and how far it is."""
+    # The record first: a job that ends afterwards has written all its events.
+    job = _read_job(run)
     so_far = SoFar(run.load_plan().train)
     now = clock()
     for event in read_events(run.events) if run.events.exists() else ():
         so_far.take(event)
-    problem = load(problem_file(run), Problem) if problem_file(run).exists() else None
-    state = _state(job, so_far, problem, locked=is_locked(run.lock))
-    recent = so_far.recent
-    saved = so_far.saved
-    # Steps before this job has started say nothing of its speed.
-    paced = bool(recent) and (state != "running" or job is None or so_far.at >= job.started)
-    ended = so_far.finished
-    reason = ended.reason if ended else None
-    told = state == "failed" or (state == "stopped" and reason == "preempted")
+    problem = None
+    if problem_file(run).exists():
+        problem = load(problem_file(run), Problem)
+    locked = is_locked(run.lock)
+    state = _find_state(job, so_far, problem, locked=locked)
+    if state not in ("running", "lost"):
+        job = None
+    reason = None
+    if so_far.finished is not None:
+        reason = so_far.finished.reason
+        problem = problem or so_far.finished.problem
+    has_problem = state == "failed" or (state == "stopped" and reason == "preempted")
+    # What is not known stays None.
+    known: dict[str, Any] = {}
+    if so_far.recent:
+        known["loss"] = so_far.recent[-1].loss
+        # Steps before this job has started are no measure of its speed.
+        if state != "running" or job is None or so_far.at >= job.started:
+            known["tokens_per_s"] = so_far.tokens_per_s
+            if state == "running":
+                known["left_s"] = so_far.left_s()
+    if so_far.validated:
+        known["val_loss"] = so_far.validated.loss
+    if so_far.saved:
+        known["saved_step"] = so_far.saved.step
+        known["saved_s"] = max(0.0, now - so_far.saved.at)
+    if so_far.at:
+        known["heard_s"] = max(0.0, now - so_far.at)
     return Status(
         run=str(run.path),
         state=state,
         reason=reason,
-        job=job if state in ("running", "lost") else None,
-        problem=(problem or (ended.problem if ended else None)) if told else None,
-        saving=state == "lost" and is_locked(run.lock),
+        job=job,
+        problem=problem if has_problem else None,
+        saving=state == "lost" and locked,
         step=so_far.step,
         steps=so_far.steps,
         share=so_far.share,
         total=so_far.total,
-        loss=recent[-1].loss if recent else None,
-        val_loss=so_far.validated.loss if so_far.validated else None,
-        tokens_per_s=so_far.tokens_per_s if paced else None,
-        saved_step=saved.step if saved else None,
-        saved_s=max(0.0, now - saved.at) if saved else None,
         recovered=so_far.recovered,
-        heard_s=max(0.0, now - so_far.at) if so_far.at else None,
-        left_s=so_far.left_s() if paced and state == "running" else None,
+        **known,
     )
 
 
-def _state(job: Job | None, so_far: SoFar, problem: Problem | None, *, locked: bool) -> State:
+def _find_state(job: Job | None, so_far: SoFar, problem: Problem | None, *, locked: bool) -> State:
     if job is not None:
         return "running" if job.lives else "lost"
     if problem is not None:
@@ -249,10 +261,10 @@ def _state(job: Job | None, so_far: SoFar, problem: Problem | None, *, locked: b
 
 
 def stop(
-    run: RunFolder, say: Callable[[str], None], *, now: bool = False, timeout_s: float = STOP_S
+    run: RunFolder, report: Callable[[str], None], *, now: bool = False, timeout_s: float = STOP_S
 ) -> Status:
-    """Ask the run's job to save and end, or with `now` to end at once, and wait until it has: how
-    it stands then.
+    """Ask the run's job to save and end, or with `now` to end at once, wait until it has, and
+    return how it stands then.
 
     Workers that a killed job has left are waited for. Raises Refusal where nothing runs here
     (not-running), and where the job is still there after `timeout_s` (run-busy).
@@ -268,8 +280,8 @@ def stop(
         )
     began = time.monotonic()
     second = now
-    _ask(run)
-    say("ending its workers at once" if now else "saving")
+    _signal_job(run)
+    report("ending its workers at once" if now else "saving")
     while goes_on(run):
         waited = time.monotonic() - began
         if waited > timeout_s:
@@ -281,13 +293,13 @@ def stop(
                 remedy=command("status" if now else "stop", run.path, *(() if now else ("--now",))),
             )
         if second and waited > AGAIN_S:
-            _ask(run)
+            _signal_job(run)
             second = False
         time.sleep(POLL_S)
     return status(run)
 
 
-def _ask(run: RunFolder) -> None:
+def _signal_job(run: RunFolder) -> None:
     """Signal the run's job, if it lives: it passes that on to its workers, wherever they are."""
     job = job_of(run)
     if job is not None and not job.here:
@@ -305,7 +317,7 @@ def _ask(run: RunFolder) -> None:
 
 
 def events(run: RunFolder, *, follow: bool = False) -> Iterator[Event]:
-    """The events of a run, oldest first; with `follow` also those to come, until its job has
+    """Yield the events of a run, oldest first; with `follow` also those to come, until its job has
     ended."""
     yield from decoded(lines(run.events, lambda: follow and goes_on(run)), run.events)
 
@@ -313,11 +325,11 @@ def events(run: RunFolder, *, follow: bool = False) -> Iterator[Event]:
 def lines(
     path: Path, more: Callable[[], bool] = lambda: False, position: int = 0
 ) -> Iterator[bytes]:
-    """The whole lines of a file after `position`, and those that are added as long as `more` says
-    that some may be."""
+    """Yield the whole lines of a file after `position`, and those that are added as long as
+    `more()` is true."""
     last = False
     while not last:
-        # Asked first: what was added before it said no is read.
+        # Asked first: what was added before it was false is read.
         last = not more()
         if path.exists():
             with open(path, "rb") as file:

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from farspan.app.faults import (
-    COST_S,
     CURABLE,
     HOUR_S,
+    MAX_RESTART_COST_S,
+    MAX_RESTARTS,
+    MAX_SAME_FAULT,
     NOTICE_S,
-    RESTARTS,
-    SAME,
     Faults,
     Seen,
 )
@@ -63,8 +63,8 @@ def test_host_unreachable_before_the_first_step_ends_the_run_at_once():
     )
 )
 def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
-    """Whatever comes: it ends at the third that is the same, or at the first beyond RESTARTS within
-    an hour, and with the fault's own cause."""
+    """Whatever comes: it ends at the third that is the same, or at the first beyond MAX_RESTARTS
+    within an hour, and with the fault's own cause."""
     faults = Faults()
     at = 0.0
     times = list[tuple[float, tuple[int, int]]]()
@@ -75,7 +75,7 @@ def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
         ended = faults.end(seen(problem, step, at), trained=True)
         same = sum(kind == (step, rank) for _, kind in times)
         recent = sum(at - other < HOUR_S for other, _ in times)
-        assert (ended is not None) == (same >= SAME or recent > RESTARTS)
+        assert (ended is not None) == (same >= MAX_SAME_FAULT or recent > MAX_RESTARTS)
         if ended is not None:
             assert ended.fact.startswith(f"{problem.fact}; ") and ended.code == problem.code
             return
@@ -106,7 +106,7 @@ def test_restarts_that_cost_too_much_end_the_run():
     faults = Faults()
     for number in range(4):
         assert faults.end(seen(step=number, at=100.0 * number), trained=True) is None
-        faults.cost(100.0 * number, COST_S / 3.5)
+        faults.cost(100.0 * number, MAX_RESTART_COST_S / 3.5)
     ended = faults.end(seen(step=9, at=500.0), trained=True)
     assert ended is not None and "restarts of the last hour have cost" in ended.fact
     assert faults.end(seen(step=10, at=500.0 + HOUR_S), trained=True) is None
