@@ -11,9 +11,9 @@ import msgspec
 
 from farspan import models
 from farspan.app import clusters
-from farspan.app.plans import check_devices, whole_plan
+from farspan.app.plans import check_devices, device_places, planned_devices, whole_plan
 from farspan.app.updates import Progress, silent
-from farspan.domain.cluster import Cluster, Device
+from farspan.domain.cluster import Cluster, DataSheet, MatmulRate
 from farspan.domain.codec import parse_json, parse_yaml, read_bytes
 from farspan.domain.config import RunConfig
 from farspan.domain.engine import engine as find_engine
@@ -48,7 +48,8 @@ class PricedPlan(Estimate, frozen=True, kw_only=True):
     def capacity(self) -> list[float]:
         """Bytes that a plan may fill on each rank's device."""
         fill = find_engine(self.plan.engine).fill
-        return [fill * device.memory for device in _devices(self.plan, self.cluster)]
+        devices = planned_devices(self.plan, self.cluster)
+        return [fill * device.memory for device in devices]
 
     @property
     def fits(self) -> bool:
@@ -61,8 +62,9 @@ class PricedPlan(Estimate, frozen=True, kw_only=True):
         return Estimate(**{name: getattr(self, name) for name in Estimate.__struct_fields__})
 
     def as_json(self) -> dict[str, Any]:
-        """One object, as `farspan price --json` prints it."""
-        memory = dict(zip(self.devices, (part.total for part in self.memory), strict=True))
+        """Return one object, as `farspan price --json` prints it."""
+        totals = [part.total for part in self.memory]
+        memory = dict(zip(self.devices, totals, strict=True))
         figures = {"minutes": self.equal_loss_s / 60, "memory_bytes": memory}
         return {
             "engine": self.plan.engine,
@@ -89,7 +91,7 @@ def price_given(
         cluster = clusters.find(os.fspath(cluster))
     if cluster is None and config is not None:
         cluster = clusters.given_cluster(config, reach=False)
-    document, where, text = _document(given)
+    document, where, text = _read_document(given)
     if isinstance(document, dict) and "devices" in document:
         # By what it was made from nothing is priced.
         inputs = {"cluster": "", "corpus": ""}
@@ -99,7 +101,7 @@ def price_given(
         if isinstance(document, Plan):
             plan = document
             check_devices(plan, there, where, "give --cluster the one that the plan is for")
-            places = [(host.name, i) for host in there.hosts for i in range(len(host.devices))]
+            places = device_places(there)
             used = there.only([places.index((at.host, at.index)) for at in plan.devices])
             precision_of(plan.train.precision, used, "train.precision", where)
         else:
@@ -120,8 +122,9 @@ def price_given(
     plan = plan_on(cluster)
     if not isinstance(document, Plan):
         _check_rates(plan, cluster)
+    graph = models.graph(plan.model)
     try:
-        priced = estimate(plan, models.graph(plan.model), cluster, find_engine(plan.engine))
+        priced = estimate(plan, graph, cluster, find_engine(plan.engine))
     except NoLink as error:
         host_words = f"{yaml_word(error.a)}, {yaml_word(error.b)}"
         raise Refusal(
@@ -134,7 +137,7 @@ def price_given(
     return PricedPlan(plan=plan, cluster=cluster, **msgspec.structs.asdict(priced))
 
 
-def _document(given: Given) -> tuple[Any, str, str]:
+def _read_document(given: Given) -> tuple[Any, str, str]:
     """Return the plan or its table, where it stands, and the text of a file that has lines."""
     if isinstance(given, Plan | Mapping):
         return given if isinstance(given, Plan) else dict(given), "the plan", ""
@@ -146,19 +149,16 @@ def _document(given: Given) -> tuple[Any, str, str]:
     return parse_yaml(text, path), str(path), text
 
 
-def _devices(plan: Plan, cluster: Cluster) -> list[Device]:
-    """Return the cluster's device of each rank."""
-    hosts = {host.name: host for host in cluster.hosts}
-    return [hosts[at.host].devices[at.index] for at in plan.devices]
-
-
 def _check_rates(plan: Plan, cluster: Cluster) -> None:
     """Refuse a device of which nothing says how fast it computes."""
     running = find_engine(plan.engine)
-    for at, device in zip(plan.devices, _devices(plan, cluster), strict=True):
+    devices = planned_devices(plan, cluster)
+    for at, device in zip(plan.devices, devices, strict=True):
+        if device.times.units or device.learned.pace != 1.0:
+            continue
         precision = product_dtype(device, plan.train.precision, running)
-        timed = device.times.units or any(precision in rate.flops for rate in device.times.rates)
-        if not (timed or precision in device.sheet.flops or device.learned.pace != 1.0):
+        rates: list[DataSheet | MatmulRate] = [device.sheet, *device.times.rates]
+        if not any(precision in rate.flops for rate in rates):
             fix = f"flops: {{{shell_word(precision)}: 50e12}}"
             raise Refusal(
                 "cluster-invalid",

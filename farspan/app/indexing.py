@@ -94,6 +94,7 @@ def embed(
         pool = None
         if processes > 1 and model.tok.weight.device.type == "cpu":
             pool = stack.enter_context(Processes(processes))
+        identity = origin(run, trained)
         limit_s = fit_s(config)
         task = Task(
             path=run.index,
@@ -102,7 +103,7 @@ def embed(
             documents=documents,
             train=text.train,
             copies=copies,
-            origin=origin(run, trained),
+            origin=identity,
             recipe=recipe,
             say=report,
             work=work,

@@ -233,13 +233,14 @@ def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
         known["saved_s"] = max(0.0, now - so_far.saved.at)
     if so_far.at:
         known["heard_s"] = max(0.0, now - so_far.at)
+    is_saving = state == "lost" and locked
     return Status(
         run=str(run.path),
         state=state,
         reason=reason,
         job=job,
         problem=problem if has_problem else None,
-        saving=state == "lost" and locked,
+        saving=is_saving,
         step=so_far.step,
         steps=so_far.steps,
         share=so_far.share,

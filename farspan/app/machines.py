@@ -1,4 +1,4 @@
-"""What there is and what it can do: this machine, the hosts and links of a cluster, and all of it
+"""Machines and what they can do: this machine, the hosts and links of a cluster, and all of it
 measured."""
 
 from __future__ import annotations
@@ -57,34 +57,37 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return [*rows, ("disk", f"{format_bytes(self.disk_free_bytes)} free here")]
 
     def __repr__(self) -> str:
-        found = counted(len(self.findings), "finding") if self.findings else "no findings"
-        return f"<Diagnosis: {counted(len(self.devices), 'device')}, {found}>"
+        devices = counted(len(self.devices), "device")
+        findings = counted(len(self.findings), "finding") if self.findings else "no findings"
+        return f"<Diagnosis: {devices}, {findings}>"
 
     def _repr_html_(self) -> str:
-        findings = [("finding", str(problem)) for problem in self.findings]
-        return html_table(("", repr(self)[1:-1]), [*self.rows, *findings])
+        rows = self.rows
+        rows += [("finding", str(problem)) for problem in self.findings]
+        return html_table(("", repr(self)[1:-1]), rows)
 
 
 def diagnose(device: str = "auto") -> Diagnosis:
-    """What is here, what is missing, and the one command that mends each finding."""
-    cluster, left_out, wrong = _describe(device)
+    """Diagnose this machine: its devices, what is missing, and the command that mends each."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    cluster, gpu_notes, problems = _describe_machine(device)
+    findings = [Finding.of(problem, "refused") for problem in problems]
     return Diagnosis(
-        versions={
-            "python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
-        },
+        versions=versions,
         devices=cluster.devices if cluster else (),
         disk_free_bytes=shutil.disk_usage(".").free,
-        notes=left_out,
-        findings=(
-            *(Finding.of(problem, "refused") for problem in wrong),
-            *_disk_findings(),
-        ),
+        notes=gpu_notes,
+        findings=(*findings, *_disk_findings()),
     )
 
 
 def examine(cluster: Cluster) -> tuple[Examination, tuple[Finding, ...]]:
-    """Every host and link of a cluster, and what is wrong with them."""
+    """Examine every host and link of a cluster: their state, and what is wrong with them."""
     from farspan.launch.examine import examine as examine_hosts
     from farspan.launch.findings import findings
 
@@ -121,55 +124,48 @@ def probe(
     another = out.with_stem(f"{out.stem}-2")
     refuse_file(out, command("probe", "--cluster", cluster, "-o", another))
     measured, failed, left_out = measure(described, spec, notes(progress), seq_len=length)
-    lost = [
-        f"device {index} of {host} has failed: {problem.fact}"
-        for (host, index), problem in failed.items()
-    ]
     probe = command("probe", "--cluster", cluster, "--model", model, "--seq-len", length)
-    save_cluster(measured, out, "\n".join((f"Measured by {probe}.", *left_out, *lost)))
+    comments = [f"Measured by {probe}.", *left_out]
+    for (host, index), problem in failed.items():
+        comments.append(f"device {index} of {host} has failed: {problem.fact}")
+    save_cluster(measured, out, "\n".join(comments))
     progress(measured)
     for problem in failed.values():
         others = f"; {len(failed) - 1} more have failed" if len(failed) > 1 else ""
-        raise Refusal.of(
-            msgspec.structs.replace(problem, fact=f"{problem.fact}{others}; the rest is in {out}")
-        )
+        fact = f"{problem.fact}{others}; the rest is in {out}"
+        raise Refusal.of(msgspec.structs.replace(problem, fact=fact))
     return measured
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _describe(backend: str) -> tuple[Cluster | None, tuple[str, ...], list[Problem]]:
-    """This machine's devices, a note on each GPU that is left out, and what is wrong with them."""
+def _describe_machine(backend: str) -> tuple[Cluster | None, tuple[str, ...], list[Problem]]:
+    """Return this machine's devices, a note on each GPU that is not used, and what is wrong."""
     from farspan.launch.probe import Probe, check_gpus
 
-    left_out: tuple[str, ...] = ()
-    wrong = list[Problem]()
+    gpu_notes: tuple[str, ...] = ()
+    problems = list[Problem]()
     try:
         require_torch()
         try:
-            left_out = check_gpus(backend)
+            gpu_notes = check_gpus(backend)
         except Refusal as refusal:
-            wrong.append(refusal.problem)
+            problems.append(refusal.problem)
         with Probe() as probe:
-            return probe.describe(backend, None), left_out, wrong
+            return probe.describe(backend, None), gpu_notes, problems
     except Refusal as refusal:
-        return None, left_out, [*wrong, refusal.problem]
+        return None, gpu_notes, [*problems, refusal.problem]
 
 
 def _disk_findings() -> list[Finding]:
     from farspan.launch.findings import LITTLE_DISK
 
-    problems = []
-    corpora = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
+    findings = []
+    corpora = cache_folder()
+    while not corpora.exists():
+        corpora = corpora.parent
     for what, path in (("runs", Path()), ("prepared corpora", corpora)):
         free = shutil.disk_usage(path).free
         if free < LITTLE_DISK:
-            problems.append(
+            findings.append(
                 Finding(
                     severity="warned",
                     code="disk-full",
@@ -179,4 +175,4 @@ def _disk_findings() -> list[Finding]:
                     remedy=f"du -xh {shell_word(path.absolute())} | sort -h | tail",
                 )
             )
-    return problems
+    return findings

@@ -27,13 +27,17 @@ LINE_CHARS = 79
 
 @contextmanager
 def progress_shown(progress: Progress | None) -> Iterator[Progress]:
-    """The callback that takes updates: `progress`; without one a bar in IPython, else nothing.
+    """Yield the callback that takes updates: `progress`; without one a bar in IPython, else none.
 
     A Ctrl-C meanwhile that nothing else takes raises Refusal (interrupted), as one does that
     reaches a run.
     """
-    shell = None if progress is not None else _ipython()
-    bar = None if shell is None else NotebookBar(_draws_html(shell), time.monotonic)
+    bar = None
+    if progress is None and "IPython" in sys.modules:
+        # The shell that runs this code, if IPython does; a kernel's shows HTML.
+        shell = sys.modules["IPython"].get_ipython()
+        if shell is not None:
+            bar = NotebookBar(hasattr(shell, "kernel"), time.monotonic)
     try:
         yield progress or bar or silent
     except KeyboardInterrupt:
@@ -47,16 +51,6 @@ def progress_shown(progress: Progress | None) -> Iterator[Progress]:
     finally:
         if bar is not None:
             bar.end()
-
-
-def _ipython() -> Any | None:
-    """The shell that runs this code, if IPython does."""
-    module = sys.modules.get("IPython")
-    return None if module is None else module.get_ipython()
-
-
-def _draws_html(shell: Any) -> bool:
-    return hasattr(shell, "kernel")
 
 
 class NotebookBar:
@@ -87,13 +81,17 @@ class NotebookBar:
             case Warned():
                 self._warnings.append(update.message)
             case _ if isinstance(update, Event):
-                self._take(update)
+                self._show_event(update)
             case _:
-                self._index(update)
+                from farspan.retrieval.work import IndexWork
+
+                if isinstance(update, IndexWork):
+                    self._share = update.share
+                    self._text = str(update)
         if self._clock() - self._drawn_at >= REDRAW_S:
             self.draw()
 
-    def _take(self, event: Event) -> None:
+    def _show_event(self, event: Event) -> None:
         assert self._so_far is not None
         self._so_far.take(event)
         so_far = self._so_far
@@ -107,14 +105,6 @@ class NotebookBar:
         if so_far.finished is None:
             facts.append(f"ETA {format_seconds(so_far.left_s())}")
         self._text = " · ".join(facts)
-
-    def _index(self, update: object) -> None:
-        from farspan.retrieval.work import IndexWork
-
-        if not isinstance(update, IndexWork):
-            return
-        self._share = update.share
-        self._text = str(update)
 
     def draw(self) -> None:
         """Show the bar as it is now."""
@@ -144,8 +134,8 @@ class NotebookBar:
         """The bar in characters."""
         if self._share is None:
             return self._text
-        filled = round(BAR_CHARS * self._share)
-        return f"[{'#' * filled}{'.' * (BAR_CHARS - filled)}] {self._share:4.0%} {self._text}"
+        filled = "#" * round(BAR_CHARS * self._share)
+        return f"[{filled.ljust(BAR_CHARS, '.')}] {self._share:4.0%} {self._text}"
 
     @property
     def _padded(self) -> str:

@@ -12,7 +12,7 @@ from farspan.app.clusters import given_cluster
 from farspan.app.configs import as_yaml
 from farspan.app.resolving import Resolved, prepare
 from farspan.app.updates import Chosen, Note, Progress, Ranked, silent
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Device
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.codec import (
     content_hash,
@@ -36,7 +36,7 @@ from farspan.planning.select import Selection
 from farspan.semantics.identity import identity, lasting
 
 #: The version of plans that this farspan writes and reads.
-VERSION = next(field.default for field in msgspec.structs.fields(Plan) if field.name == "version")
+VERSION = {field.name: field.default for field in msgspec.structs.fields(Plan)}["version"]
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,29 +61,27 @@ def best_plan(
     table: bool = False,
     trials: bool = True,
 ) -> Planned:
-    """The best plan of the techniques that run.yaml allows, on all devices or on some; of one that
-    it names, on all.
+    """Return the best plan of the techniques that run.yaml allows, on all devices or on some; of
+    one that it names, on all.
 
-    With `table` tells how they compare; without `trials` goes by what is predicted. Raises Refusal
+    With `table` reports how they compare; without `trials` uses predictions alone. Raises Refusal
     where none fits.
     """
     named = parallel.technique != "auto"
-    several = trials and len(resolved.cluster.devices) > 1
     question = choosing.question_of(resolved, parallel)
-    selection = (
-        choosing.choose(resolved, parallel, progress, paying=True)
-        if several and not named
-        else None
-    )
+    selection = None
+    if trials and not named and len(resolved.cluster.devices) > 1:
+        selection = choosing.choose(resolved, parallel, progress, paying=True)
     ranking = question.rank(resolved.cluster) if selection is None else selection.ranking
     if table:
         progress(Ranked(ranking))
-    runnable = [] if ranking.chosen is None else [ranking.candidates[ranking.chosen]]
-    # What is named is run, also where something speaks against it.
-    runnable += ranking.candidates if named else ()
-    if not runnable:
+    if ranking.chosen is not None:
+        best = ranking.candidates[ranking.chosen]
+    elif named and ranking.candidates:
+        # What is named is run, also where something speaks against it.
+        best = ranking.candidates[0]
+    else:
         raise nothing_runs(ranking, () if selection is None else selection.tried, question)
-    best = runnable[0]
     if selection is not None:
         progress(Chosen(selection))
     learned = msgspec.structs.replace(resolved, cluster=ranking.cluster)
@@ -91,7 +89,7 @@ def best_plan(
 
 
 def with_forecast(planned: Planned) -> Planned:
-    """With the loss that its run from random weights is expected to reach, where the fit knows its
+    """Add the loss that the run is predicted to reach from random weights, where the fit knows its
     kind: text is counted, a few seconds."""
     train = planned.plan.train
     if train.optimizer.muon is msgspec.UNSET or train.schedule.kind == "constant":
@@ -103,21 +101,21 @@ def with_forecast(planned: Planned) -> Planned:
     estimate = planned.estimate
     tokens = estimate.steps_done * train.tokens_per_step * estimate.token_efficiency
     corpus = resolved.corpus
-    folder = resolved.corpus_folder
-    # A small part of every block is counted: training verifies them.
-    text, val = (
-        values.unverified if isinstance(values, VerifiedArray) else values
-        for values in (TokenFile.open(folder, split, corpus).tokens for split in SPLITS)
-    )
-    expected = forecast(
-        counted(text, val, corpus.vocab_size, tokens),
+    split_tokens = []
+    for split in SPLITS:
+        values = TokenFile.open(resolved.corpus_folder, split, corpus).tokens
+        # A small part of every block is counted: training verifies them.
+        split_tokens.append(values.unverified if isinstance(values, VerifiedArray) else values)
+    train_tokens, val_tokens = split_tokens
+    predicted = forecast(
+        counted(train_tokens, val_tokens, corpus.vocab_size, tokens),
         parameters=parameters(resolved.model),
         unique_tokens=corpus.train.tokens,
         tokens=tokens,
         steps=estimate.steps_done,
         bigram_nats=corpus.bigram_nats,
     )
-    return msgspec.structs.replace(planned, forecast=expected)
+    return msgspec.structs.replace(planned, forecast=predicted)
 
 
 def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:
@@ -126,8 +124,8 @@ def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:
 
 
 def write_planned(run: RunFolder, planned: Planned, config: RunConfig, record: RunRecord) -> None:
-    """Write what a run's folder says of its plan, where it runs, and how it was asked for.
-    plan.json comes last: it makes the folder a run."""
+    """Write a run's plan, its estimate, cluster and record, and its run.yaml. plan.json comes
+    last: it makes the folder a run."""
     from farspan.launch.trust import seal
 
     cluster = planned.resolved.cluster
@@ -140,12 +138,12 @@ def write_planned(run: RunFolder, planned: Planned, config: RunConfig, record: R
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a file; refuses what is none, and plans of another version."""
+    """Read the plan in a file; refuses what is none, and plans of another version."""
     return whole_plan(parse_json(read_bytes(path), object, path), path)
 
 
 def whole_plan(document: object, where: Path) -> Plan:
-    """The plan in what was read from a file; refuses what is none, and plans of another version."""
+    """Return the plan in a parsed file; refuses what is none, and plans of another version."""
     remedy = command("plan", "run.yaml", "-o", where)
     version = document.get("version") if isinstance(document, dict) else None
     if not isinstance(document, dict) or "replicas" not in document:
@@ -165,12 +163,13 @@ def whole_plan(document: object, where: Path) -> Plan:
             remedy=remedy,
         )
     plan = convert(document, Plan, str(where))
-    if wrong := unsound(plan):
+    flaw = unsound(plan)
+    if flaw:
         raise Refusal(
             "plan-mismatch",
             what="the plan does not hold together",
             where=where,
-            fact=wrong,
+            fact=flaw,
             remedy=remedy,
         )
     return plan
@@ -180,28 +179,40 @@ def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None
     """Refuse a plan that was made for another cluster, or that names devices that do not exist."""
     actual = identity(cluster)
     if plan.inputs.cluster != actual:
-        devices = ", ".join(dict.fromkeys(device.host for device in plan.devices))
+        hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
+        fact = f"it is for cluster {plan.inputs.cluster} (hosts {hosts}), this is cluster {actual}"
         raise Refusal(
             "plan-mismatch",
             what="the plan is for another cluster",
             where=path,
-            fact=(
-                f"it is for cluster {plan.inputs.cluster} (hosts {devices}), this is cluster "
-                f"{actual}"
-            ),
+            fact=fact,
             remedy=remedy,
         )
     check_devices(plan, cluster, path, remedy)
 
 
+def device_places(cluster: Cluster) -> list[tuple[str, int]]:
+    """Return the host of each of the cluster's devices, and its index there."""
+    places = []
+    for host in cluster.hosts:
+        for index in range(len(host.devices)):
+            places.append((host.name, index))
+    return places
+
+
+def planned_devices(plan: Plan, cluster: Cluster) -> list[Device]:
+    """Return the cluster's device of each rank."""
+    devices = {host.name: host.devices for host in cluster.hosts}
+    return [devices[at.host][at.index] for at in plan.devices]
+
+
 def check_devices(plan: Plan, cluster: Cluster, path: object, remedy: str) -> None:
     """Refuse a plan that names devices which the cluster lacks."""
-    existing = {(host.name, index) for host in cluster.hosts for index in range(len(host.devices))}
-    lacking = [
-        f"{at.host}, device {at.index}"
-        for at in plan.devices
-        if (at.host, at.index) not in existing
-    ]
+    existing = device_places(cluster)
+    lacking = []
+    for at in plan.devices:
+        if (at.host, at.index) not in existing:
+            lacking.append(f"{at.host}, device {at.index}")
     if lacking:
         raise Refusal(
             "plan-mismatch",
@@ -215,15 +226,20 @@ def check_devices(plan: Plan, cluster: Cluster, path: object, remedy: str) -> No
 def planned_before(
     source: Path | Selection, config: RunConfig, config_path: Path, progress: Progress = silent
 ) -> Planned:
-    """The plan of a file or a selection with what run.yaml says of text and cluster; refuses where
-    the two do not fit together."""
+    """Return the plan of a file or a selection with run.yaml's text and cluster; refuses where the
+    two do not fit together."""
     from farspan import models
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
 
-    path = source if isinstance(source, Path) else Path("the selection")
-    remedy = command("plan", config_path, "-o", source if isinstance(source, Path) else "plan.json")
-    plan = read_plan(source) if isinstance(source, Path) else _selected(source)
+    if isinstance(source, Path):
+        path = source
+        remedy = command("plan", config_path, "-o", path)
+        plan = read_plan(path)
+    else:
+        path = Path("the selection")
+        remedy = command("plan", config_path, "-o", "plan.json")
+        plan = _selected_plan(source)
     if not plan.inputs.corpus:
         raise Refusal(
             "plan-mismatch",
@@ -232,7 +248,7 @@ def planned_before(
             fact="it has no hash of a corpus, so nothing says what to train on",
             remedy=remedy,
         )
-    cluster, left_out = _cluster(config)
+    cluster, gpu_notes = _find_cluster(config)
     check_cluster(plan, cluster, path, remedy)
     folder, manifest = prepare(config, progress)
     if plan.inputs.corpus != manifest.hash:
@@ -245,14 +261,12 @@ def planned_before(
         )
     model = _named_model(config, manifest, cluster)
     if model is not None and model != plan.model:
+        planned = content_hash(plan.model)
         raise Refusal(
             "plan-mismatch",
             what="the plan is for another model",
             where=path,
-            fact=(
-                f"it is for model {content_hash(plan.model)}, {config_path} names "
-                f"{content_hash(model)}"
-            ),
+            fact=f"it is for model {planned}, {config_path} names {content_hash(model)}",
             remedy=remedy,
         )
     progress(
@@ -264,14 +278,15 @@ def planned_before(
         cluster=cluster,
         corpus=manifest,
         corpus_folder=folder,
-        warnings=left_out,
+        warnings=gpu_notes,
         origin={},
     )
-    priced = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
+    graph = models.graph(plan.model)
+    priced = estimate(plan, graph, cluster, engine(plan.engine))
     return Planned(plan=plan, estimate=priced, resolved=resolved)
 
 
-def _selected(selection: Selection) -> Plan:
+def _selected_plan(selection: Selection) -> Plan:
     ranking = selection.ranking
     if ranking.chosen is None:
         raise Refusal(
@@ -284,9 +299,9 @@ def _selected(selection: Selection) -> Plan:
     return lasting(ranking.candidates[ranking.chosen].plan, ranking.cluster)
 
 
-def _cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:
-    """The run's cluster: the one that it names, or this machine with a note on each GPU that is
-    left out."""
+def _find_cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the run's cluster: the one that it names, or this machine with a note on each GPU
+    that it does not use."""
     from farspan.launch.probe import Probe
 
     require_torch()
@@ -295,8 +310,9 @@ def _cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:
         return given, ()
     notes = check_gpus(config)
     workers = config.parallel.workers
+    limit = None if workers == "auto" else workers
     with Probe() as probe:
-        return probe.describe(config.parallel.device, None if workers == "auto" else workers), notes
+        return probe.describe(config.parallel.device, limit), notes
 
 
 class _NotNamedError(Exception):
@@ -304,7 +320,7 @@ class _NotNamedError(Exception):
 
 
 def _named_model(config: RunConfig, manifest: CorpusManifest, cluster: Cluster) -> ModelSpec | None:
-    """The model that run.yaml names; None where it leaves its size to what the machine can do."""
+    """Return the model that run.yaml names; None where its size depends on the machine."""
     from farspan.planning.choose_model import choose_model
 
     def measure() -> float:

@@ -49,7 +49,7 @@ class Exported(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the file cannot say and its user must do."""
+        """What the file cannot express and its user must do."""
 
 
 class Exporter(Protocol):
@@ -112,11 +112,11 @@ def check_tolerance(tolerance: float) -> None:
 
 
 # -- every technique priced
-#   --------------------------------------------------------------------------------------------
+#   ------------------------------------------------------------------------------------------------
 
 
 def price_model(query: PlanQuery) -> Ranking:
-    """Every technique for a model on a cluster: neither text nor machines are needed."""
+    """Price every technique for a model on a cluster: needs neither text nor machines."""
     query.check()
     if query.cluster is None:
         raise Refusal(
@@ -140,7 +140,7 @@ def price_model(query: PlanQuery) -> Ranking:
 
 
 def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuery) -> Ranking:
-    """Every technique for a run.yaml; what is asked goes before its keys."""
+    """Price every technique for a run.yaml; the query takes precedence over its keys."""
     from farspan.app.resolving import allowed
 
     return rank(
@@ -156,70 +156,69 @@ def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuer
 
 
 def as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
-    """A candidate, or a technique without a plan, as `--json` has it."""
-    names = [
-        f"{host.name}/{device.backend}:{i}"
-        for host in cluster.hosts
-        for i, device in enumerate(host.devices)
-    ]
+    """Return a candidate, or a technique without a plan, as `--json` prints it."""
+    names = []
+    for host in cluster.hosts:
+        for i, device in enumerate(host.devices):
+            names.append(f"{host.name}/{device.backend}:{i}")
     devices = [names[place] for place in candidate.places]
-    about = {"technique": candidate.technique, "where": candidate.where, "devices": devices}
-    if isinstance(candidate, Refused):
-        return {
-            **about,
-            "fits": False,
-            "problem": candidate.problem,
-            "unchosen": None,
-            "estimate": None,
-            "plan": None,
-        }
-    memory = dict(zip(devices, (part.total for part in candidate.estimate.memory), strict=True))
-    estimate = {
-        **candidate.estimate.as_json(),
-        "minutes": candidate.time_s / 60,
-        "memory_bytes": memory,
-    }
-    return {
-        **about,
+    row: dict[str, Any] = {
+        "technique": candidate.technique,
+        "where": candidate.where,
+        "devices": devices,
         "fits": True,
         "problem": None,
-        "unchosen": candidate.unchosen,
-        "estimate": estimate,
-        "plan": lasting(candidate.plan, cluster),
+        "unchosen": None,
+        "estimate": None,
+        "plan": None,
     }
+    if isinstance(candidate, Refused):
+        row["fits"] = False
+        row["problem"] = candidate.problem
+        return row
+    estimate = candidate.estimate
+    totals = [part.total for part in estimate.memory]
+    figures = {
+        "minutes": candidate.time_s / 60,
+        "memory_bytes": dict(zip(devices, totals, strict=True)),
+    }
+    row["unchosen"] = candidate.unchosen
+    row["estimate"] = {**estimate.as_json(), **figures}
+    row["plan"] = lasting(candidate.plan, cluster)
+    return row
 
 
 # -- what fits
 #   ------------------------------------------------------------------------------------------------
 
 
-def _ground(query: PlanQuery) -> Ground:
+def _search_ground(query: PlanQuery) -> Ground:
     from farspan.planning.fit import Ground
 
     assert query.cluster is not None
-    return Ground(clusters.find(query.cluster), engine("farspan"), query.train, query.allow)
+    cluster = clusters.find(query.cluster)
+    return Ground(cluster, engine("farspan"), query.train, query.allow)
 
 
 def fit(what: Fitting, query: PlanQuery) -> Fit:
-    """The largest model (of the family that is asked for), the most sequences at once, or the least
-    memory a device. Raises Refusal where nothing fits."""
+    """Find the largest model (of the family that is asked for), the most sequences at once, or the
+    least memory a device. Raises Refusal where nothing fits."""
     from farspan.planning.choose_model import DEFAULT_FAMILY
     from farspan.planning.fit import batch_ladder, climb, memory_ladder, model_ladder
     from farspan.planning.question import CONTEXT, VOCABULARY
 
-    ground = _ground(query)
+    ground = _search_ground(query)
     name = query.question.model
     model = model_of(name) if name else None
-    if what == "model":
-        shape = (
-            (DEFAULT_FAMILY, VOCABULARY, CONTEXT)
-            if model is None
-            else (model.family, model.vocab_size, model.context)
-        )
-        ladder = model_ladder(ground, *shape)
+    if model is None:
+        assert what == "model"
+        ladder = model_ladder(ground, DEFAULT_FAMILY, VOCABULARY, CONTEXT)
+    elif what == "model":
+        ladder = model_ladder(ground, model.family, model.vocab_size, model.context)
+    elif what == "batch":
+        ladder = batch_ladder(ground, model)
     else:
-        assert model is not None
-        ladder = (batch_ladder if what == "batch" else memory_ladder)(ground, model)
+        ladder = memory_ladder(ground, model)
     answer = climb(ground, ladder)
     if answer is None:
         raise _nothing_fits(query, ground, model)
@@ -227,15 +226,14 @@ def fit(what: Fitting, query: PlanQuery) -> Fit:
 
 
 def demand_a_fit(query: PlanQuery, ranking: Ranking) -> None:
-    """Refuses where no technique has a plan on any part because memory is short."""
-    if not ranking.candidates and any(
-        refused.problem.code == "out-of-memory" for refused in ranking.refused
-    ):
-        raise _nothing_fits(query, _ground(query), ranking.model)
+    """Refuse where no technique has a plan on any part because memory is short."""
+    codes = [refused.problem.code for refused in ranking.refused]
+    if not ranking.candidates and "out-of-memory" in codes:
+        raise _nothing_fits(query, _search_ground(query), ranking.model)
 
 
 def reproduced(limit: Limit) -> bool:
-    """Whether `--model` with the answer's size makes the same shape."""
+    """Return whether `--model` with the answer's size makes the same shape."""
     return model_of(limit.typed) == limit.plan.model
 
 
@@ -257,7 +255,8 @@ def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> 
     fits = []
     remedy = command("rent", "--model", name)
     if (smaller := miss.smaller) is not None:
-        shape = f"{smaller.plan.model.layers} layers x {smaller.plan.model.d_model}"
+        spec = smaller.plan.model
+        shape = f"{spec.layers} layers x {spec.d_model}"
         size = f"{format_count(smaller.amount)} parameters ({shape})"
         fits.append(f"{size} by {smaller.technique} on {smaller.where}")
         remedy = command("fit", "model", "--model", name, *on_cluster)
@@ -268,14 +267,17 @@ def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> 
         remedy = command("plan", "--model", name, *on_cluster, "--seq-len", miss.seq_len)
     if miss.devices is not None:
         fits.append(f"{miss.devices} devices (every host {miss.times} times)")
-    short = dict.fromkeys(str(room) for room in (miss.lacks, miss.host) if room is not None)
+    shortages = [str(miss.lacks)]
+    if miss.host is not None:
+        shortages.append(str(miss.host))
+    short = "; ".join(dict.fromkeys(shortages))
     count = format_count(parameters(model))
     return Refusal(
         "out-of-memory",
         what=f"{model.family} of {count} parameters fits nowhere here; least is lacking by "
         f"{miss.technique}",
         where=miss.lacks.name,
-        fact=f"{'; '.join(short)}. What fits: {'; or '.join(fits) or 'nothing near it'}",
+        fact=f"{short}. What fits: {'; or '.join(fits) or 'nothing near it'}",
         remedy=remedy,
     )
 
@@ -292,8 +294,8 @@ def rent(
     kinds: Sequence[str] = (),
     network: str | None = None,
 ) -> Rent:
-    """The catalogue's devices (of these `kinds`, or all) and counts by time and dollars, for a run
-    that may take so many hours and dollars."""
+    """Rank the catalogue's devices (of these `kinds`, or all) and their counts by time and dollars,
+    for a run that may take `hours` and `usd`."""
     from farspan.planning.quantities import positive
     from farspan.planning.rent import Budget
     from farspan.planning.rent import rent as rank_offers
@@ -326,10 +328,10 @@ def exporter(system: str) -> Exporter:
     from farspan.app.extensions import load_extension
 
     what = f"farspan writes no configuration for {system!r}"
-    found: Exporter = load_extension(
+    plugin: Exporter = load_extension(
         "exports", system, what, option="--export", code="out-of-range"
     )
-    return found
+    return plugin
 
 
 def export(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Exported]:

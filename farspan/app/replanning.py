@@ -1,5 +1,4 @@
-"""Going on with a run on other machines, or by another technique: a new plan for what is left of
-it.
+"""Continuing a run on other machines, or by another technique: a new plan for the remaining steps.
 
 The model, the text and the training stay what they were, so that the checkpoint fits; a synchronous
 run keeps its losses. What the old plan was lies in `plans/` of the run's folder.
@@ -14,7 +13,7 @@ import msgspec
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, unmirrored_steps
 from farspan.app.jobs import status
-from farspan.app.plans import Planned, best_plan, write_planned
+from farspan.app.plans import Planned, best_plan, device_places, write_planned
 from farspan.app.resolving import Resolved
 from farspan.app.updates import Note, Progress, silent
 from farspan.corpus.find import find_corpus
@@ -38,9 +37,9 @@ def replan(
     cluster: str | None = None,
     technique: str | None = None,
 ) -> Planned:
-    """Plan what is left of a run for another cluster (None: the same; `here`: this machine), by a
-    technique or the best. Says what changes, and makes the new plan the run's. Raises Refusal where
-    nothing fits, and where the run is being trained."""
+    """Plan the rest of a run for another cluster (None: the same; `here`: this machine), by a
+    technique or the best. Reports what changes, and makes the new plan the run's. Raises Refusal
+    where nothing fits, and where the run is being trained."""
     from farspan.launch.lock import locked
 
     with locked(run.lock, "this run is being trained already", run.path):
@@ -49,22 +48,27 @@ def replan(
         except Refusal as refusal:
             progress(Note(f"{refusal.problem.what}: {refusal.problem.fact}"))
         config = load_yaml(run.config, RunConfig)
-        parallel = _parallel(config.parallel, cluster, technique)
+        parallel = msgspec.structs.replace(config.parallel, technique=technique or "auto")
+        if cluster is not None:
+            # Another cluster is used whole.
+            name = None if cluster == HERE else cluster
+            parallel = msgspec.structs.replace(parallel, cluster=name, workers="auto")
         asked = msgspec.structs.replace(config, parallel=parallel)
-        planned = best_plan(
-            _left(run, _cluster(asked, run, cluster)), _exact(parallel, run.load_plan()), progress
-        )
+        resolved = _resolve_rest(run, _find_cluster(asked, run, cluster))
+        planned = best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), progress)
         adopt(run, planned, progress, asked)
     return planned
 
 
 def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
-    """A plan for what is left of a run without some hosts of its cluster, by what is predicted
-    alone: nothing is tried while machines wait. Raises Refusal where nothing fits."""
+    """Plan the rest of a run without some hosts of its cluster, by predictions alone: nothing is
+    tried while machines wait. Raises Refusal where nothing fits."""
     whole = load_cluster_json(run.cluster)
     config = load_yaml(run.config, RunConfig)
-    hosts = [host.name for host in whole.hosts for _ in host.devices]
-    places = [place for place, host in enumerate(hosts) if host not in gone]
+    places = []
+    for place, (host, _) in enumerate(device_places(whole)):
+        if host not in gone:
+            places.append(place)
     if not places:
         raise Refusal(
             "cannot-plan",
@@ -74,20 +78,21 @@ def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
             remedy=command("resume", run.path),
         )
     parallel = msgspec.structs.replace(config.parallel, technique="auto", workers="auto")
-    left = _left(run, whole.only(places))
-    return best_plan(left, _exact(parallel, run.load_plan()), trials=False)
+    resolved = _resolve_rest(run, whole.only(places))
+    return best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), trials=False)
 
 
 def adopt(
     run: RunFolder, planned: Planned, progress: Progress = silent, asked: RunConfig | None = None
 ) -> None:
-    """Say what a plan for the rest of a run changes, and make it the run's; `asked` is its new
+    """Report what a plan for the rest of a run changes, and make it the run's; `asked` is its new
     run.yaml, if any."""
     old = run.load_plan()
     record = load(run.record, RunRecord)
     config = asked or load_yaml(run.config, RunConfig)
-    progress(Note(_change(run, old, planned)))
-    if (lost := unmirrored_steps(run)) > 0:
+    progress(Note(_describe_change(run, old, planned)))
+    lost = unmirrored_steps(run)
+    if lost > 0:
         progress(
             Note(
                 f"the newest checkpoint here is of step {max(0, run.newest_checkpoint())}: "
@@ -98,14 +103,13 @@ def adopt(
     run.plans.mkdir(exist_ok=True)
     save(old, run.plans / f"{old.hash}.json")
     if asked is not None:
-        record = msgspec.structs.replace(
-            record, launcher=clusters.launcher(asked.parallel), asked=asked
-        )
+        launcher = clusters.launcher(asked.parallel)
+        record = msgspec.structs.replace(record, launcher=launcher, asked=asked)
     write_planned(run, planned, config, record)
 
 
-def _left(run: RunFolder, cluster: Cluster) -> Resolved:
-    """What a run still has to be planned for."""
+def _resolve_rest(run: RunFolder, cluster: Cluster) -> Resolved:
+    """Return a run's own model, training and text on a cluster."""
     plan = run.load_plan()
     record = load(run.record, RunRecord)
     corpus = load(run.corpus, CorpusManifest)
@@ -120,29 +124,21 @@ def _left(run: RunFolder, cluster: Cluster) -> Resolved:
     )
 
 
-def _parallel(given: ParallelConfig, cluster: str | None, technique: str | None) -> ParallelConfig:
-    """What run.yaml says from now on: another cluster is used whole."""
-    if cluster is None:
-        return msgspec.structs.replace(given, technique=technique or "auto")
-    name = None if cluster == HERE else cluster
-    return msgspec.structs.replace(
-        given, cluster=name, technique=technique or "auto", workers="auto"
-    )
-
-
-def _exact(given: ParallelConfig, old: Plan) -> ParallelConfig:
-    """A run of synchronous steps stays one, unless run.yaml allows others by name."""
+def _keep_synchronous(given: ParallelConfig, old: Plan) -> ParallelConfig:
+    """Allow a synchronous run exact techniques alone, unless run.yaml allows some by name."""
     from farspan import techniques
 
     if old.sync is not None or given.allow:
         return given
-    return msgspec.structs.replace(given, allow=tuple(filter(techniques.exact, techniques.names())))
+    exact = tuple(filter(techniques.exact, techniques.names()))
+    return msgspec.structs.replace(given, allow=exact)
 
 
-def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
+def _find_cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
     from farspan.launch.probe import Probe
 
-    if asked is None and not clusters.is_external(config.parallel.cluster or ""):
+    name = config.parallel.cluster or ""
+    if asked is None and not clusters.is_external(name):
         return load_cluster_json(run.cluster)
     given = clusters.given_cluster(config, reach=True)
     if given is not None:
@@ -151,22 +147,24 @@ def _cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
         return probe.describe(config.parallel.device, None)
 
 
-def _change(run: RunFolder, old: Plan, planned: Planned) -> str:
-    """What the new plan changes, in time, money and memory, from the newest checkpoint here on."""
+def _describe_change(run: RunFolder, old: Plan, planned: Planned) -> str:
+    """Return what the new plan changes, in time, money and memory, from the newest checkpoint."""
     now = planned.estimate
     before = None
     if run.estimate.exists():
         before = load(run.estimate, Estimate)
-    left = max(0, status(run).steps - max(0, run.newest_checkpoint()))
-    facts = [_called(planned.plan, now), f"{format_seconds(left * now.step_s)} in all"]
+    done = max(0, run.newest_checkpoint())
+    remaining = max(0, status(run).steps - done)
+    duration = format_seconds(remaining * now.step_s)
+    facts = [_describe_plan(planned.plan, now), f"{duration} in all"]
     if now.usd is not None:
-        facts.append(format_usd(now.usd * left / old.train.steps))
+        facts.append(format_usd(now.usd * remaining / old.train.steps))
     if before is not None:
-        facts.append(f"before: {_called(old, before)}")
-    return f"{counted(left, 'step')} to go by {'; '.join(facts)}"
+        facts.append(f"before: {_describe_plan(old, before)}")
+    return f"{counted(remaining, 'step')} to go by {'; '.join(facts)}"
 
 
-def _called(plan: Plan, estimate: Estimate) -> str:
+def _describe_plan(plan: Plan, estimate: Estimate) -> str:
     devices = counted(len(plan.devices), "device")
     memory = f"{format_bytes(estimate.memory_bytes)} on the fullest device"
     return f"{plan.technique} on {devices}, {short_time(estimate.step_s)} a step, {memory}"

@@ -1,11 +1,12 @@
-"""A run's report: what it took beside what was predicted, and what planning again with that would
-give."""
+"""A run's report: measured figures next to the predicted ones, and what planning again with them
+would give."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from farspan.report.compare import Comparison, Versus
     from farspan.report.history import RunHistory
 
-#: Another plan is named if it reads this share of tokens a second more.
-GAIN = 0.01
+#: Another plan is proposed if it reads this share of tokens a second more.
+MIN_GAIN = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,9 @@ class Report:
         from farspan.report.endings import ending
 
         history = self.run.history
-        measured = self.measurement
-        ended = ending(history.reason, history.steps[-1].step.step if history.steps else 0)
-        loss = None if measured is None else measured.val_loss
+        last_step = history.steps[-1].step.step if history.steps else 0
+        ended = ending(history.reason, last_step)
+        loss = None if self.measurement is None else self.measurement.val_loss
         reached = "" if loss is None else f", validation loss {loss:.3f}"
         return f"<Report of {self.run.folder}: {ended}{reached}>"
 
@@ -59,8 +60,8 @@ class Report:
 
 
 def write_report(path: Path, *, page: bool = True) -> Report:
-    """The report of the run in a folder; its page is written unless it is there already and is not
-    asked for. Raises Refusal (run-untrusted) for a page in a run of somebody else's links."""
+    """Return the report of the run in a folder; its page is written unless it is there already and
+    is not asked for. Raises Refusal (run-untrusted) for a page in a run of foreign links."""
     from farspan.launch.trust import require_own_links
     from farspan.report.compare import compare_to_prediction
     from farspan.report.history import open_run
@@ -72,9 +73,15 @@ def write_report(path: Path, *, page: bool = True) -> Report:
     run = open_run(path)
     compared = compare_to_prediction(run)
     if page and compared is not None:
-        paces = {rank: pace for drift in compared.drifts for rank, pace in drift.paces.items()}
-        links = {drift.ends: drift.factor for drift in compared.drifts if drift.ends is not None}
-        again = _planned_again(run, paces, links) if paces or links else ""
+        rank_slowdowns: dict[int, float] = {}
+        link_slowdowns: dict[tuple[str, str], float] = {}
+        for drift in compared.drifts:
+            rank_slowdowns.update(drift.paces)
+            if drift.ends is not None:
+                link_slowdowns[drift.ends] = drift.factor
+        again = ""
+        if rank_slowdowns or link_slowdowns:
+            again = _describe_replan(run, rank_slowdowns, link_slowdowns)
         compared = msgspec.structs.replace(compared, again=again)
     where = write_page(run, compared) if page else RunFolder(path).report
     return Report(run=run, measurement=measure(run), compared=compared, page=where)
@@ -101,8 +108,8 @@ class ChartPicture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_chart(path: Path, name: str) -> ChartPicture:
-    """One of the report's charts of the run at `path`. Raises Refusal (usage) for a name that the
-    run has no chart of."""
+    """Draw one of the report's charts of the run at `path`. Raises Refusal (usage) for a name that
+    the run has no chart of."""
     from farspan.report.figures import figures
     from farspan.report.history import open_run
     from farspan.report.page import chart_svg
@@ -121,7 +128,7 @@ def draw_chart(path: Path, name: str) -> ChartPicture:
 
 
 def history_records(path: Path) -> list[dict[str, float | int | None]]:
-    """A record of each step of the run at `path`, oldest first, with the validation after it."""
+    """Return a record of each step of the run at `path`, oldest first, with its validation."""
     from farspan.report.history import open_run
 
     history = open_run(path).history
@@ -129,26 +136,28 @@ def history_records(path: Path) -> list[dict[str, float | int | None]]:
     records = []
     for timed in history.steps:
         step = timed.step
-        validation = validated.get(timed.step.step)
-        records.append(
-            {
-                "step": step.step,
-                "time_s": timed.time_s,
-                "tokens": timed.tokens,
-                "loss": step.loss,
-                "lr": step.lr,
-                "grad_norm": step.grad_norm,
-                "tokens_per_s": step.tokens / step.step_s,
-                "memory_bytes": step.memory_bytes,
-                "val_loss": None if validation is None else validation.loss,
-                "val_bits_per_byte": None if validation is None else validation.bits_per_byte,
-            }
-        )
+        record: dict[str, float | int | None] = {
+            "step": step.step,
+            "time_s": timed.time_s,
+            "tokens": timed.tokens,
+            "loss": step.loss,
+            "lr": step.lr,
+            "grad_norm": step.grad_norm,
+            "tokens_per_s": step.tokens / step.step_s,
+            "memory_bytes": step.memory_bytes,
+            "val_loss": None,
+            "val_bits_per_byte": None,
+        }
+        if step.step in validated:
+            validation = validated[step.step]
+            record["val_loss"] = validation.loss
+            record["val_bits_per_byte"] = validation.bits_per_byte
+        records.append(record)
     return records
 
 
 def compare_runs(paths: Sequence[Path]) -> Versus:
-    """Two runs or more, side by side; one that is named twice counts once."""
+    """Compare two runs or more, side by side; one that is named twice counts once."""
     from farspan.report import compare
     from farspan.report.history import open_run
 
@@ -163,11 +172,13 @@ def compare_runs(paths: Sequence[Path]) -> Versus:
     return compare.compare_runs([open_run(path) for path in dict.fromkeys(paths)])
 
 
-def _planned_again(
-    run: RunHistory, paces: dict[int, float], links: dict[tuple[str, str], float]
+def _describe_replan(
+    run: RunHistory,
+    rank_slowdowns: dict[int, float],
+    link_slowdowns: dict[tuple[str, str], float],
 ) -> str:
-    """What the planner would choose if it knew these ranks' paces, measured over assumed compute
-    time, and those of the links between two hosts; "" where it cannot be asked."""
+    """Return what the planner would choose if it knew the measured over the assumed compute time
+    of ranks, and the same of links between two hosts; "" where it cannot be asked."""
     from farspan import models
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
@@ -177,56 +188,59 @@ def _planned_again(
     plan = run.plan
     try:
         parallel = load_yaml(folder.config, RunConfig).parallel
-        cluster = paced(
-            load_cluster_json(folder.cluster),
-            {
-                (plan.devices[rank].host, plan.devices[rank].index): pace
-                for rank, pace in paces.items()
-            },
-            links,
-        )
-        ranking = question(plan.model, plan.train, cluster, plan.inputs.corpus, parallel).rank(
-            cluster
-        )
+        device_slowdowns = {}
+        for rank, slowdown in rank_slowdowns.items():
+            device = plan.devices[rank]
+            device_slowdowns[device.host, device.index] = slowdown
+        cluster = paced(load_cluster_json(folder.cluster), device_slowdowns, link_slowdowns)
+        task = question(plan.model, plan.train, cluster, plan.inputs.corpus, parallel)
+        ranking = task.rank(cluster)
     except Refusal:
         return ""
     if ranking.chosen is None:
         return ""
     best = ranking.candidates[ranking.chosen]
-    now = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
-    speed, old = (priced.tokens_per_s * priced.token_efficiency for priced in (best.estimate, now))
-    if (best.plan.replicas, best.plan.devices) == (plan.replicas, plan.devices) or (
-        parallel.objective == "time" and speed <= (1 + GAIN) * old
-    ):
+    graph = models.graph(plan.model)
+    now = estimate(plan, graph, cluster, engine(plan.engine))
+    speed = best.estimate.tokens_per_s * best.estimate.token_efficiency
+    old_speed = now.tokens_per_s * now.token_efficiency
+    is_same = best.plan.replicas == plan.replicas and best.plan.devices == plan.devices
+    is_no_faster = parallel.objective == "time" and speed <= (1 + MIN_GAIN) * old_speed
+    if is_same or is_no_faster:
         return "planned again with this pace, no plan would be faster than this one"
     return (
-        f"planned again with this pace, {called(best)} would be chosen: {speed / old:.2g}x as "
-        "many tokens a second"
+        f"planned again with this pace, {called(best)} would be chosen: "
+        f"{speed / old_speed:.2g}x as many tokens a second"
     )
 
 
 def paced(
     cluster: Cluster,
-    paces: dict[tuple[str, int], float],
-    links: dict[tuple[str, str], float] | None = None,
+    device_slowdowns: dict[tuple[str, int], float],
+    link_slowdowns: dict[tuple[str, str], float] | None = None,
 ) -> Cluster:
-    """The cluster whose devices, by host and place in it, take so many times as long to compute,
-    and whose links, by two hosts at their ends, to carry messages."""
+    """Slow a cluster's devices (by host and index there) and its links (by the two hosts at their
+    ends) by these factors."""
 
-    def device_of(host: Host, index: int) -> Device:
+    def slow_device(host: Host, index: int) -> Device:
         device = host.devices[index]
-        return device.but(pace=device.learned.pace * paces.get((host.name, index), 1.0))
+        slowdown = device_slowdowns.get((host.name, index), 1.0)
+        return device.but(pace=device.learned.pace * slowdown)
 
-    slower = []
-    for (a, b), pace in (links or {}).items():
+    slower_links = []
+    for (a, b), slowdown in (link_slowdowns or {}).items():
+        hosts_a = [a]
+        hosts_b = [b]
         site_a = cluster.site_of(a)
         site_b = cluster.site_of(b)
-        pairs = (
-            [(a, b)]
-            if site_a.name == site_b.name
-            else [(x.name, y.name) for x in site_a.hosts for y in site_b.hosts]
-        )
-        known_links = [link for pair in pairs if (link := cluster.link(*pair)) is not None]
-        slower += [msgspec.structs.replace(link, pace=link.pace * pace) for link in known_links]
+        if site_a.name != site_b.name:
+            # One link joins the two sites: it is slower between all their hosts.
+            hosts_a = [host.name for host in site_a.hosts]
+            hosts_b = [host.name for host in site_b.hosts]
+        for ends in product(hosts_a, hosts_b):
+            link = cluster.link(*ends)
+            if link is not None:
+                slower_links.append(msgspec.structs.replace(link, pace=link.pace * slowdown))
+    slower = cluster.with_devices(slow_device)
     # Of two links between the same hosts the first counts.
-    return msgspec.structs.replace(cluster.with_devices(device_of), links=(*slower, *cluster.links))
+    return msgspec.structs.replace(slower, links=(*slower_links, *cluster.links))

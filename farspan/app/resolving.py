@@ -45,30 +45,33 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def values(self) -> dict[str, tuple[Any, str]]:
         """Dotted key -> value and origin, for every value that was chosen or given."""
-        parts = {"model": msgspec.to_builtins(self.model), "train": msgspec.to_builtins(self.train)}
-        optimizer = parts["train"].pop("optimizer")
+        train = msgspec.to_builtins(self.train)
+        optimizer = train.pop("optimizer")
+        schedule = train.pop("schedule")
+        train.pop("regularization", None)
         muon = optimizer.pop("muon", {})
-        optimizer = {"optimizer": "muon" if muon else "adamw", **optimizer}
-        optimizer |= {"embedding": muon["embedding"]} if muon else {}
-        parts["train"].update(
-            optimizer, **parts["train"].pop("schedule"), **msgspec.to_builtins(self.train.regular)
-        )
-        parts["train"].pop("regularization", None)
-        return {
-            f"{part}.{key}": (
-                value,
-                self.origin.get(f"{part}.{key}", self.origin.get(part, "default")),
-            )
-            for part, fields in parts.items()
-            for key, value in fields.items()
-        }
+        train["optimizer"] = "muon" if muon else "adamw"
+        train |= optimizer
+        if muon:
+            train["embedding"] = muon["embedding"]
+        train |= schedule
+        train |= msgspec.to_builtins(self.train.regular)
+        values = {}
+        for part, fields in (("model", msgspec.to_builtins(self.model)), ("train", train)):
+            part_origin = self.origin.get(part, "default")
+            for name, value in fields.items():
+                key = f"{part}.{name}"
+                values[key] = (value, self.origin.get(key, part_origin))
+        return values
 
 
 def prepare(
     config: RunConfig, progress: Progress = silent, *, verified: bool = False
 ) -> tuple[Path, CorpusManifest]:
-    """Tokenizer and token files of the run's text, made or found: their folder and what is in it.
-    With `verified` all of what is found is read, and made again where it is damaged."""
+    """Make or find the tokenizer and token files of the run's text: their folder and manifest.
+
+    With `verified` all that was made before is read, and made again where it is damaged.
+    """
     from farspan.corpus.prepare import prepare as prepare_corpus
     from farspan.corpus.processes import usable_cores
     from farspan.planning.quantities import check
@@ -104,23 +107,19 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
     allowed(config.parallel)
     engine = find_engine("farspan")
     given = given_cluster(config, reach=trial)
-    left_out = check_gpus(config) if given is None else ()
+    gpu_notes = check_gpus(config) if given is None else ()
     folder, manifest = prepare(config, progress)
     if trial or given is None:
-        with _prober(config, given) as (probe, cluster):
-            settled = resolve_config(
-                config, manifest, cluster, **_trials(config, probe, cluster, progress)
-            )
+        with _start_probe(config, given) as (probe, cluster):
+            measures = _trial_measures(config, probe, cluster, progress)
+            settled = resolve_config(config, manifest, cluster, **measures)
         cluster = model_speed.calibrated(
             cluster, settled.model, settled.train, engine, settled.probe
         )
     else:
         cluster = given
-        precisions = (
-            model_speed.common_precisions(cluster)
-            if config.train.precision == "auto"
-            else (config.train.precision,)
-        )
+        precision = config.train.precision
+        precisions = model_speed.common_precisions(cluster) if precision == "auto" else (precision,)
         settled = resolve_config(
             config,
             manifest,
@@ -136,7 +135,7 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
         cluster=cluster,
         corpus=manifest,
         corpus_folder=folder,
-        warnings=(*left_out, *settled.warnings),
+        warnings=(*gpu_notes, *settled.warnings),
         origin=settled.origin,
     )
 
@@ -146,25 +145,25 @@ def tried_here(
     asked: Callable[[Cluster], tuple[ModelSpec, TrainSpec]],
     progress: Progress = silent,
 ) -> Cluster:
-    """This machine as a cluster, whose devices keep the pace of a trial of the model and the
-    training that `asked` means on it, as for a run.yaml without a cluster."""
+    """Return this machine as a cluster, as fast as a trial of the model and the training that
+    `asked` means on it, as for a run.yaml without a cluster."""
     from farspan.domain.engine import engine as find_engine
     from farspan.planning import model_speed
 
     engine = find_engine("farspan")
     for note in check_gpus(config):
         progress(Note(note))
-    with _prober(config, None) as (probe, cluster):
+    with _start_probe(config, None) as (probe, cluster):
         model, train = asked(cluster)
-        only = msgspec.structs.replace(
-            config, train=msgspec.structs.replace(config.train, precision=train.precision)
-        )
-        measured = _trials(only, probe, cluster, progress)["measure"](model, train)
+        in_precision = msgspec.structs.replace(config.train, precision=train.precision)
+        config = msgspec.structs.replace(config, train=in_precision)
+        measures = _trial_measures(config, probe, cluster, progress)
+        measured = measures["measure"](model, train)
     return model_speed.calibrated(cluster, model, train, engine, measured)
 
 
 def allowed(parallel: ParallelConfig) -> tuple[str, ...]:
-    """The techniques that run.yaml lets one compare; none is all. Refuses names that are none."""
+    """Return the techniques that run.yaml allows; none is all. Refuses names that are none."""
     from farspan import techniques
 
     if parallel.technique != "auto":
@@ -176,56 +175,50 @@ def allowed(parallel: ParallelConfig) -> tuple[str, ...]:
 
 
 @contextmanager
-def _prober(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, Cluster]]:
-    """A probe process on the first host, and the cluster: the given one, or what the process finds
-    here."""
+def _start_probe(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, Cluster]]:
+    """Start a probe process on the first host; yield it and the cluster: the given one, or the
+    devices that the process detects here."""
     from farspan.launch.probe import Probe
 
     require_torch()
-    with (
-        Probe(given.machines[0], threads=given.devices[0].slot.threads, device=0)
-        if given
-        else Probe() as probe
-    ):
-        workers = config.parallel.workers
-        yield (
-            probe,
-            given or probe.describe(config.parallel.device, None if workers == "auto" else workers),
-        )
+    if given is not None:
+        threads = given.devices[0].slot.threads
+        with Probe(given.machines[0], threads=threads, device=0) as probe:
+            yield probe, given
+        return
+    workers = config.parallel.workers
+    limit = None if workers == "auto" else workers
+    with Probe() as probe:
+        yield probe, probe.describe(config.parallel.device, limit)
 
 
-class _Trials(TypedDict):
+class _TrialMeasures(TypedDict):
     matmul_flops: Callable[[], float]
     measure: Measure
 
 
-def _trials(config: RunConfig, probe: Probe, cluster: Cluster, progress: Progress) -> _Trials:
-    """The two measurements that resolving asks for, made on the cluster's first device."""
+def _trial_measures(
+    config: RunConfig, probe: Probe, cluster: Cluster, progress: Progress
+) -> _TrialMeasures:
+    """Return the two measurements that resolving needs, made on the cluster's first device."""
     from farspan.domain.engine import engine
     from farspan.planning import model_speed
 
     device = first_device(cluster)
-    kind = cluster.devices[0].kind
-    precisions = (
-        cluster.devices[0].sheet.precisions
-        if config.train.precision == "auto"
-        else (config.train.precision,)
-    )
+    kind = device.kind
+    precision = config.train.precision
+    precisions = cluster.devices[0].sheet.precisions if precision == "auto" else (precision,)
 
     def matmul_flops() -> float:
-        return (
-            len(cluster.devices)
-            / model_speed.crowding(cluster)
-            * max(probe.matmul_flops(device, precisions).values())
-        )
+        fastest = max(probe.matmul_flops(device, precisions).values())
+        return len(cluster.devices) / model_speed.crowding(cluster) * fastest
 
     def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
         fitting = model_speed.fitting(model, train, cluster, engine("farspan"))
-        if isinstance(fitting, Problem) and len(cluster.devices) == 1:
-            raise Refusal.of(fitting)
-        if isinstance(
-            fitting, Problem
-        ):  # A model that one device cannot hold may still be divided over several.
+        if isinstance(fitting, Problem):
+            if len(cluster.devices) == 1:
+                raise Refusal.of(fitting)
+            # A model that one device cannot hold may still be divided over several.
             progress(Note(f"the model is not tried on one {kind}, which cannot hold it: predicted"))
             return model_speed.predicted(model, train, cluster, engine("farspan"), precisions)
         progress(Note(f"trying the model on {kind}: {', '.join(precisions)}"))

@@ -49,14 +49,13 @@ def serve(
             fact=f"there is no module {error.name}",
             remedy=install_command("serve"),
         ) from None
-    address = Address(
-        run=run.path, host=host, port=port, token=token or os.environ.get(TOKEN) or None
-    )
+    token = token or os.environ.get(TOKEN) or None
+    address = Address(run=run.path, host=host, port=port, token=token)
     serve_at(address, served(run), lambda: searcher(run), notes(progress))
 
 
 def served(run: RunFolder) -> Served:
-    """What the page and the API tell of the run."""
+    """Return what the page and the API show of the run."""
     from farspan.domain.model import parameters
     from farspan.report.text import model_line
     from farspan.retrieval.serve.forms import ModelAbout, TextAbout
@@ -65,23 +64,23 @@ def served(run: RunFolder) -> Served:
     plan = run.load_plan()
     corpus = load(run.corpus, CorpusManifest)
     record = load(run.record, RunRecord)
+    created = datetime.fromisoformat(record.created)
+    size = parameters(plan.model)
+    model = ModelAbout(line=model_line(plan), parameters=size, context=plan.model.context)
+    documents = corpus.train.documents + corpus.val.documents
+    text_bytes = corpus.train.text_bytes + corpus.val.text_bytes
+    text = TextAbout(source=corpus.source, documents=documents, bytes=text_bytes)
     return Served(
         name=run.path.resolve().name,
         report=run.report,
-        created=int(datetime.fromisoformat(record.created).timestamp()),
-        model=ModelAbout(
-            line=model_line(plan), parameters=parameters(plan.model), context=plan.model.context
-        ),
-        text=TextAbout(
-            source=corpus.source,
-            documents=corpus.train.documents + corpus.val.documents,
-            bytes=corpus.train.text_bytes + corpus.val.text_bytes,
-        ),
+        created=int(created.timestamp()),
+        model=model,
+        text=text,
     )
 
 
 def searcher(run: RunFolder) -> IndexSearcher:
-    """The run's index as it is now, with the model that it is of."""
+    """Open the run's index as it is now, with the model that it is of."""
     from farspan.app.indexing import opened
     from farspan.retrieval.serve.opened import IndexSearcher
     from farspan.runtime.inference import load as load_model

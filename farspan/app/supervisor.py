@@ -23,7 +23,6 @@ from farspan.app.updates import Ended, Faulted, Note, Progress, Training
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.epoch import Fault
-from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Estimate, Event, Finished, Started, Step
 from farspan.domain.run import RunFolder, RunRecord
@@ -37,7 +36,7 @@ from farspan.launch.workers import Held, Workers
 #: How often hosts that are away are looked for, and the user's wish to stop.
 POLL_S = 1.0
 LOOK_S = 0.1
-#: Spares are started when workers have trained so long: they import for seconds, which short runs
+#: Spares are started when workers have trained this long: they import for seconds, which short runs
 #: do not get back.
 SPARES_AFTER_S = 10.0
 #: Steps whose median says what a step takes.
@@ -45,12 +44,14 @@ RECENT = 20
 
 
 class Supervisor:
-    """Trains a run to its end, through all faults that can be cured. `hear` takes its events."""
+    """Trains a run to its end through all faults that can be cured; `on_event` takes its events."""
 
-    def __init__(self, run: RunFolder, progress: Progress, hear: Callable[[Event], None]) -> None:
+    def __init__(
+        self, run: RunFolder, progress: Progress, on_event: Callable[[Event], None]
+    ) -> None:
         self._run = run
         self._progress = progress
-        self._hear = hear
+        self._on_event = on_event
         self._on_fault = load_yaml(run.config, RunConfig).on_fault
         self._faults = Faults()
         self._fault: Fault | None = None
@@ -59,7 +60,7 @@ class Supervisor:
         self._asked = 0
         #: The plan whose training is shown.
         self._shown: str | None = None
-        #: The last step that was heard of, and what recent ones took.
+        #: The last step that was reported, and what recent ones took.
         self._step = 0
         self._steps_s = deque[float](maxlen=RECENT)
         #: The furthest that any start has come: a fault before it is at the same place.
@@ -73,24 +74,25 @@ class Supervisor:
         self._seen_at = 0.0
 
     def train(self) -> Finished | None:
-        """The last event of the run. Raises Refusal with the cause where it cannot go on, or was
-        asked to stop."""
+        """Train until the run's last event, and return it. Raises Refusal with the cause where it
+        cannot continue, or was asked to stop."""
         with Lease(self._run) as lease, closing(Spares()) as spares, self._passing_signals():
             while True:
                 try:
-                    return self._start(lease, spares)
+                    return self._train_once(lease, spares)
                 except Refusal as refusal:
                     # A shutdown reaches workers and this process in any order.
                     if self._asked and refusal.problem.code == "preempted":
                         self._require_not_asked()
                     if self._on_fault == "stop" or self._asked:
                         raise
-                    self._go_on(refusal.problem)
+                    self._recover(refusal.problem)
 
     # -- one start
     #   --------------------------------------------------------------------------------------------
 
-    def _start(self, lease: Lease, spares: Spares) -> Finished | None:
+    def _train_once(self, lease: Lease, spares: Spares) -> Finished | None:
+        """Start the workers and take their events until they end: the last one, if the run did."""
         self._run.require_there()
         plan = self._run.load_plan()
         record = load(self._run.record, RunRecord)
@@ -101,43 +103,41 @@ class Supervisor:
             # An earlier start may have left newer checkpoints on rank 0's own disk, and the lease
             # counts those that are here.
             copy_checkpoints(self._run, cluster)
-        epoch = lease.begin(used_s=self._used_s(), skip=self._faults.left_out, fault=self._fault)
+        used_s = self._used_s()
+        epoch = lease.begin(used_s=used_s, skip=self._faults.left_out, fault=self._fault)
         if lease.mended is not None:
             self._progress(Note(lease.mended))
-        held = Held(lease, epoch, spares, again=self._on_fault != "stop", flaw_of=flaw_of)
-        spared = False
-        workers = launch(record.launcher, plan, self._run, cluster, held)
+        restarts = self._on_fault != "stop"
+        context = Held(lease, epoch, spares, again=restarts, flaw_of=flaw_of)
+        workers = launch(record.launcher, plan, self._run, cluster, context)
+        has_spares = False
         try:
             with workers:
                 self._workers = workers
                 for _ in range(self._asked):  # While they were started.
                     workers.interrupt()
-                self._show(plan)
+                # A new plan's training is shown once, however often it is started.
+                if self._shown != plan.hash:
+                    if self._shown is not None:
+                        self._progress(Ended())
+                    self._progress(Training(plan, load(self._run.record, RunRecord).forecast))
+                    self._shown = plan.hash
                 for event in workers:
                     self._progress(event)
-                    self._take(event)
-                    self._hear(event)
+                    self._track_step(event)
+                    self._on_event(event)
                     finished = event if isinstance(event, Finished) else None
-                    if (
-                        not spared
-                        and isinstance(event, Step)
-                        and self._trained_s() > SPARES_AFTER_S
-                    ):
-                        spares.fill(plan, workers.hosts, self._run.logs, lease.keep_open)
-                        spared = True
+                    if isinstance(event, Step) and not has_spares:
+                        trained_s = time.monotonic() - self._started_at
+                        if trained_s > SPARES_AFTER_S:
+                            spares.fill(plan, workers.hosts, self._run.logs, lease.keep_open)
+                            has_spares = True
         finally:
             self._workers = None
             self._failed_at = workers.failed_at
         return finished
 
-    def _show(self, plan: Plan) -> None:
-        if self._shown != plan.hash:
-            if self._shown is not None:
-                self._progress(Ended())
-            self._progress(Training(plan, load(self._run.record, RunRecord).forecast))
-            self._shown = plan.hash
-
-    def _take(self, event: Event) -> None:
+    def _track_step(self, event: Event) -> None:
         if isinstance(event, Started):
             now = time.monotonic()
             self._started_at = now
@@ -145,108 +145,109 @@ class Supervisor:
                 self._first = event
                 self._first_at = now
             if self._fault is not None:
-                again_s = max(0, self._step - event.step) * statistics.median(
-                    self._steps_s or [0.0]
-                )
-                self._faults.cost(now, now - self._seen_at + again_s)
+                repeated = max(0, self._step - event.step)
+                repeated_s = repeated * statistics.median(self._steps_s or [0.0])
+                self._faults.cost(now, now - self._seen_at + repeated_s)
             self._step = event.step
         elif isinstance(event, Step):
-            self._step, self._furthest = event.step, max(self._furthest, event.step)
+            self._step = event.step
+            self._furthest = max(self._furthest, event.step)
             self._steps_s.append(event.step_s)
 
-    def _trained_s(self) -> float:
-        """Seconds since workers of this start have begun to train."""
-        return time.monotonic() - self._started_at
-
     def _used_s(self) -> float:
-        """The seconds that the run has used up, those between starts among them."""
-        return (
-            0.0 if self._first is None else self._first.used_s + time.monotonic() - self._first_at
-        )
+        """Return the seconds that the run has used up, those between starts among them."""
+        if self._first is None:
+            return 0.0
+        return self._first.used_s + time.monotonic() - self._first_at
 
     # -- after a fault
     #   --------------------------------------------------------------------------------------------
 
-    def _go_on(self, problem: Problem) -> None:
-        """Returns when the run can be started again. Raises Refusal where it ends: with the cause,
+    def _recover(self, problem: Problem) -> None:
+        """Wait until the run can be started again. Raises Refusal where it ends: with the cause,
         or as asked."""
         now = time.monotonic()
-        # Workers get some seconds to say what it was; while they were started nothing was seen
+        # Workers get some seconds to report what it was; while they were started nothing was seen
         # before it failed.
         self._seen_at = now if self._failed_at is None else self._failed_at
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
-        if (end := self._faults.end(fault, trained=self._first is not None)) is not None:
-            raise Refusal.of(end)
-        self._faults.preempt(fault, self._run.load_plan(), clusters.of_run(self._run))
+        fatal = self._faults.end(fault, trained=self._first is not None)
+        if fatal is not None:
+            raise Refusal.of(fatal)
+        plan = self._run.load_plan()
+        self._faults.preempt(fault, plan, clusters.of_run(self._run))
         at = time.time() - (now - self._seen_at)
-        self._progress(Faulted(problem, at, self._step, told(fault, len(self._faults.seen))))
-        replanned = self._until_all_are_there()
+        message = told(fault, len(self._faults.seen))
+        self._progress(Faulted(problem, at, self._step, message))
+        replanned = self._wait_for_hosts()
         self._fault = Fault(problem=problem, at=at, step=self._step, replanned=replanned)
 
-    def _until_all_are_there(self) -> bool:
-        """Wait for hosts that are away, or go on without them: whether the plan is another one
+    def _wait_for_hosts(self) -> bool:
+        """Wait for hosts that are away, or continue without them: whether the plan is another one
         then."""
         began = time.monotonic()
         gone = set[str]()
-        left = None
-        price_s = 0.0
-        while now := self._away():
+        reduced = None
+        loss_s = 0.0
+        while now := self._find_absent_hosts():
             if now != gone:
                 gone = now
-                (left, price_s) = self._left(now)
-                self._progress(Note(_waiting(gone, left, price_s)))
+                reduced, loss_s = self._plan_without(gone)
+                self._progress(Note(_describe_wait(gone, reduced, loss_s)))
             # A plan that loses nothing is followed at once.
-            if left is not None and time.monotonic() - began >= price_s:
-                adopt(self._run, left, self._progress)
+            if reduced is not None and time.monotonic() - began >= loss_s:
+                adopt(self._run, reduced, self._progress)
                 return True
             self._sleep(POLL_S)
         self._sleep(0.0)
         return False
 
-    def _away(self) -> set[str]:
-        """Hosts of the plan that cannot be worked with now."""
+    def _find_absent_hosts(self) -> set[str]:
+        """Return the hosts of the plan that cannot be worked with now."""
         self._run.require_there()
         if ":" in load(self._run.record, RunRecord).launcher:
-            # Nodes of a Ray cluster that runs already may be entered by nobody: Ray says which are
-            # there.
+            # Nodes of a Ray cluster that runs already may be entered by nobody: Ray reports which
+            # are there.
             return set()
         planned = {device.host for device in self._run.load_plan().devices}
         leaving = planned & self._faults.leaving(time.monotonic())
-        left = [host for host in clusters.of_run(self._run).hosts if host.name in planned - leaving]
-        return leaving | away(left)
+        expected = planned - leaving
+        cluster = clusters.of_run(self._run)
+        hosts = [host for host in cluster.hosts if host.name in expected]
+        return leaving | away(hosts)
 
-    def _left(self, gone: Collection[str]) -> tuple[Planned | None, float]:
-        """A plan without these hosts, if one may be followed and fits, and the seconds that it
-        would lose."""
+    def _plan_without(self, gone: Collection[str]) -> tuple[Planned | None, float]:
+        """Plan without these hosts, if that is allowed and fits; and the seconds that would be
+        lost by it."""
         if self._on_fault == "wait":
             return None, 0.0
         try:
-            left = planned_without(self._run, gone)
+            reduced = planned_without(self._run, gone)
             before = load(self._run.estimate, Estimate)
         except Refusal:
             return None, 0.0
         plan = self._run.load_plan()
-        slower = left.estimate.step_s / left.estimate.token_efficiency
-        ratio = slower / (before.step_s / before.token_efficiency)
-        rest_s = (plan.train.step_limit - self._step) * statistics.median(
-            self._steps_s or [before.step_s]
-        )
-        # Without the host the run goes on from the newest checkpoint here.
-        again = unmirrored_steps(self._run) * slower
-        lost_s = rest_s * (ratio - 1) + again
-        if (deadline_s := plan.train.deadline_s) is not None:
-            lost_s = min(lost_s, max(0.0, deadline_s - self._used_s()) * (1 - 1 / ratio))
-        return left, max(0.0, lost_s)
+        reduced_step_s = reduced.estimate.step_s / reduced.estimate.token_efficiency
+        slowdown = reduced_step_s / (before.step_s / before.token_efficiency)
+        step_s = statistics.median(self._steps_s or [before.step_s])
+        rest_s = (plan.train.step_limit - self._step) * step_s
+        # Without the host the run resumes from the newest checkpoint here.
+        repeated_s = unmirrored_steps(self._run) * reduced_step_s
+        loss_s = rest_s * (slowdown - 1) + repeated_s
+        if plan.train.deadline_s is not None:
+            remaining_s = max(0.0, plan.train.deadline_s - self._used_s())
+            loss_s = min(loss_s, remaining_s * (1 - 1 / slowdown))
+        return reduced, max(0.0, loss_s)
 
     def _sleep(self, seconds: float) -> None:
-        """Raises Refusal (interrupted) where the user has asked to stop."""
+        """Sleep, but raise Refusal (interrupted) when the user has asked to stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._asked:
             time.sleep(LOOK_S)
         self._require_not_asked()
 
     def _require_not_asked(self) -> None:
-        """Raises Refusal (interrupted) where the user has asked to stop."""
+        """Raise Refusal (interrupted) where the user has asked to stop."""
         if self._asked:
             raise Refusal(
                 "interrupted",
@@ -272,8 +273,10 @@ class Supervisor:
 
     @contextmanager
     def _passing_signals(self) -> Iterator[None]:
-        """Meanwhile Ctrl-C and SIGTERM ask to save and end; a second one to end at once. Only the
-        main thread can take signals: elsewhere they stay with whom they belong to."""
+        """Take Ctrl-C and SIGTERM as requests to save and end; a second one to end at once.
+
+        Only the main thread can take signals: on another they keep their handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -292,10 +295,10 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _waiting(gone: Collection[str], left: Planned | None, price_s: float) -> str:
-    names = ", ".join(sorted(gone))
-    if left is None:
-        return f"waiting for {names}"
-    if price_s == 0:
-        return f"going on without {names}: that takes no longer"
-    return f"waiting for {names} up to {format_seconds(price_s)}, which a plan without would lose"
+def _describe_wait(gone: Collection[str], reduced: Planned | None, loss_s: float) -> str:
+    hosts = ", ".join(sorted(gone))
+    if reduced is None:
+        return f"waiting for {hosts}"
+    if loss_s == 0:
+        return f"going on without {hosts}: that takes no longer"
+    return f"waiting for {hosts} up to {format_seconds(loss_s)}, which a plan without would lose"

@@ -17,7 +17,13 @@ from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.configs import refuse_edited
 from farspan.app.corpora import bring_corpus
 from farspan.app.jobs import registered, remove_unbegun, wait_for_orphans
-from farspan.app.plans import Planned, best_plan, with_forecast, write_planned
+from farspan.app.plans import (
+    Planned,
+    best_plan,
+    planned_devices,
+    with_forecast,
+    write_planned,
+)
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve
 from farspan.app.updates import Ended, Note, Progress, notes, silent
@@ -36,16 +42,17 @@ if TYPE_CHECKING:
 def start(
     path: Path, config: RunConfig, progress: Progress = silent, *, table: bool = False
 ) -> RunFolder:
-    """Plan what `config` asks for, tell what that will take, and make its run directory at `path`.
+    """Plan what `config` asks for, report the predictions, and make its run directory at `path`.
 
     With `table` the techniques are compared on this cluster first.
     """
     resolved = resolve(config, progress, trial=True)
-    return make(path, config, best_plan(resolved, config.parallel, progress, table=table), progress)
+    planned = best_plan(resolved, config.parallel, progress, table=table)
+    return make(path, config, planned, progress)
 
 
 def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = silent) -> RunFolder:
-    """Tell what a plan will take, and make its run directory at `path`."""
+    """Report a plan's predictions, and make its run directory at `path`."""
     resolved = planned.resolved
     if config.model.path is None:
         planned = with_forecast(planned)
@@ -54,12 +61,17 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
     # Again: it may have been made while this run was planned.
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
+    corpus = resolved.corpus_folder.resolve()
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    initial = None
+    if config.model.path:
+        initial = str(Path(config.model.path).expanduser().resolve())
     record = RunRecord(
-        corpus=str(resolved.corpus_folder.resolve()),
+        corpus=str(corpus),
         command=tuple(sys.argv),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=created,
         warnings=resolved.warnings,
-        initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
+        initial=initial,
         launcher=clusters.launcher(config.parallel),
         asked=config,
         forecast=planned.forecast,
@@ -78,9 +90,11 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
 
 def _refuse_full_devices(planned: Planned) -> None:
     """Refuse a plan that a device cannot hold."""
-    hosts = {host.name: host.devices for host in planned.resolved.cluster.hosts}
-    for at, memory in zip(planned.plan.devices, planned.estimate.memory, strict=True):
-        usable = hosts[at.host][at.index].memory
+    plan = planned.plan
+    devices = planned_devices(plan, planned.resolved.cluster)
+    memories = planned.estimate.memory
+    for at, device, memory in zip(plan.devices, devices, memories, strict=True):
+        usable = device.memory
         if memory.total > usable:
             raise Refusal(
                 "out-of-memory",
@@ -99,10 +113,10 @@ def resume(
     cluster: str | None = None,
     technique: str | None = None,
 ) -> Report:
-    """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's
+    """Continue a run that was stopped, or report one that is finished. With `trust` its cluster's
     commands are run, and its links followed, also where it was not made here; without, such a run
-    is refused. For another cluster or technique it plans what is left again. Workers that a killed
-    job has left are waited for."""
+    is refused. For another cluster or technique the remaining steps are planned again. Workers of
+    a killed job are waited for."""
     from farspan.app.replanning import replan
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
@@ -123,7 +137,7 @@ def resume(
 
 
 def train(run: RunFolder, progress: Progress = silent) -> Report:
-    """Train the run's plan from where it stands, telling its events; then write its report.
+    """Train the run's plan from its newest checkpoint, reporting events; then write its report.
 
     On the main thread Ctrl-C and SIGTERM save first and then raise Refusal (interrupted). No worker
     is left behind, however it ends.
@@ -134,19 +148,15 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     require_torch()
     plan = run.load_plan()
     record = load(run.record, RunRecord)
-    board = _shown_on(TensorBoard(run.tensorboard), progress)
+    write_event = _event_writer(TensorBoard(run.tensorboard), progress)
     ended = None
-    if record.launcher != "local" or len({device.host for device in plan.devices}) > 1:
-        hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
-        progress(
-            Note(
-                f"starting {counted(len(plan.devices), 'worker')} on {hosts} through "
-                f"{record.launcher}"
-            )
-        )
+    hosts = dict.fromkeys(device.host for device in plan.devices)
+    if record.launcher != "local" or len(hosts) > 1:
+        workers = f"{counted(len(plan.devices), 'worker')} on {', '.join(hosts)}"
+        progress(Note(f"starting {workers} through {record.launcher}"))
     try:
         with registered(run):
-            ended = Supervisor(run, progress, board).train()
+            ended = Supervisor(run, progress, write_event).train()
     except BaseException:
         progress(Ended())
         # What ended the run is raised, not what keeps its report from being written.
@@ -173,7 +183,11 @@ def train_new(run: RunFolder, progress: Progress = silent) -> Report:
     try:
         return train(run, progress)
     except (Refusal, OSError) as error:
-        if not _disk_is_full(error) or _has_begun(run):
+        if isinstance(error, Refusal):
+            disk_is_full = error.problem.code == "disk-full"
+        else:
+            disk_is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not disk_is_full or _has_begun(run):
             raise
         remove_unbegun(run)
         if not isinstance(error, Refusal):
@@ -182,27 +196,23 @@ def train_new(run: RunFolder, progress: Progress = silent) -> Report:
         raise Refusal.of(msgspec.structs.replace(error.problem, remedy=remedy)) from None
 
 
-def _disk_is_full(error: Refusal | OSError) -> bool:
-    if isinstance(error, Refusal):
-        return error.problem.code == "disk-full"
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def _has_begun(run: RunFolder) -> bool:
-    """Whether workers of a run have started, or saved anything; also where its events are
-    damaged."""
+    """Return whether workers of a run have started, or saved anything; True also where its events
+    are damaged."""
     if any(run.checkpoints.glob("step-*")):
         return True
+    if not run.events.exists():
+        return False
     try:
-        events = list(read_events(run.events)) if run.events.exists() else []
+        events = list(read_events(run.events))
     except Refusal:
         return True
     return any(isinstance(event, Started) for event in events)
 
 
-def _shown_on(board: TensorBoard, progress: Progress) -> Callable[[Event], None]:
-    """What writes events for TensorBoard until its file cannot be written: that is told, and ends
-    no run."""
+def _event_writer(board: TensorBoard, progress: Progress) -> Callable[[Event], None]:
+    """Return a function that writes events for TensorBoard until its file cannot be written, which
+    is reported and ends no run."""
     failed = False
 
     def show(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The cache of trials: what was measured of a plan on a cluster once is kept, and found again."""
+"""The cache of trials: a plan that was measured on a cluster once is not run again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from farspan.semantics.identity import cluster_hash, plan_key
 
 
 class TrialCache:
-    """Runs plans of one run for a few steps. What was measured of a plan on a cluster once is kept,
-    and found again."""
+    """Runs plans of one run for a few steps; a kept trial of the same plan and cluster is used
+    again."""
 
     def __init__(self, resolved: Resolved, launcher: str, *, again: bool = False) -> None:
         self._resolved = resolved
@@ -27,24 +27,22 @@ class TrialCache:
     def __call__(self, plan: Plan, step_s: float) -> Trial:
         # How many steps are asked for follows from a prediction, which is another one after each
         # probe.
-        return self.run(
-            plan, limits(plan, self._resolved.cluster, step_s, steps_for(step_s)), least=0
-        )
+        within = limits(plan, self._resolved.cluster, step_s, steps_for(step_s))
+        return self.run(plan, within, least=0)
 
     def run(self, plan: Plan, within: Limits, least: int | None = None) -> Trial:
-        """A trial, or one that is kept and has timed so many steps at least, all that are asked for
-        unless said: then it took no time."""
-        key = content_hash(cluster_hash(self._resolved.cluster), plan_key(plan), __version__)
+        """Run a trial, or return a kept one that has timed at least `least` steps (None: all that
+        `within` asks for), which took no time."""
+        cluster = self._resolved.cluster
+        key = content_hash(cluster_hash(cluster), plan_key(plan), __version__)
         path = self._folder / f"{key}.json"
         if path.exists() and not self._again:
             kept = load(path, Trial)
-            if kept.step_s is None or len(kept.steps) >= (within.steps if least is None else least):
+            enough = within.steps if least is None else least
+            if kept.step_s is None or len(kept.steps) >= enough:
                 return msgspec.structs.replace(kept, took_s=0.0)
-        result = trial(
-            plan, self._resolved.corpus_folder, self._resolved.cluster, self._launcher, within
-        )
-        # Another time it may not fail; who was killed may have been so for another program's
-        # memory.
+        result = trial(plan, self._resolved.corpus_folder, cluster, self._launcher, within)
+        # Another time it may not fail; a worker may have been killed for another program's memory.
         if result.problem is None or result.problem.code == "out-of-memory":
             make_cache_folder("trials")
             save(result, path)

@@ -1,4 +1,4 @@
-"""What a function of the API tells while it works: one callback takes every update, by its type.
+"""Updates that a function of the API reports while it works: one callback takes all, by type.
 
 Updates are `Note`, `Ranked`, `Tried`, `Chosen`, `Training` and `Faulted` of this file, `Planned` of
 `plans`, the events of a run (`domain.results`), the `Work` on an index, and `Ended`, after which no
@@ -14,7 +14,7 @@ import msgspec
 
 from farspan.domain.units import counted
 
-if TYPE_CHECKING:  # A search tells notes alone, and is to answer at once.
+if TYPE_CHECKING:  # A search reports notes alone, and is to answer at once.
     from farspan.domain.forecast import Forecast
     from farspan.domain.plan import Plan
     from farspan.domain.problems import Problem
@@ -81,7 +81,7 @@ class Training(msgspec.Struct, frozen=True):
 
 class Faulted(msgspec.Struct, frozen=True):
     """Workers of a run were lost, and it starts again by itself: why, when that was seen (seconds
-    since the epoch), the last step that was heard of, and what a person is told."""
+    since the epoch), the last step that was reported, and the message for people."""
 
     problem: Problem
     at: float
@@ -100,9 +100,9 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 def silent(update: object) -> None:
-    """Takes updates and does nothing."""
+    """Take an update and do nothing."""
 
 
 def notes(progress: Progress) -> Callable[[str], None]:
-    """What the layers below take to speak, as updates."""
+    """Return a function that reports a line as a `Note`: what the layers below call."""
     return lambda text: progress(Note(text))

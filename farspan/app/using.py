@@ -21,7 +21,7 @@ Format = Literal["huggingface", "sentence-transformers"]
 def generate(
     run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
 ) -> tuple[str, int]:
-    """Text that the model writes after a prompt, and the step that its weights are from."""
+    """Return text that the model writes after a prompt, and the step that its weights are from."""
     from farspan.runtime.inference import load
     from farspan.runtime.model.generate import generate as write
 
@@ -62,7 +62,9 @@ def export(
 
     if out.is_relative_to(run.path):
         require_own_links(run)
-    (_write_embedder if embedder else _write_model)(run, trained := load(run), out, dtype)
+    trained = load(run)
+    write = _write_embedder if embedder else _write_model
+    write(run, trained, out, dtype)
     return out, trained.step
 
 
@@ -74,7 +76,8 @@ def _write_model(
     from farspan.runtime.model.huggingface import export as write
 
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "README.md", model_card(open_run(run.path), trained.step).encode())
+    card = model_card(open_run(run.path), trained.step)
+    write_atomically(out / "README.md", card.encode())
     write(
         out,
         trained.model.state_dict(),
@@ -88,7 +91,7 @@ def _write_model(
 def _write_embedder(
     run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]
 ) -> None:
-    """Refuses (no-index) where there is no index of these weights."""
+    """Refuse (no-index) where there is no index of these weights."""
     from farspan.app.indexing import origin, refuse_other_model
     from farspan.report.history import open_run
     from farspan.report.model_card import embedder_card

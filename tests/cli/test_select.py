@@ -132,9 +132,9 @@ def test_a_model_that_no_device_holds_whole_is_measured_by_its_plans(desk):
 
     def measured(devices):
         # The probe's process is not asked: nothing is run.
-        return resolving._trials(config, None, cluster((small,) * devices), silent)["measure"](
-            spec, train
-        )
+        return resolving._trial_measures(config, None, cluster((small,) * devices), silent)[
+            "measure"
+        ](spec, train)
 
     assert measured(2).speeds["fp32"].tokens_per_s > 0
     with pytest.raises(Refusal, match="out-of-memory"):
