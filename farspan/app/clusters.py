@@ -61,14 +61,14 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
     from farspan.launch.launchers import split
 
     split(config.parallel.launcher)
-    if is_here(config.parallel):
+    name = config.parallel.cluster
+    if name is None or name == HERE:
         return None
-    assert config.parallel.cluster is not None
-    cluster = find(config.parallel.cluster)
-    workers = config.parallel.workers
+    cluster = find(name)
     if reach:
         with Agent(cluster.machines[0]):  # Or a refusal that says why it cannot be reached.
             pass
+    workers = config.parallel.workers
     if workers == "auto":
         return cluster
     available = len(cluster.devices)

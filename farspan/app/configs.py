@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.app.clusters import is_external
 from farspan.domain.codec import convert, load, load_yaml, parse_yaml
@@ -93,10 +94,14 @@ def refuse_edited(run: RunFolder) -> None:
     if started is None:
         return
     changed = []
-    for key, before, after in _diff_values(_flatten(started), _flatten(now)):
-        if not read_again(key, after):
-            was = _format_value(before)
-            changed.append(f"{key} is {_format_value(after)}, was {was} at the start")
+    for key, before, after in _diff_values(_flatten_config(started), _flatten_config(now)):
+        # Read again: where the index lies, what follows a fault, and which lab is entered.
+        if key == "on_fault" or key.startswith("index."):
+            continue
+        if key == "parallel.cluster" and is_external(str(after)):
+            continue
+        was = _format_value(before)
+        changed.append(f"{key} is {_format_value(after)}, was {was} at the start")
     if changed:
         raise Refusal(
             "plan-mismatch",
@@ -110,19 +115,9 @@ def refuse_edited(run: RunFolder) -> None:
         )
 
 
-def read_again(key: str, value: object) -> bool:
-    """Return whether a key of a run's own run.yaml counts after its start: where the index lies,
-    what follows a fault, and which lab is entered."""
-    if key == "parallel.cluster":
-        return is_external(str(value))
-    return key == "on_fault" or key.startswith("index.")
-
-
-def _flatten(config: RunConfig) -> dict[str, Any]:
+def _flatten_config(config: RunConfig) -> dict[str, Any]:
     """Return the values of all keys of a run.yaml, however they are written there."""
-    whole = msgspec.structs.replace(
-        config, data=config.data_config, tokenizer=config.tokenizer_config
-    )
+    whole = replace(config, data=config.data_config, tokenizer=config.tokenizer_config)
     values: dict[str, Any] = msgspec.to_builtins(whole)
     return values
 

@@ -1,10 +1,10 @@
-"""The prepared corpus of a run that goes on: found where it lies today, or prepared again."""
+"""The prepared corpus of a resumed run: found where it lies today, or prepared again."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from farspan.app.resolving import prepare
 from farspan.app.updates import Note, Progress
@@ -42,18 +42,21 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
             why = refusal.problem
             fact = f"{why.what}: {why.fact} ({why.where})"
             missing = missing_corpus(run, digest, record.corpus_folder)
-            problem = msgspec.structs.replace(
+            problem = replace(
                 missing.problem,
                 what="the corpus of this run is not there and cannot be prepared again",
                 fact=fact,
             )
         if problem is not None:
-            if not _rank_0_has_its_own_disk(run):
+            # Rank 0's host may have a copy, if it does not see the run's folder.
+            first = run.load_plan().devices[0].host
+            hosts = {host.name: host for host in load_cluster_json(run.cluster).hosts}
+            if first not in hosts or hosts[first].folder is None:
                 raise Refusal.of(problem)
             progress(Note(f"{problem.what}: {problem.fact}; rank 0's host may have a copy"))
             return
     if folder is not None and folder.resolve() != record.corpus_folder.resolve():
-        moved = msgspec.structs.replace(record, corpus=str(folder.resolve()))
+        moved = replace(record, corpus=str(folder.resolve()))
         with locked(run.lock, "this run is being trained already", run.path):
             save_record(run, moved)
 
@@ -87,10 +90,3 @@ def _describe_change(
             f"{command('train', run.config, '--run', f'{run.path}-2')}"
         ),
     )
-
-
-def _rank_0_has_its_own_disk(run: RunFolder) -> bool:
-    """Return whether rank 0 works on a host that does not see the run's folder."""
-    first = run.load_plan().devices[0].host
-    hosts = {host.name: host for host in load_cluster_json(run.cluster).hosts}
-    return first in hosts and hosts[first].folder is not None

@@ -7,6 +7,7 @@ at the same step.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
@@ -106,9 +107,7 @@ class Faults:
         place = fault.memory_place
         kills = [other for other in self.seen if other.memory_place == place]
         if place is not None and len(kills) >= MAX_SAME_MEMORY_KILLS:
-            short = msgspec.structs.replace(
-                problem, code="out-of-memory", remedy=LESS_MEMORY, suspected=None
-            )
+            short = replace(problem, code="out-of-memory", remedy=LESS_MEMORY, suspected=None)
             return _add_reason(
                 short, f"this came {MAX_SAME_MEMORY_KILLS} times at step {fault.step}"
             )
@@ -130,7 +129,7 @@ class Faults:
 
 
 def _add_reason(problem: Problem, why: str) -> Problem:
-    return msgspec.structs.replace(
+    return replace(
         problem, fact=f"{problem.fact}; {why}, so the run does not start again by itself"
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan import models
 from farspan.app import clusters
@@ -108,7 +109,7 @@ def price_given(
             plan = read_short_plan(document, where, there, text)
         if engine is None:
             return plan
-        return msgspec.structs.replace(plan, engine=find_engine(engine).name)
+        return replace(plan, engine=find_engine(engine).name)
 
     if cluster is None:
         from farspan.app.resolving import tried_here
@@ -120,11 +121,26 @@ def price_given(
         # This machine, its devices as fast as a trial of the plan's model shows.
         cluster = tried_here(config or RunConfig(data="pydocs"), asked, progress)
     plan = plan_on(cluster)
+    running = find_engine(plan.engine)
     if not isinstance(document, Plan):
-        _check_rates(plan, cluster)
-    graph = models.graph(plan.model)
+        # Refuse a device of which nothing gives how fast it computes.
+        devices = planned_devices(plan, cluster)
+        for at, device in zip(plan.devices, devices, strict=True):
+            if device.times.units or device.learned.pace != 1.0:
+                continue
+            precision = product_dtype(device, plan.train.precision, running)
+            rates: list[DataSheet | MatmulRate] = [device.sheet, *device.times.rates]
+            if not any(precision in rate.flops for rate in rates):
+                fix = f"flops: {{{shell_word(precision)}: 50e12}}"
+                raise Refusal(
+                    "cluster-invalid",
+                    what=f"nothing says how fast {device.kind} computes {precision}",
+                    where=f"the cluster, device {at.host}:{at.index}",
+                    fact="it has no flops of that precision, and no measured rates",
+                    remedy=f"give its {fix} in the cluster file; or measure: farspan probe",
+                )
     try:
-        priced = estimate(plan, graph, cluster, find_engine(plan.engine))
+        priced = estimate(plan, models.graph(plan.model), cluster, running)
     except NoLink as error:
         host_words = f"{yaml_word(error.a)}, {yaml_word(error.b)}"
         raise Refusal(
@@ -147,23 +163,3 @@ def _read_document(given: Given) -> tuple[Any, str, str]:
         return parse_json(content, object, path), str(path), ""
     text = content.decode(errors="replace")
     return parse_yaml(text, path), str(path), text
-
-
-def _check_rates(plan: Plan, cluster: Cluster) -> None:
-    """Refuse a device of which nothing says how fast it computes."""
-    running = find_engine(plan.engine)
-    devices = planned_devices(plan, cluster)
-    for at, device in zip(plan.devices, devices, strict=True):
-        if device.times.units or device.learned.pace != 1.0:
-            continue
-        precision = product_dtype(device, plan.train.precision, running)
-        rates: list[DataSheet | MatmulRate] = [device.sheet, *device.times.rates]
-        if not any(precision in rate.flops for rate in rates):
-            fix = f"flops: {{{shell_word(precision)}: 50e12}}"
-            raise Refusal(
-                "cluster-invalid",
-                what=f"nothing says how fast {device.kind} computes {precision}",
-                where=f"the cluster, device {at.host}:{at.index}",
-                fact="it has no flops of that precision, and no measured rates",
-                remedy=f"give its {fix} in the cluster file; or measure: farspan probe",
-            )

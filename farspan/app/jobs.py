@@ -29,8 +29,8 @@ from farspan.report.so_far import SoFar
 
 #: A job that was asked to save and end gets this long.
 STOP_S = 600.0
-#: The second of two signals comes so much later: two at once are one.
-AGAIN_S = 1.0
+#: The second of two signals comes this much later: two at once are one.
+SECOND_SIGNAL_AFTER_S = 1.0
 #: How often a job and its files are looked at.
 POLL_S = 0.2
 
@@ -201,38 +201,38 @@ def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
     """Return how a run stands: whether its job runs or how it has ended, and how far it is."""
     # The record first: a job that ends afterwards has written all its events.
     job = _read_job(run)
-    so_far = SoFar(run.load_plan().train)
+    progress = SoFar(run.load_plan().train)
     now = clock()
     for event in read_events(run.events) if run.events.exists() else ():
-        so_far.take(event)
+        progress.take(event)
     problem = None
     if problem_file(run).exists():
         problem = load(problem_file(run), Problem)
     locked = is_locked(run.lock)
-    state = _find_state(job, so_far, problem, locked=locked)
+    state = _find_state(job, progress, problem, locked=locked)
     if state not in ("running", "lost"):
         job = None
     reason = None
-    if so_far.finished is not None:
-        reason = so_far.finished.reason
-        problem = problem or so_far.finished.problem
+    if progress.finished is not None:
+        reason = progress.finished.reason
+        problem = problem or progress.finished.problem
     has_problem = state == "failed" or (state == "stopped" and reason == "preempted")
     # What is not known stays None.
     known: dict[str, Any] = {}
-    if so_far.recent:
-        known["loss"] = so_far.recent[-1].loss
+    if progress.recent:
+        known["loss"] = progress.recent[-1].loss
         # Steps before this job has started are no measure of its speed.
-        if state != "running" or job is None or so_far.at >= job.started:
-            known["tokens_per_s"] = so_far.tokens_per_s
+        if state != "running" or job is None or progress.at >= job.started:
+            known["tokens_per_s"] = progress.tokens_per_s
             if state == "running":
-                known["left_s"] = so_far.left_s()
-    if so_far.validated:
-        known["val_loss"] = so_far.validated.loss
-    if so_far.saved:
-        known["saved_step"] = so_far.saved.step
-        known["saved_s"] = max(0.0, now - so_far.saved.at)
-    if so_far.at:
-        known["heard_s"] = max(0.0, now - so_far.at)
+                known["left_s"] = progress.left_s()
+    if progress.validated:
+        known["val_loss"] = progress.validated.loss
+    if progress.saved:
+        known["saved_step"] = progress.saved.step
+        known["saved_s"] = max(0.0, now - progress.saved.at)
+    if progress.at:
+        known["heard_s"] = max(0.0, now - progress.at)
     is_saving = state == "lost" and locked
     return Status(
         run=str(run.path),
@@ -241,23 +241,25 @@ def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
         job=job,
         problem=problem if has_problem else None,
         saving=is_saving,
-        step=so_far.step,
-        steps=so_far.steps,
-        share=so_far.share,
-        total=so_far.total,
-        recovered=so_far.recovered,
+        step=progress.step,
+        steps=progress.steps,
+        share=progress.share,
+        total=progress.total,
+        recovered=progress.recovered,
         **known,
     )
 
 
-def _find_state(job: Job | None, so_far: SoFar, problem: Problem | None, *, locked: bool) -> State:
+def _find_state(
+    job: Job | None, progress: SoFar, problem: Problem | None, *, locked: bool
+) -> State:
     if job is not None:
         return "running" if job.lives else "lost"
     if problem is not None:
         return "stopped" if problem.code in STOPPED else "failed"
-    if so_far.finished is None:
-        return "lost" if locked or so_far.started is not None else "new"
-    reason = so_far.finished.reason
+    if progress.finished is None:
+        return "lost" if locked or progress.started is not None else "new"
+    reason = progress.finished.reason
     return "finished" if reason in COMPLETE else "failed" if reason == "failed" else "stopped"
 
 
@@ -293,7 +295,7 @@ def stop(
                 fact=f"it was asked {format_seconds(waited)} ago and is still there",
                 remedy=command("status" if now else "stop", run.path, *(() if now else ("--now",))),
             )
-        if second and waited > AGAIN_S:
+        if second and waited > SECOND_SIGNAL_AFTER_S:
             _signal_job(run)
             second = False
         time.sleep(POLL_S)

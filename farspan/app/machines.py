@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.app import clusters
 from farspan.app.checks import refuse_file, require_torch
@@ -57,9 +58,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return [*rows, ("disk", f"{format_bytes(self.disk_free_bytes)} free here")]
 
     def __repr__(self) -> str:
-        devices = counted(len(self.devices), "device")
         findings = counted(len(self.findings), "finding") if self.findings else "no findings"
-        return f"<Diagnosis: {devices}, {findings}>"
+        return f"<Diagnosis: {counted(len(self.devices), 'device')}, {findings}>"
 
     def _repr_html_(self) -> str:
         rows = self.rows
@@ -69,20 +69,52 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 def diagnose(device: str = "auto") -> Diagnosis:
     """Diagnose this machine: its devices, what is missing, and the command that mends each."""
+    from farspan.launch.findings import LITTLE_DISK
+    from farspan.launch.probe import Probe, check_gpus
+
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    cluster, gpu_notes, problems = _describe_machine(device)
+    # A machine with problems is described as far as it can be.
+    devices: tuple[Device, ...] = ()
+    gpu_notes: tuple[str, ...] = ()
+    problems = list[Problem]()
+    try:
+        require_torch()
+        try:
+            gpu_notes = check_gpus(device)
+        except Refusal as refusal:
+            problems.append(refusal.problem)
+        with Probe() as probe:
+            devices = probe.describe(device, None).devices
+    except Refusal as refusal:
+        problems.append(refusal.problem)
     findings = [Finding.of(problem, "refused") for problem in problems]
+    # Little space on the disks that runs and corpora are written to.
+    corpora = cache_folder()
+    while not corpora.exists():
+        corpora = corpora.parent
+    for what, path in (("runs", Path()), ("prepared corpora", corpora)):
+        free = shutil.disk_usage(path).free
+        if free < LITTLE_DISK:
+            little = Finding(
+                severity="warned",
+                code="disk-full",
+                what=f"there is little disk space for {what}",
+                where=str(path.absolute()),
+                fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
+                remedy=f"du -xh {shell_word(path.absolute())} | sort -h | tail",
+            )
+            findings.append(little)
     return Diagnosis(
         versions=versions,
-        devices=cluster.devices if cluster else (),
+        devices=devices,
         disk_free_bytes=shutil.disk_usage(".").free,
         notes=gpu_notes,
-        findings=(*findings, *_disk_findings()),
+        findings=tuple(findings),
     )
 
 
@@ -133,46 +165,5 @@ def probe(
     for problem in failed.values():
         others = f"; {len(failed) - 1} more have failed" if len(failed) > 1 else ""
         fact = f"{problem.fact}{others}; the rest is in {out}"
-        raise Refusal.of(msgspec.structs.replace(problem, fact=fact))
+        raise Refusal.of(replace(problem, fact=fact))
     return measured
-
-
-def _describe_machine(backend: str) -> tuple[Cluster | None, tuple[str, ...], list[Problem]]:
-    """Return this machine's devices, a note on each GPU that is not used, and what is wrong."""
-    from farspan.launch.probe import Probe, check_gpus
-
-    gpu_notes: tuple[str, ...] = ()
-    problems = list[Problem]()
-    try:
-        require_torch()
-        try:
-            gpu_notes = check_gpus(backend)
-        except Refusal as refusal:
-            problems.append(refusal.problem)
-        with Probe() as probe:
-            return probe.describe(backend, None), gpu_notes, problems
-    except Refusal as refusal:
-        return None, gpu_notes, [*problems, refusal.problem]
-
-
-def _disk_findings() -> list[Finding]:
-    from farspan.launch.findings import LITTLE_DISK
-
-    findings = []
-    corpora = cache_folder()
-    while not corpora.exists():
-        corpora = corpora.parent
-    for what, path in (("runs", Path()), ("prepared corpora", corpora)):
-        free = shutil.disk_usage(path).free
-        if free < LITTLE_DISK:
-            findings.append(
-                Finding(
-                    severity="warned",
-                    code="disk-full",
-                    what=f"there is little disk space for {what}",
-                    where=str(path.absolute()),
-                    fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
-                    remedy=f"du -xh {shell_word(path.absolute())} | sort -h | tail",
-                )
-            )
-    return findings

@@ -33,9 +33,10 @@ def progress_shown(progress: Progress | None) -> Iterator[Progress]:
     reaches a run.
     """
     bar = None
-    if progress is None and "IPython" in sys.modules:
+    module = sys.modules.get("IPython")
+    if progress is None and module is not None:
         # The shell that runs this code, if IPython does; a kernel's shows HTML.
-        shell = sys.modules["IPython"].get_ipython()
+        shell = module.get_ipython()
         if shell is not None:
             bar = NotebookBar(hasattr(shell, "kernel"), time.monotonic)
     try:
@@ -64,7 +65,7 @@ class NotebookBar:
         self._share: float | None = None
         self._text = "starting"
         self._warnings: list[str] = []
-        self._so_far: SoFar | None = None
+        self._run_progress: SoFar | None = None
         self._drawn_at = float("-inf")
         self._handle: Any | None = None
 
@@ -74,7 +75,7 @@ class NotebookBar:
             case Note() | Faulted() | Planned() | Tried():
                 self._text = str(update)
             case Training():
-                self._so_far = SoFar(update.plan.train)
+                self._run_progress = SoFar(update.plan.train)
                 self._text = "starting workers"
             case Ended():
                 self.draw()
@@ -92,18 +93,18 @@ class NotebookBar:
             self.draw()
 
     def _show_event(self, event: Event) -> None:
-        assert self._so_far is not None
-        self._so_far.take(event)
-        so_far = self._so_far
-        if not so_far.recent:
+        run_progress = self._run_progress
+        assert run_progress is not None
+        run_progress.take(event)
+        if not run_progress.recent:
             return
-        self._share = so_far.share
-        facts = [f"step {so_far.place}", f"loss {so_far.recent[-1].loss:.3f}"]
-        if so_far.validated is not None:
-            facts.append(f"val {so_far.validated.loss:.3f}")
-        facts.append(f"{so_far.tokens_per_s:,.0f} tokens/s")
-        if so_far.finished is None:
-            facts.append(f"ETA {format_seconds(so_far.left_s())}")
+        self._share = run_progress.share
+        facts = [f"step {run_progress.place}", f"loss {run_progress.recent[-1].loss:.3f}"]
+        if run_progress.validated is not None:
+            facts.append(f"val {run_progress.validated.loss:.3f}")
+        facts.append(f"{run_progress.tokens_per_s:,.0f} tokens/s")
+        if run_progress.finished is None:
+            facts.append(f"ETA {format_seconds(run_progress.left_s())}")
         self._text = " · ".join(facts)
 
     def draw(self) -> None:

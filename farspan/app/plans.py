@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.app import choosing
 from farspan.app.checks import check_gpus, require_torch
 from farspan.app.clusters import given_cluster
 from farspan.app.configs import as_yaml
-from farspan.app.resolving import Resolved, prepare
+from farspan.app.resolving import Resolved, prepare, start_probe
 from farspan.app.updates import Chosen, Note, Progress, Ranked, silent
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.cluster_json import save_cluster_json
@@ -84,7 +85,7 @@ def best_plan(
         raise nothing_runs(ranking, () if selection is None else selection.tried, question)
     if selection is not None:
         progress(Chosen(selection))
-    learned = msgspec.structs.replace(resolved, cluster=ranking.cluster)
+    learned = replace(resolved, cluster=ranking.cluster)
     return Planned(plan=best.plan, estimate=best.estimate, resolved=learned)
 
 
@@ -115,7 +116,7 @@ def with_forecast(planned: Planned) -> Planned:
         steps=estimate.steps_done,
         bigram_nats=corpus.bigram_nats,
     )
-    return msgspec.structs.replace(planned, forecast=predicted)
+    return replace(planned, forecast=predicted)
 
 
 def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:
@@ -208,7 +209,7 @@ def planned_devices(plan: Plan, cluster: Cluster) -> list[Device]:
 
 def check_devices(plan: Plan, cluster: Cluster, path: object, remedy: str) -> None:
     """Refuse a plan that names devices which the cluster lacks."""
-    existing = device_places(cluster)
+    existing = set(device_places(cluster))
     lacking = []
     for at in plan.devices:
         if (at.host, at.index) not in existing:
@@ -239,7 +240,16 @@ def planned_before(
     else:
         path = Path("the selection")
         remedy = command("plan", config_path, "-o", "plan.json")
-        plan = _selected_plan(source)
+        ranking = source.ranking
+        if ranking.chosen is None:
+            raise Refusal(
+                "cannot-plan",
+                what="the selection chose no plan",
+                where="plan",
+                fact="no plan that was priced can run",
+                remedy="look at its ranking: print(selection.ranking.listed)",
+            )
+        plan = lasting(ranking.candidates[ranking.chosen].plan, ranking.cluster)
     if not plan.inputs.corpus:
         raise Refusal(
             "plan-mismatch",
@@ -286,33 +296,16 @@ def planned_before(
     return Planned(plan=plan, estimate=priced, resolved=resolved)
 
 
-def _selected_plan(selection: Selection) -> Plan:
-    ranking = selection.ranking
-    if ranking.chosen is None:
-        raise Refusal(
-            "cannot-plan",
-            what="the selection chose no plan",
-            where="plan",
-            fact="no plan that was priced can run",
-            remedy="look at its ranking: print(selection.ranking.listed)",
-        )
-    return lasting(ranking.candidates[ranking.chosen].plan, ranking.cluster)
-
-
 def _find_cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:
     """Return the run's cluster: the one that it names, or this machine with a note on each GPU
     that it does not use."""
-    from farspan.launch.probe import Probe
-
     require_torch()
     given = given_cluster(config, reach=True)
     if given is not None:
         return given, ()
     notes = check_gpus(config)
-    workers = config.parallel.workers
-    limit = None if workers == "auto" else workers
-    with Probe() as probe:
-        return probe.describe(config.parallel.device, limit), notes
+    with start_probe(config, None) as (_, cluster):
+        return cluster, notes
 
 
 class _NotNamedError(Exception):

@@ -157,11 +157,11 @@ def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuer
 
 def as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
     """Return a candidate, or a technique without a plan, as `--json` prints it."""
-    names = []
+    device_names = []
     for host in cluster.hosts:
         for i, device in enumerate(host.devices):
-            names.append(f"{host.name}/{device.backend}:{i}")
-    devices = [names[place] for place in candidate.places]
+            device_names.append(f"{host.name}/{device.backend}:{i}")
+    devices = [device_names[place] for place in candidate.places]
     row: dict[str, Any] = {
         "technique": candidate.technique,
         "where": candidate.where,
@@ -173,19 +173,18 @@ def as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
         "plan": None,
     }
     if isinstance(candidate, Refused):
-        row["fits"] = False
-        row["problem"] = candidate.problem
-        return row
+        return row | {"fits": False, "problem": candidate.problem}
     estimate = candidate.estimate
     totals = [part.total for part in estimate.memory]
     figures = {
         "minutes": candidate.time_s / 60,
         "memory_bytes": dict(zip(devices, totals, strict=True)),
     }
-    row["unchosen"] = candidate.unchosen
-    row["estimate"] = {**estimate.as_json(), **figures}
-    row["plan"] = lasting(candidate.plan, cluster)
-    return row
+    return row | {
+        "unchosen": candidate.unchosen,
+        "estimate": {**estimate.as_json(), **figures},
+        "plan": lasting(candidate.plan, cluster),
+    }
 
 
 # -- what fits

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import msgspec
+from msgspec.structs import replace
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, unmirrored_steps
@@ -41,6 +41,7 @@ def replan(
     technique or the best. Reports what changes, and makes the new plan the run's. Raises Refusal
     where nothing fits, and where the run is being trained."""
     from farspan.launch.lock import locked
+    from farspan.launch.probe import Probe
 
     with locked(run.lock, "this run is being trained already", run.path):
         try:
@@ -48,13 +49,20 @@ def replan(
         except Refusal as refusal:
             progress(Note(f"{refusal.problem.what}: {refusal.problem.fact}"))
         config = load_yaml(run.config, RunConfig)
-        parallel = msgspec.structs.replace(config.parallel, technique=technique or "auto")
+        parallel = replace(config.parallel, technique=technique or "auto")
         if cluster is not None:
             # Another cluster is used whole.
             name = None if cluster == HERE else cluster
-            parallel = msgspec.structs.replace(parallel, cluster=name, workers="auto")
-        asked = msgspec.structs.replace(config, parallel=parallel)
-        resolved = _resolve_rest(run, _find_cluster(asked, run, cluster))
+            parallel = replace(parallel, cluster=name, workers="auto")
+        asked = replace(config, parallel=parallel)
+        if cluster is None and not clusters.is_external(parallel.cluster or ""):
+            target = load_cluster_json(run.cluster)
+        elif (given := clusters.given_cluster(asked, reach=True)) is not None:
+            target = given
+        else:
+            with Probe() as probe:
+                target = probe.describe(parallel.device, None)
+        resolved = _resolve_rest(run, target)
         planned = best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), progress)
         adopt(run, planned, progress, asked)
     return planned
@@ -77,7 +85,7 @@ def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
             fact=f"{', '.join(sorted(gone))} cannot be worked with",
             remedy=command("resume", run.path),
         )
-    parallel = msgspec.structs.replace(config.parallel, technique="auto", workers="auto")
+    parallel = replace(config.parallel, technique="auto", workers="auto")
     resolved = _resolve_rest(run, whole.only(places))
     return best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), trials=False)
 
@@ -104,7 +112,7 @@ def adopt(
     save(old, run.plans / f"{old.hash}.json")
     if asked is not None:
         launcher = clusters.launcher(asked.parallel)
-        record = msgspec.structs.replace(record, launcher=launcher, asked=asked)
+        record = replace(record, launcher=launcher, asked=asked)
     write_planned(run, planned, config, record)
 
 
@@ -131,20 +139,7 @@ def _keep_synchronous(given: ParallelConfig, old: Plan) -> ParallelConfig:
     if old.sync is not None or given.allow:
         return given
     exact = tuple(filter(techniques.exact, techniques.names()))
-    return msgspec.structs.replace(given, allow=exact)
-
-
-def _find_cluster(config: RunConfig, run: RunFolder, asked: str | None) -> Cluster:
-    from farspan.launch.probe import Probe
-
-    name = config.parallel.cluster or ""
-    if asked is None and not clusters.is_external(name):
-        return load_cluster_json(run.cluster)
-    given = clusters.given_cluster(config, reach=True)
-    if given is not None:
-        return given
-    with Probe() as probe:
-        return probe.describe(config.parallel.device, None)
+    return replace(given, allow=exact)
 
 
 def _describe_change(run: RunFolder, old: Plan, planned: Planned) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.app.choosing import question
 from farspan.domain.cluster import Cluster, Device, Host
@@ -82,7 +83,7 @@ def write_report(path: Path, *, page: bool = True) -> Report:
         again = ""
         if rank_slowdowns or link_slowdowns:
             again = _describe_replan(run, rank_slowdowns, link_slowdowns)
-        compared = msgspec.structs.replace(compared, again=again)
+        compared = replace(compared, again=again)
     where = write_page(run, compared) if page else RunFolder(path).report
     return Report(run=run, measurement=measure(run), compared=compared, page=where)
 
@@ -240,7 +241,7 @@ def paced(
         for ends in product(hosts_a, hosts_b):
             link = cluster.link(*ends)
             if link is not None:
-                slower_links.append(msgspec.structs.replace(link, pace=link.pace * slowdown))
+                slower_links.append(replace(link, pace=link.pace * slowdown))
     slower = cluster.with_devices(slow_device)
     # Of two links between the same hosts the first counts.
-    return msgspec.structs.replace(slower, links=(*slower_links, *cluster.links))
+    return replace(slower, links=(*slower_links, *cluster.links))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.app.checks import check_gpus, require_torch
 from farspan.app.clusters import first_device, given_cluster
@@ -15,6 +16,7 @@ from farspan.app.updates import Note, Progress, notes, silent
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.engine import engine as find_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Problem, Refusal
@@ -98,7 +100,6 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
 
     Without a trial nothing of the cluster is touched: its figures and the estimator stand for it.
     """
-    from farspan.domain.engine import engine as find_engine
     from farspan.planning import model_speed
     from farspan.planning.resolve import resolve as resolve_config
     from farspan.retrieval.stores import resolve as resolve_store
@@ -110,7 +111,7 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
     gpu_notes = check_gpus(config) if given is None else ()
     folder, manifest = prepare(config, progress)
     if trial or given is None:
-        with _start_probe(config, given) as (probe, cluster):
+        with start_probe(config, given) as (probe, cluster):
             measures = _trial_measures(config, probe, cluster, progress)
             settled = resolve_config(config, manifest, cluster, **measures)
         cluster = model_speed.calibrated(
@@ -147,16 +148,15 @@ def tried_here(
 ) -> Cluster:
     """Return this machine as a cluster, as fast as a trial of the model and the training that
     `asked` means on it, as for a run.yaml without a cluster."""
-    from farspan.domain.engine import engine as find_engine
     from farspan.planning import model_speed
 
     engine = find_engine("farspan")
     for note in check_gpus(config):
         progress(Note(note))
-    with _start_probe(config, None) as (probe, cluster):
+    with start_probe(config, None) as (probe, cluster):
         model, train = asked(cluster)
-        in_precision = msgspec.structs.replace(config.train, precision=train.precision)
-        config = msgspec.structs.replace(config, train=in_precision)
+        in_precision = replace(config.train, precision=train.precision)
+        config = replace(config, train=in_precision)
         measures = _trial_measures(config, probe, cluster, progress)
         measured = measures["measure"](model, train)
     return model_speed.calibrated(cluster, model, train, engine, measured)
@@ -175,7 +175,7 @@ def allowed(parallel: ParallelConfig) -> tuple[str, ...]:
 
 
 @contextmanager
-def _start_probe(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, Cluster]]:
+def start_probe(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, Cluster]]:
     """Start a probe process on the first host; yield it and the cluster: the given one, or the
     devices that the process detects here."""
     from farspan.launch.probe import Probe
@@ -201,7 +201,6 @@ def _trial_measures(
     config: RunConfig, probe: Probe, cluster: Cluster, progress: Progress
 ) -> _TrialMeasures:
     """Return the two measurements that resolving needs, made on the cluster's first device."""
-    from farspan.domain.engine import engine
     from farspan.planning import model_speed
 
     device = first_device(cluster)
@@ -214,13 +213,13 @@ def _trial_measures(
         return len(cluster.devices) / model_speed.crowding(cluster) * fastest
 
     def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
-        fitting = model_speed.fitting(model, train, cluster, engine("farspan"))
+        fitting = model_speed.fitting(model, train, cluster, find_engine("farspan"))
         if isinstance(fitting, Problem):
             if len(cluster.devices) == 1:
                 raise Refusal.of(fitting)
             # A model that one device cannot hold may still be divided over several.
             progress(Note(f"the model is not tried on one {kind}, which cannot hold it: predicted"))
-            return model_speed.predicted(model, train, cluster, engine("farspan"), precisions)
+            return model_speed.predicted(model, train, cluster, find_engine("farspan"), precisions)
         progress(Note(f"trying the model on {kind}: {', '.join(precisions)}"))
         return probe.measure(device, model, fitting, precisions=precisions, seconds=PROBE_S)
 

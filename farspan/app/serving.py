@@ -64,16 +64,18 @@ def served(run: RunFolder) -> Served:
     plan = run.load_plan()
     corpus = load(run.corpus, CorpusManifest)
     record = load(run.record, RunRecord)
-    created = datetime.fromisoformat(record.created)
-    size = parameters(plan.model)
-    model = ModelAbout(line=model_line(plan), parameters=size, context=plan.model.context)
-    documents = corpus.train.documents + corpus.val.documents
-    text_bytes = corpus.train.text_bytes + corpus.val.text_bytes
-    text = TextAbout(source=corpus.source, documents=documents, bytes=text_bytes)
+    model = ModelAbout(
+        line=model_line(plan), parameters=parameters(plan.model), context=plan.model.context
+    )
+    text = TextAbout(
+        source=corpus.source,
+        documents=corpus.train.documents + corpus.val.documents,
+        bytes=corpus.train.text_bytes + corpus.val.text_bytes,
+    )
     return Served(
         name=run.path.resolve().name,
         report=run.report,
-        created=int(created.timestamp()),
+        created=int(datetime.fromisoformat(record.created).timestamp()),
         model=model,
         text=text,
     )

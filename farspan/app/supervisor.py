@@ -86,7 +86,7 @@ class Supervisor:
                         self._require_not_asked()
                     if self._on_fault == "stop" or self._asked:
                         raise
-                    self._recover(refusal.problem)
+                    self._recover_from_fault(refusal.problem)
 
     # -- one start
     #   --------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Supervisor:
                 if self._shown != plan.hash:
                     if self._shown is not None:
                         self._progress(Ended())
-                    self._progress(Training(plan, load(self._run.record, RunRecord).forecast))
+                    self._progress(Training(plan, record.forecast))
                     self._shown = plan.hash
                 for event in workers:
                     self._progress(event)
@@ -163,7 +163,7 @@ class Supervisor:
     # -- after a fault
     #   --------------------------------------------------------------------------------------------
 
-    def _recover(self, problem: Problem) -> None:
+    def _recover_from_fault(self, problem: Problem) -> None:
         """Wait until the run can be started again. Raises Refusal where it ends: with the cause,
         or as asked."""
         now = time.monotonic()
@@ -193,13 +193,21 @@ class Supervisor:
             if now != gone:
                 gone = now
                 reduced, loss_s = self._plan_without(gone)
-                self._progress(Note(_describe_wait(gone, reduced, loss_s)))
+                hosts = ", ".join(sorted(gone))
+                limit = format_seconds(loss_s)
+                if reduced is None:
+                    note = f"waiting for {hosts}"
+                elif loss_s == 0:
+                    note = f"going on without {hosts}: that takes no longer"
+                else:
+                    note = f"waiting for {hosts} up to {limit}, which a plan without would lose"
+                self._progress(Note(note))
             # A plan that loses nothing is followed at once.
             if reduced is not None and time.monotonic() - began >= loss_s:
                 adopt(self._run, reduced, self._progress)
                 return True
             self._sleep(POLL_S)
-        self._sleep(0.0)
+        self._require_not_asked()
         return False
 
     def _find_absent_hosts(self) -> set[str]:
@@ -293,12 +301,3 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _describe_wait(gone: Collection[str], reduced: Planned | None, loss_s: float) -> str:
-    hosts = ", ".join(sorted(gone))
-    if reduced is None:
-        return f"waiting for {hosts}"
-    if loss_s == 0:
-        return f"going on without {hosts}: that takes no longer"
-    return f"waiting for {hosts} up to {format_seconds(loss_s)}, which a plan without would lose"

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
 from farspan.app import clusters
 from farspan.app.checks import refuse_existing, require_torch
@@ -57,17 +57,29 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
     if config.model.path is None:
         planned = with_forecast(planned)
     progress(planned)
-    _refuse_full_devices(planned)
+    # Refuse a plan that a device cannot hold.
+    plan = planned.plan
+    devices = planned_devices(plan, resolved.cluster)
+    memories = planned.estimate.memory
+    for at, device, memory in zip(plan.devices, devices, memories, strict=True):
+        usable = device.memory
+        if memory.total > usable:
+            raise Refusal(
+                "out-of-memory",
+                what="the plan needs more memory than a device has",
+                where=f"{at.host}, device {at.index}",
+                fact=f"predicted {format_bytes(memory.total)}, there is {format_bytes(usable)}",
+                remedy="set train.recompute: true, or a smaller size, in run.yaml",
+            )
     # Again: it may have been made while this run was planned.
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
-    corpus = resolved.corpus_folder.resolve()
-    created = datetime.now(UTC).isoformat(timespec="seconds")
     initial = None
     if config.model.path:
         initial = str(Path(config.model.path).expanduser().resolve())
+    created = datetime.now(UTC).isoformat(timespec="seconds")
     record = RunRecord(
-        corpus=str(corpus),
+        corpus=str(resolved.corpus_folder.resolve()),
         command=tuple(sys.argv),
         created=created,
         warnings=resolved.warnings,
@@ -86,23 +98,6 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
         remove_unbegun(run)
         raise
     return run
-
-
-def _refuse_full_devices(planned: Planned) -> None:
-    """Refuse a plan that a device cannot hold."""
-    plan = planned.plan
-    devices = planned_devices(plan, planned.resolved.cluster)
-    memories = planned.estimate.memory
-    for at, device, memory in zip(plan.devices, devices, memories, strict=True):
-        usable = device.memory
-        if memory.total > usable:
-            raise Refusal(
-                "out-of-memory",
-                what="the plan needs more memory than a device has",
-                where=f"{at.host}, device {at.index}",
-                fact=f"predicted {format_bytes(memory.total)}, there is {format_bytes(usable)}",
-                remedy="set train.recompute: true, or a smaller size, in run.yaml",
-            )
 
 
 def resume(
@@ -193,7 +188,7 @@ def train_new(run: RunFolder, progress: Progress = silent) -> Report:
         if not isinstance(error, Refusal):
             raise
         remedy = "free some space there, and give the same command again"
-        raise Refusal.of(msgspec.structs.replace(error.problem, remedy=remedy)) from None
+        raise Refusal.of(replace(error.problem, remedy=remedy)) from None
 
 
 def _has_begun(run: RunFolder) -> bool:

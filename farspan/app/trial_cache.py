@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from farspan._version import __version__
 from farspan.app.resolving import Resolved
@@ -40,7 +40,7 @@ class TrialCache:
             kept = load(path, Trial)
             enough = within.steps if least is None else least
             if kept.step_s is None or len(kept.steps) >= enough:
-                return msgspec.structs.replace(kept, took_s=0.0)
+                return replace(kept, took_s=0.0)
         result = trial(plan, self._resolved.corpus_folder, cluster, self._launcher, within)
         # Another time it may not fail; a worker may have been killed for another program's memory.
         if result.problem is None or result.problem.code == "out-of-memory":

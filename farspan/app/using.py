@@ -4,15 +4,12 @@ load."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from farspan.app.checks import refuse_existing
 from farspan.domain.codec import write_atomically
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
-
-if TYPE_CHECKING:
-    from farspan.runtime.inference import Trained
 
 #: What loads an exported folder: transformers, or sentence-transformers.
 Format = Literal["huggingface", "sentence-transformers"]
@@ -58,55 +55,42 @@ def export(
     options = ["--format", format] if embedder else []
     refuse_existing(out, command("export", run.path, *options, "--out", f"{out}-2"))
     from farspan.launch.trust import require_own_links
+    from farspan.report import model_card
+    from farspan.report.history import open_run
     from farspan.runtime.inference import load
 
     if out.is_relative_to(run.path):
         require_own_links(run)
     trained = load(run)
-    write = _write_embedder if embedder else _write_model
-    write(run, trained, out, dtype)
+    if embedder:
+        from farspan.app.indexing import origin, refuse_other_model
+        from farspan.retrieval.index import FITTED, read_manifest
+        from farspan.retrieval.sentence_transformers import write_sentence_transformers
+
+        manifest = read_manifest(run.index, command("embed", run.path))
+        refuse_other_model(run, manifest.origin, origin(run, trained))
+        out.mkdir(parents=True, exist_ok=True)
+        card = model_card.embedder_card(open_run(run.path), trained.step, manifest.dim)
+        write_atomically(out / "README.md", card.encode())
+        write_sentence_transformers(
+            out,
+            trained,
+            tokenizer=run.tokenizer,
+            fitted=run.index / manifest.files / FITTED,
+            dtype=dtype,
+        )
+    else:
+        from farspan.runtime.model.huggingface import export as write_model
+
+        out.mkdir(parents=True, exist_ok=True)
+        card = model_card.model_card(open_run(run.path), trained.step)
+        write_atomically(out / "README.md", card.encode())
+        write_model(
+            out,
+            trained.model.state_dict(),
+            trained.model.spec,
+            tokenizer=run.tokenizer,
+            end_of_text=trained.tokenizer.end_of_text,
+            dtype=dtype,
+        )
     return out, trained.step
-
-
-def _write_model(
-    run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]
-) -> None:
-    from farspan.report.history import open_run
-    from farspan.report.model_card import model_card
-    from farspan.runtime.model.huggingface import export as write
-
-    out.mkdir(parents=True, exist_ok=True)
-    card = model_card(open_run(run.path), trained.step)
-    write_atomically(out / "README.md", card.encode())
-    write(
-        out,
-        trained.model.state_dict(),
-        trained.model.spec,
-        tokenizer=run.tokenizer,
-        end_of_text=trained.tokenizer.end_of_text,
-        dtype=dtype,
-    )
-
-
-def _write_embedder(
-    run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]
-) -> None:
-    """Refuse (no-index) where there is no index of these weights."""
-    from farspan.app.indexing import origin, refuse_other_model
-    from farspan.report.history import open_run
-    from farspan.report.model_card import embedder_card
-    from farspan.retrieval.index import FITTED, read_manifest
-    from farspan.retrieval.sentence_transformers import write_sentence_transformers
-
-    manifest = read_manifest(run.index, command("embed", run.path))
-    refuse_other_model(run, manifest.origin, origin(run, trained))
-    out.mkdir(parents=True, exist_ok=True)
-    card = embedder_card(open_run(run.path), trained.step, manifest.dim)
-    write_atomically(out / "README.md", card.encode())
-    write_sentence_transformers(
-        out,
-        trained,
-        tokenizer=run.tokenizer,
-        fitted=run.index / manifest.files / FITTED,
-        dtype=dtype,
-    )
