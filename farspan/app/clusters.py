@@ -78,7 +78,7 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
             what=f"the cluster has fewer than {workers} devices",
             where="run.yaml, key parallel.workers",
             fact=f"it has {available}",
-            remedy=f"set parallel.workers: {available}",
+            remedy=f"set parallel.workers: {available:d}",
             key="parallel.workers",
         )
     return cluster.first(workers)

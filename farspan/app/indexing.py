@@ -218,11 +218,10 @@ def opened(
     remedy = command("embed", run.path)
     manifest = read_manifest(run.index, remedy)
     if manifest.servers and vectors:
-        store = shell_word(manifest.recipe.store)
         require_server(
             run.index / manifest.files / SEAL,
             manifest.servers,
-            f"look whether it is yours, then: {remedy} --store {store}",
+            f"look whether it is yours, then: {remedy} --store {shell_word(manifest.recipe.store)}",
         )
     return closing(Index.open(run.index, embedder, remedy=remedy, vectors=vectors))
 
