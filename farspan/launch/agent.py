@@ -1,11 +1,10 @@
-"""What doctor and probe run on every host: a conversation about that host and its network, one JSON
-line each way.
+"""The agent that doctor and probe run on every host: a conversation about that host and its
+network, one JSON line each way.
 
 Sent there as text and run by whatever Python is there, so it uses the standard library only and is
-written for Python
-3.7: a host that lacks farspan, or has an old Python, must be able to say so. It ends with its
-  standard input. Questions are `{"do": NAME, ...}`; an answer is what the function of that name
-  returns, or `{"error": text}`.
+written for Python 3.7: a host that lacks farspan, or has an old Python, must be able to report
+that. It ends with its standard input. Questions are `{"do": NAME, ...}`; an answer is what the
+function of that name returns, or `{"error": text}`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 BLOCK = 1 << 18
-#: Who calls says the server's secret within CALL_S, and is not silent for longer than IDLE_S.
+#: A caller sends the server's secret within CALL_S, and is not silent for longer than IDLE_S.
 CALL_S = 10
 IDLE_S = 60
 #: What nvidia-smi is asked for of each GPU; drivers know the first three since ever.
@@ -35,12 +35,14 @@ GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap", "uuid", "
 #: disk.
 DRIVER_S = 10.0
 IMPORT_S = 90.0
+#: Linux's request for the address of an interface.
+SIOCGIFADDR = 0x8915
 PACKAGES = ("farspan", "torch", "ray", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class Server:
-    """Answers pings, swallows streams and counts datagrams of those who say its secret, on one port
-    of an address."""
+    """Answers pings, swallows streams and counts datagrams of callers that know its secret, on one
+    port of an address."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self.secret = secret
@@ -66,10 +68,10 @@ class Server:
 
     def answer(self, connection: socket.socket) -> None:
         buffer = bytearray(BLOCK)
-        try:
+        with connection, suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(CALL_S)
-            if not hmac.compare_digest(exactly(connection, len(self.secret)), self.secret):
+            if not hmac.compare_digest(receive_exactly(connection, len(self.secret)), self.secret):
                 return
             connection.settimeout(IDLE_S)
             if connection.recv(1) == b"p":
@@ -79,23 +81,19 @@ class Server:
             while True:
                 count = connection.recv_into(buffer)
                 if not count:
-                    # The last byte has arrived: say so, for who times a transfer.
+                    # The last byte has arrived: answer, for a caller that times a transfer.
                     connection.sendall(b"e")
                     return
                 self.received += count
-        except OSError:
-            pass
-        finally:
-            connection.close()
 
     def listen(self) -> None:
         while True:
             try:
-                said = self.udp.recv(256)
+                datagram = self.udp.recv(256)
             except OSError:
                 continue
-            if said[: len(self.secret)] == self.secret:
-                tag = said[len(self.secret) :].decode(errors="replace").strip()
+            if datagram.startswith(self.secret):
+                tag = datagram[len(self.secret) :].decode(errors="replace")
                 self.datagrams[tag] = self.datagrams.get(tag, 0) + 1
 
 
@@ -103,8 +101,8 @@ SERVER: list[Server] = []
 SENDERS: list[threading.Thread] = []
 
 
-def exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, or those that came before the end."""
+def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes, or those that came before the end."""
     content = b""
     while len(content) < size:
         part = connection.recv(size - len(content))
@@ -120,14 +118,16 @@ def hello() -> dict[str, Any]:
 
 def serve(address: str, secret: str) -> dict[str, Any]:
     if not SERVER:
-        SERVER.append(Server(listening(address), secret.encode()))
+        SERVER.append(Server(listen_address(address), secret.encode()))
     return {"port": SERVER[0].port}
 
 
-def listening(address: str) -> str:
-    """The address to listen on for those who know this host by one. Behind address translation no
-    interface has that, and a name may lead its own host to loopback: then it is all addresses, and
-    the secret alone guards them."""
+def listen_address(address: str) -> str:
+    """Return where to listen for callers that know this host by `address`.
+
+    Behind address translation no interface has that, and a name may lead its own host to loopback:
+    then it is all addresses, and the secret alone guards them.
+    """
     try:
         ip = socket.gethostbyname(address)
         with socket.socket() as probe:
@@ -138,32 +138,31 @@ def listening(address: str) -> str:
 
 
 def free_ports(count: int) -> dict[str, Any]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
             probe.bind(("", 0))
         return {"ports": [probe.getsockname()[1] for probe in probes]}
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def received() -> dict[str, Any]:
-    """Bytes swallowed so far, at this host's own time; seconds that the machine's cores were busy,
-    of each."""
-    return {"bytes": SERVER[0].received, "at": time.monotonic(), "busy": busy()}
+    """Return the bytes swallowed so far, this host's own time, and seconds that each of the
+    machine's cores was busy."""
+    return {"bytes": SERVER[0].received, "at": time.monotonic(), "busy": cpu_busy_s()}
 
 
-def busy() -> float | None:
-    """Seconds that a core of this machine was busy so far, on average; None where the kernel does
-    not say so."""
+def cpu_busy_s() -> float | None:
+    """Return the seconds that a core of this machine was busy so far, on average; None where the
+    kernel does not count them."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return None
-    user, nice, system, _, _, irq, softirq = map(int, lines[0].split()[1:8])
+    # Of user, nice, system, idle, iowait, irq and softirq.
+    ticks = [int(count) for count in lines[0].split()[1:8]]
+    del ticks[3:5]
     cores = sum(line.startswith("cpu") for line in lines) - 1
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") / cores
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") / cores
 
 
 def datagrams(tag: str) -> dict[str, Any]:
@@ -171,22 +170,26 @@ def datagrams(tag: str) -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
+    cpus = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    packages = {name: package_version(name) for name in PACKAGES}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    disk_free = shutil.disk_usage(Path.home()).free
     return {
         "hostname": platform.node(),
         "python": platform.python_version(),
         "system": platform.system(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": packages,
         "interfaces": interfaces(),
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "disk_free": shutil.disk_usage(Path.home()).free,
+        "cpus": cpus,
+        "memory": memory,
+        "disk_free": disk_free,
         "nvidia": nvidia(),
     }
 
 
-def version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
     try:
         from importlib import metadata
     except ImportError:
@@ -198,7 +201,7 @@ def version(name: str) -> str | None:
 
 
 def nvidia() -> dict[str, Any]:
-    """The NVIDIA GPUs that their driver lists, in the order of its numbers, or why it lists
+    """Return the NVIDIA GPUs that their driver lists, in the order of its numbers, or why it lists
     none."""
     answer = asked_of_driver(GPU_FIELDS)
     # Older drivers refuse a question whose fields they do not all know.
@@ -221,46 +224,47 @@ def asked_of_driver(fields: tuple[str, ...]) -> dict[str, Any]:
         return {"gpus": [], "failure": f"it has not answered within {DRIVER_S:g} s"}
     except OSError as error:
         return {"gpus": [], "failure": str(error)}
-    lines = [
-        line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()
-    ]
-    rows = [[value.strip() for value in line.split(",")] for line in lines]
-    gpus = [
-        gpu({field: row[i] for i, field in enumerate(fields)})
-        for row in rows
-        if len(row) == len(fields)
-    ]
+    output = done.stdout.decode(errors="replace")
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    gpus = []
+    for line in lines:
+        values = [value.strip() for value in line.split(",")]
+        if len(values) == len(fields):
+            gpus.append(parse_gpu_row({field: values[i] for i, field in enumerate(fields)}))
+    failure = ""
     # Exit code 6: no GPU is there, which is no failure.
-    failure = (
-        ""
-        if gpus or done.returncode in (0, 6)
-        else " ".join(lines)[:300] or f"exit code {done.returncode}"
-    )
+    if not gpus and done.returncode not in (0, 6):
+        failure = " ".join(lines)[:300] or f"exit code {done.returncode}"
     return {"gpus": gpus, "failure": failure}
 
 
-def gpu(said: dict[str, str]) -> dict[str, Any]:
-    """A row of nvidia-smi; what it does not know it writes as "[N/A]"."""
-    memory = said["memory.total"]
-    capability = said.get("compute_cap", "").split(".")
+def parse_gpu_row(row: dict[str, str]) -> dict[str, Any]:
+    """Return the GPU of a row of nvidia-smi, which writes what it does not know as "[N/A]"."""
+    memory = 0
+    mebibytes = row["memory.total"]
+    if mebibytes.replace(".", "", 1).isdigit():
+        memory = int(float(mebibytes) * 2**20)
+    capability = None
+    numbers = row.get("compute_cap", "").split(".")
+    if all(map(str.isdigit, numbers)):
+        capability = [int(number) for number in numbers]
     return {
-        "name": said["name"],
-        "memory": int(float(memory) * 2**20) if memory.replace(".", "", 1).isdigit() else 0,
-        "driver": said["driver_version"],
-        "capability": [int(part) for part in capability]
-        if all(map(str.isdigit, capability))
-        else None,
-        "uuid": said.get("uuid", ""),
-        "mig": said.get("mig.mode.current") == "Enabled",
+        "name": row["name"],
+        "memory": memory,
+        "driver": row["driver_version"],
+        "capability": capability,
+        "uuid": row.get("uuid", ""),
+        "mig": row.get("mig.mode.current") == "Enabled",
     }
 
 
 def wheel() -> dict[str, Any]:
-    """What the PyTorch of this interpreter is built for and sees; None where it, or farspan, is not
-    there."""
+    """Return what this interpreter's PyTorch is built for and sees; None where it, or farspan, is
+    not there."""
+    words = ["env", "PYTHONSAFEPATH=1", sys.executable, "-m", "farspan.runtime.probe"]
     try:
         done = subprocess.run(
-            ["env", "PYTHONSAFEPATH=1", sys.executable, "-m", "farspan.runtime.probe"],
+            words,
             input=b'{"type": "installed"}\n',
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -272,7 +276,7 @@ def wheel() -> dict[str, Any]:
 
 
 def interfaces() -> dict[str, str]:
-    """IPv4 addresses by interface; Linux only, elsewhere empty."""
+    """Return IPv4 addresses by interface; Linux only, elsewhere empty."""
     addresses: dict[str, str] = {}
     try:
         import fcntl
@@ -280,28 +284,23 @@ def interfaces() -> dict[str, str]:
         return addresses
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(
-                    probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15])
-                )
-            except OSError:
-                continue
-            addresses[name] = socket.inet_ntoa(packed[20:24])
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # It has none.
+                packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                addresses[name] = socket.inet_ntoa(packed[20:24])
     return addresses
 
 
 def route(address: str) -> dict[str, Any]:
-    """The interface and the own address that packets to `address` leave by."""
+    """Return the interface and the own address that packets to `address` leave by."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((socket.gethostbyname(address), 9))
             own = probe.getsockname()[0]
     except OSError:
         return {"interface": None, "address": None}
-    return {
-        "interface": next((name for name, ip in interfaces().items() if ip == own), None),
-        "address": own,
-    }
+    interface = next((name for name, ip in interfaces().items() if ip == own), None)
+    return {"interface": interface, "address": own}
 
 
 def reach(address: str, port: int, secret: str, deadline: float, pings: int) -> dict[str, Any]:
@@ -313,7 +312,7 @@ def reach(address: str, port: int, secret: str, deadline: float, pings: int) -> 
     try:
         connection = socket.create_connection((ip, port), timeout=deadline)
     except OSError as error:
-        return failure(error, f"no answer within {deadline:g} s")
+        return connection_failure(error, f"no answer within {deadline:g} s")
     rtts = []
     offsets = []
     failed = {"failed": "timeout", "fact": "connected, then no answer"}
@@ -331,19 +330,22 @@ def reach(address: str, port: int, secret: str, deadline: float, pings: int) -> 
                 if len(answer) < 8:
                     break
                 rtts.append(rtt)
-                offsets.append(struct.unpack("!d", answer)[0] - sent - rtt / 2)
+                (peer_time,) = struct.unpack("!d", answer)
+                offsets.append(peer_time - sent - rtt / 2)
                 if time.monotonic() > end:
                     break
         except OSError as error:
-            failed = failure(error, failed["fact"])
+            failed = connection_failure(error, failed["fact"])
     if not rtts:
         return failed
     return {"failed": None, "rtts": rtts, "clock_offset": offsets[rtts.index(min(rtts))]}
 
 
-def failure(error: OSError, silent: str) -> dict[str, Any]:
-    """What a connection failed at; `silent` says that nothing came. Before 3.10 socket.timeout is
-    no TimeoutError."""
+def connection_failure(error: OSError, silent: str) -> dict[str, Any]:
+    """Return why a connection failed, with the fact `silent` where nothing came.
+
+    Before 3.10 socket.timeout is no TimeoutError.
+    """
     if isinstance(error, TimeoutError) or str(error) == "timed out":
         return {"failed": "timeout", "fact": silent}
     refused = error.errno == errno.ECONNREFUSED
@@ -351,7 +353,7 @@ def failure(error: OSError, silent: str) -> dict[str, Any]:
 
 
 def say(address: str, port: int, secret: str, tag: str, count: int, gap: float) -> dict[str, Any]:
-    """Send datagrams, which need no way back."""
+    """Send datagrams, which need no return path."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
             target = (socket.gethostbyname(address), port)
@@ -364,26 +366,23 @@ def say(address: str, port: int, secret: str, tag: str, count: int, gap: float) 
 
 
 def stream(address: str, port: int, secret: str, streams: int, seconds: float) -> dict[str, Any]:
-    """Send as fast as the network takes it, in the background, over so many connections."""
+    """Send as fast as the network takes it, in the background, over `streams` connections."""
     end = time.monotonic() + seconds
     for _ in range(streams):
-        sender = threading.Thread(target=pour, args=(address, port, secret, end), daemon=True)
+        sender = threading.Thread(target=send_until, args=(address, port, secret, end), daemon=True)
         sender.start()
         SENDERS.append(sender)
     return {"streams": streams}
 
 
-def pour(address: str, port: int, secret: str, end: float) -> None:
+def send_until(address: str, port: int, secret: str, end: float) -> None:
     block = bytes(BLOCK)
-    try:
-        with socket.create_connection((address, port), timeout=10) as out:
-            out.sendall(secret.encode() + b"s")
-            while time.monotonic() < end:
-                out.sendall(block)
-            # What is still queued would go on after the end and disturb the next measurement.
-            out.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    except OSError:
-        pass
+    with suppress(OSError), socket.create_connection((address, port), timeout=10) as out:
+        out.sendall(secret.encode() + b"s")
+        while time.monotonic() < end:
+            out.sendall(block)
+        # What is still queued would be sent after the end and disturb the next measurement.
+        out.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def settle() -> dict[str, Any]:
@@ -394,7 +393,7 @@ def settle() -> dict[str, Any]:
 
 
 def transfer(address: str, port: int, secret: str, size: int, repeats: int) -> dict[str, Any]:
-    """Seconds to send `size` bytes and learn that the last one arrived, over one warm connection
+    """Time sending `size` bytes and learning that the last one arrived, over one warm connection
     each."""
     times = []
     for _ in range(repeats):

@@ -1,5 +1,5 @@
 """Checkpoints of a run whose rank 0 works on a host with a disk of its own: each is copied to the
-run's folder here as soon as it is saved, while training goes on.
+run's folder here as soon as it is saved, while training continues.
 
 One copy is made at a time. A newer checkpoint takes the place of one that waits. A copy counts when
 all of it has come and matches its checksums: then it is renamed into place.
@@ -25,9 +25,9 @@ from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
-from farspan.launch.hosts import MOST_BYTES, ask, quoted, started
+from farspan.launch.hosts import ask, quoted, started
 
-#: Says why the checkpoint in a folder is not whole; empty where every byte of it is right.
+#: Returns why the checkpoint in a folder is not whole; empty where every byte of it is right.
 FlawOf = Callable[[Path], str]
 #: The folders and files of a checkpoint as a tar names them, and bytes of all headers of a
 #: checkpoint at most.
@@ -40,9 +40,9 @@ HEADER_BYTES = 2**24
 ARRIVING = ".arriving.tmp"
 #: The folder on the host that holds hard links to what is being copied: rank 0 may delete it
 #: meanwhile.
-HELD = ".copied"
+HARD_LINK_FOLDER = ".copied"
 #: A host that sends no byte for this long is gone, or a link to it is cut.
-QUIET_S = 30.0
+SILENCE_TIMEOUT_S = 30.0
 READ_BYTES = 2**16
 
 
@@ -65,56 +65,58 @@ class CheckpointMirror:
         self._flaw_of = flaw_of or (lambda path: "")
         #: What is to be copied next, in the background; None where nothing waits.
         self._waiting: tuple[str, ...] | None = None
-        self._closed = self._killed = False
+        self._closed = False
+        self._killed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._warnings = list[str]()
 
-    # -- while training goes on
+    # -- during training
 
     def request(self, step: int, *, best: bool) -> None:
         """Copy the checkpoint of this step in the background, and the best weights where they are
         new. What waited before gives way to it."""
         with self._changed:
-            best = best or (self._waiting is not None and "best" in self._waiting)
-            # The best weights first: the checkpoint says how good they are.
-            self._waiting = (*(("best",) if best else ()), f"step-{step:08d}")
+            replaced = self._waiting or ()
+            self._waiting = (f"step-{step:08d}",)
+            # The best weights first: the checkpoint records how good they are.
+            if best or "best" in replaced:
+                self._waiting = ("best", *self._waiting)
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._work, daemon=True)
+                self._thread = threading.Thread(target=self._copy_requested, daemon=True)
                 self._thread.start()
             self._changed.notify()
 
     def warnings(self) -> list[str]:
-        """What went wrong since this was last asked."""
+        """Return what went wrong since the last call."""
         with self._changed:
-            told = self._warnings
+            warnings = self._warnings
             self._warnings = []
-        return told
+        return warnings
 
-    def _work(self) -> None:
-        while (names := self._next()) is not None:
-            for name in names:
+    def _copy_requested(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting is not None)
+                requested = self._waiting or ()
+                self._waiting = None
+                if self._closed:
+                    return
+            for checkpoint in requested:
                 try:
-                    self._copy([name])
-                except (OSError, Unexpected, Refusal) as error:
-                    self._excuse(name, error)
+                    self._copy_checkpoints([checkpoint])
+                except (OSError, Unexpected) as error:
+                    self._record_copy_failure(checkpoint, str(error))
+                except Refusal as refusal:
+                    self._record_copy_failure(checkpoint, refusal.problem.fact)
 
-    def _next(self) -> tuple[str, ...] | None:
-        """What to copy next, once there is something; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting is not None)
-            names = self._waiting
-            self._waiting = None
-            return None if self._closed else names
-
-    def _excuse(self, name: str, error: Exception) -> None:
+    def _record_copy_failure(self, checkpoint: str, fact: str) -> None:
         """Keep why a copy failed, unless it was stopped or a newer one is to be made."""
         with self._changed:
             if not self._closed and self._waiting is None:
-                said = error.problem.fact if isinstance(error, Refusal) else str(error)
                 self._warnings.append(
-                    f"{name} is saved on {self._host.name} and was not copied here: {said}; "
+                    f"{checkpoint} is saved on {self._host.name} and was not copied here: {fact}; "
                     "the next save is copied again"
                 )
 
@@ -140,14 +142,13 @@ class CheckpointMirror:
 
     def copy_missing(self) -> None:
         """Copy every checkpoint and the best weights that are there and not here. Raises Refusal
-        (host-unreachable) that says where they are."""
+        (host-unreachable) with where they are."""
         self._killed = False
-        there = self._manifests_there()
-        missing = [name for name, manifest in there.items() if not self._is_here(name, manifest)]
+        missing = self._list_missing()
         if not missing:
             return
         try:
-            self._copy(missing)
+            self._copy_checkpoints(missing)
         except (OSError, Unexpected) as error:
             raise Refusal(
                 "host-unreachable",
@@ -157,17 +158,16 @@ class CheckpointMirror:
                 remedy=farspan("resume", self._here.path),
             ) from None
 
-    def _manifests_there(self) -> dict[str, bytes]:
-        """The manifest of each checkpoint there; empty where it has none. Raises Refusal
-        (host-unreachable)."""
+    def _list_missing(self) -> list[str]:
+        """List the checkpoints there whose manifests, with the checksums of all blocks, are not
+        here. Raises Refusal (host-unreachable)."""
         folder = quoted(self._there.checkpoints)
-        answer = ask(
-            self._host,
+        script = (
             f'cd {folder} 2>/dev/null || exit 0; for name in * .*.old; do [ -d "$name" ] || '
             'continue; printf \'%s\\0\' "$name"; cat "$name/manifest.json" 2>/dev/null; '
-            "printf '\\0'; done",
-            most=MOST_BYTES,
+            "printf '\\0'; done"
         )
+        answer = ask(self._host, script)
         if answer is None:
             raise Refusal(
                 "host-unreachable",
@@ -177,48 +177,57 @@ class CheckpointMirror:
                 remedy=farspan("resume", self._here.path),
             )
         fields = answer.split(b"\0")
-        named = zip(fields[0:-1:2], fields[1::2], strict=False)
-        return {
-            text: manifest
-            for name, manifest in named
-            if CHECKPOINT_FOLDER.fullmatch(text := name.decode(errors="replace"))
-        }
-
-    def _is_here(self, name: str, manifest: bytes) -> bool:
-        """Whether a checkpoint with this manifest, which has the checksums of all its blocks, lies
-        here."""
-        path = self._here.checkpoints / name / "manifest.json"
-        return bool(manifest) and path.is_file() and path.read_bytes() == manifest
+        missing = []
+        for name, manifest in zip(fields[0:-1:2], fields[1::2], strict=False):
+            checkpoint = name.decode(errors="replace")
+            if CHECKPOINT_FOLDER.fullmatch(checkpoint):
+                path = self._here.checkpoints / checkpoint / "manifest.json"
+                if not manifest or not path.is_file() or path.read_bytes() != manifest:
+                    missing.append(checkpoint)
+        return missing
 
     # -- one copy
 
-    def _copy(self, names: Sequence[str]) -> None:
+    def _copy_checkpoints(self, checkpoints: Sequence[str]) -> None:
         """Copy checkpoints, all or none. Raises OSError and Unexpected where they do not
         come whole, and Refusal (host-unreachable) where the host cannot be reached."""
         arriving = self._here.checkpoints / ARRIVING
         shutil.rmtree(arriving, ignore_errors=True)
         try:
-            self._receive(names, arriving)
+            self._receive_checkpoints(checkpoints, arriving)
             arrived = sorted((arriving / "checkpoints").glob("*"))
             for path in arrived:
                 if flaw := self._flaw_of(path):
                     raise Unexpected(f"{path.name} has come damaged: {flaw}")
             for path in arrived:
-                _put(path, self._here.checkpoints / path.name)
+                _replace_checkpoint(path, self._here.checkpoints / path.name)
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
-        self._prune()
 
-    def _receive(self, names: Sequence[str], arriving: Path) -> None:
-        held = [
-            f"mkdir -p {HELD}/checkpoints/{name} && "
-            f"{{ ln checkpoints/{name}/* {HELD}/checkpoints/{name}/ 2>/dev/null || "
-            f"cp checkpoints/{name}/* {HELD}/checkpoints/{name}/; }}"
-            for name in names
+        # Delete all but the newest checkpoints here that the plan keeps.
+        kept = [
+            path
+            for path in self._here.checkpoints.glob("step-*")
+            if re.fullmatch(r"step-\d{8,20}", path.name)
         ]
+        kept.sort(key=lambda path: int(path.name.removeprefix("step-")))
+        for path in kept[: -self._plan.train.keep]:
+            deleted = path.with_name(f".{path.name}.tmp")
+            os.rename(path, deleted)
+            shutil.rmtree(deleted, ignore_errors=True)
+
+    def _receive_checkpoints(self, checkpoints: Sequence[str], arriving: Path) -> None:
+        links = f"rm -rf {HARD_LINK_FOLDER}"
+        for checkpoint in checkpoints:
+            source = f"checkpoints/{checkpoint}"
+            target = f"{HARD_LINK_FOLDER}/{source}"
+            links += (
+                f" && mkdir -p {target} && {{ ln {source}/* {target}/ 2>/dev/null || "
+                f"cp {source}/* {target}/; }}"
+            )
         script = (
-            f"cd {quoted(self._there.path)} && rm -rf {HELD} && {' && '.join(held)} && "
-            f"cd {HELD} && tar -cf - checkpoints; code=$?; cd .. && rm -rf {HELD}; exit $code"
+            f"cd {quoted(self._there.path)} && {links} && cd {HARD_LINK_FOLDER} && "
+            f"tar -cf - checkpoints; code=$?; cd .. && rm -rf {HARD_LINK_FOLDER}; exit $code"
         )
         with started(
             self._host,
@@ -234,7 +243,7 @@ class CheckpointMirror:
                 if self._killed:
                     process.kill()
             try:
-                stream = Bounded(process.stdout, self._plan)
+                stream = BoundedStream(process.stdout, self._plan)
                 receive_files(stream, arriving, CHECKPOINT_FILE.fullmatch, sync=True)
             except BaseException:
                 process.kill()
@@ -245,51 +254,41 @@ class CheckpointMirror:
         if process.returncode:
             raise Unexpected(f"the host ended the copy with exit code {process.returncode}")
 
-    def _prune(self) -> None:
-        """Delete all but the newest checkpoints here that the plan keeps."""
-        steps = [
-            path
-            for path in self._here.checkpoints.glob("step-*")
-            if re.fullmatch(r"step-\d{8,20}", path.name)
-        ]
-        steps.sort(key=lambda path: int(path.name.removeprefix("step-")))
-        for path in steps[: -self._plan.train.keep]:
-            left = path.with_name(f".{path.name}.tmp")
-            os.rename(path, left)
-            shutil.rmtree(left, ignore_errors=True)
 
-
-class Bounded:
+class BoundedStream:
     """A stream that ends in Unexpected where it brings more than all checkpoints of a plan take, or
-    nothing for QUIET_S."""
+    nothing for SILENCE_TIMEOUT_S."""
 
     def __init__(self, stream: IO[bytes], plan: Plan) -> None:
         self._descriptor = stream.fileno()
-        self._most = most_bytes(plan)
-        self._left = self._most
+        self._limit = max_checkpoint_bytes(plan)
+        self._received = 0
 
     def read(self, size: int) -> bytes:
-        if not select.select([self._descriptor], [], [], QUIET_S)[0]:
-            raise Unexpected(f"it has sent nothing for {QUIET_S:.0f} s")
+        if not select.select([self._descriptor], [], [], SILENCE_TIMEOUT_S)[0]:
+            raise Unexpected(f"it has sent nothing for {SILENCE_TIMEOUT_S:.0f} s")
         content = os.read(self._descriptor, min(size, READ_BYTES))
-        self._left -= len(content)
-        if self._left < 0:
+        self._received += len(content)
+        if self._received > self._limit:
             raise Unexpected(
-                f"it sends more than {format_bytes(self._most)}, which no checkpoints of this plan "
-                "take"
+                f"it sends more than {format_bytes(self._limit)}, which no checkpoints of this "
+                "plan take"
             )
         return content
 
 
-def most_bytes(plan: Plan) -> int:
-    """What all checkpoints of a plan take together at most: fp32 masters and two moments of each
-    replica, the model that they met at and the outer momentum, in the checkpoints that are kept,
-    the one that is written, and the best."""
-    each = 4 * parameters(plan.model) * (2 + 3 * len(plan.replicas)) + HEADER_BYTES
-    return (plan.train.keep + 2) * each
+def max_checkpoint_bytes(plan: Plan) -> int:
+    """Return the most bytes that all checkpoints of a plan take.
+
+    That is fp32 masters and two moments of each replica, the synced parameters and the outer
+    momentum, in the checkpoints that are kept, the one that is written, and the best.
+    """
+    values_per_parameter = 2 + 3 * len(plan.replicas)
+    checkpoint_bytes = 4 * parameters(plan.model) * values_per_parameter + HEADER_BYTES
+    return (plan.train.keep + 2) * checkpoint_bytes
 
 
-def _put(arrived: Path, path: Path) -> None:
+def _replace_checkpoint(arrived: Path, path: Path) -> None:
     """Rename a whole checkpoint into place. One that it replaces is put aside first, where the next
     start finds it if this process is killed in between."""
     old = path.with_name(f".{path.name.strip('.')}.old")

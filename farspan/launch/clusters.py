@@ -20,48 +20,49 @@ HERE = "here"
 
 
 def named() -> dict[str, Path]:
-    """The files of the clusters that ship with farspan, by name (`fabric/gat-amst`)."""
-    root = Path(str(resources.files("farspan.catalog").joinpath("clusters")))
-    return {
-        str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))
-    }
+    """Return the files of the clusters that ship with farspan, by name (`fabric/gat-amst`)."""
+    root = Path(str(resources.files("farspan.catalog") / "clusters"))
+    files = sorted(root.rglob("*.yaml"))
+    return {str(path.relative_to(root).with_suffix("")): path for path in files}
 
 
 def find(name: str) -> Cluster:
-    """The cluster of a file or of a name, with `:N` its first N devices, this machine (`here`), or
-    the one that Ray runs at `ray:ADDRESS`."""
+    """Load the cluster of a file or a name, with `:N` its first N devices, this machine (`here`),
+    or the one that Ray runs at `ray:ADDRESS`."""
     if name.startswith("ray:"):
         from farspan.launch.launchers.ray import read_cluster
 
         return read_cluster(name.removeprefix("ray:"))
-    whole, _, count = name.rpartition(":") if re.search(r":\d+$", name) else (name, "", "")
-    cluster = this_machine() if whole == HERE else load_cluster(_path(whole))
+    count = re.search(r":(\d+)$", name)
+    whole = name[: count.start()] if count else name
+    cluster = this_machine() if whole == HERE else load_cluster(_cluster_path(whole))
     if not count:
         return cluster
-    if not 1 <= int(count) <= len(cluster.devices):
+    wanted = int(count[1])
+    available = len(cluster.devices)
+    if not 1 <= wanted <= available:
+        too_few = f"{whole} has fewer than {count[1]} devices"
         raise Refusal(
             "device-missing",
             where="--cluster",
-            fact=f"{whole} has {len(cluster.devices)}",
-            what=f"{whole} has fewer than {count} devices"
-            if int(count)
-            else f"{name} has no devices",
-            remedy=f"--cluster {shell_word(whole)}:{len(cluster.devices)}",
+            fact=f"{whole} has {available}",
+            what=too_few if wanted else f"{name} has no devices",
+            remedy=f"--cluster {shell_word(whole)}:{available}",
         )
-    return cluster.first(int(count))
+    return cluster.first(wanted)
 
 
 def this_machine() -> Cluster:
-    """This machine's devices. Raises Refusal (extra-missing, device-unusable)."""
+    """Probe this machine's devices. Raises Refusal (extra-missing, device-unusable)."""
     from farspan.launch.probe import Probe
 
     with Probe() as probe:
         return probe.describe("auto", None)
 
 
-def _path(name: str) -> Path:
+def _cluster_path(name: str) -> Path:
     path = Path(name).expanduser()
-    ours = named()
+    shipped = named()
     if path.is_file():
         return path
     if path.is_dir():
@@ -73,14 +74,14 @@ def _path(name: str) -> Path:
             fact=f"it holds {counted(len(files), '.yaml file')}",
             remedy=any_of(files[:MAX_CANDIDATES], "--cluster") if files else shell_line("ls", path),
         )
-    if name in ours:
-        return ours[name]
+    if name in shipped:
+        return shipped[name]
     if path.suffix in (".yaml", ".yml") or path.exists():
         raise missing_path(path)
     raise Refusal(
         "path-missing",
         what=f"there is no cluster {name!r}",
         where="--cluster",
-        fact=f"it is neither a file nor one of {', '.join(ours)}, {HERE}",
-        remedy=advise(name, (*ours, HERE), option="--cluster", fix="farspan cluster list"),
+        fact=f"it is neither a file nor one of {', '.join(shipped)}, {HERE}",
+        remedy=advise(name, (*shipped, HERE), option="--cluster", fix="farspan cluster list"),
     )

@@ -1,4 +1,5 @@
-"""Looks at every host of a cluster and at every way between two of them, and says what is wrong.
+"""Looks at every host of a cluster and at every path between two of them, and reports what is
+wrong.
 
 Every question has a deadline. Disjoint pairs are looked at side by side.
 """
@@ -25,8 +26,8 @@ REACH_S = 4.0
 #: A datagram that has not come by then will not.
 DATAGRAM_S = 3.0
 PINGS = 12
-#: Seconds that a stream gets to grow, beside GROW_RTTS round trips; then it is timed so long, or
-#: TIMED_RTTS if longer.
+#: Seconds that a stream gets to grow, in addition to GROW_RTTS round trips; then it is timed for
+#: TIMED_S, or TIMED_RTTS if longer.
 GROW_S = 0.5
 GROW_RTTS = 16
 TIMED_S = 1.0
@@ -34,7 +35,7 @@ TIMED_RTTS = 20
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host says of itself."""
+    """A host's report of itself."""
 
     hostname: str
     python: str
@@ -46,7 +47,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory: int
     disk_free: int
     nvidia: Nvidia
-    #: None where no GPU is listed, or no PyTorch can say.
+    #: None where no GPU is listed, or no PyTorch can tell.
     wheel: Wheel | None = None
 
 
@@ -58,7 +59,7 @@ class HostPath(msgspec.Struct, frozen=True, kw_only=True):
     b: str
     failed: str | None = None
     fact: str = ""
-    #: Whether datagrams arrived, which need no way back; asked only where `failed`.
+    #: Whether datagrams arrived, which need no return path; asked only where `failed`.
     one_way: bool | None = None
     rtt_s: float | None = None
     jitter_s: float | None = None
@@ -78,8 +79,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def agents(hosts: Iterable[Host]) -> Iterator[tuple[dict[str, Agent], dict[str, Problem]]]:
-    """An agent on every host that can be reached, and why not on the others; started side by
-    side."""
+    """Start agents on all hosts, side by side; yield those reached, and why the others are not."""
     hosts = tuple(hosts)
     with ExitStack() as stack, ThreadPoolExecutor(max(1, len(hosts))) as pool:
 
@@ -89,66 +89,72 @@ def agents(hosts: Iterable[Host]) -> Iterator[tuple[dict[str, Agent], dict[str, 
             except Refusal as refusal:
                 return refusal.problem
 
-        started = dict(zip((host.name for host in hosts), pool.map(start, hosts), strict=True))
-        reached = {name: agent for name, agent in started.items() if isinstance(agent, Agent)}
-        for agent in reached.values():
-            stack.push(agent)
-        yield (
-            reached,
-            {name: problem for name, problem in started.items() if isinstance(problem, Problem)},
-        )
+        reached = dict[str, Agent]()
+        unreachable = dict[str, Problem]()
+        for host, agent in zip(hosts, pool.map(start, hosts), strict=True):
+            if isinstance(agent, Problem):
+                unreachable[host.name] = agent
+            else:
+                reached[host.name] = stack.push(agent)
+        yield reached, unreachable
 
 
 def examine(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
-    """Every host and every pair of hosts, rates with so many streams each."""
+    """Examine every host and every pair of hosts, with rates over each number of streams."""
     with agents(cluster.hosts) as (reached, unreachable):
         facts = {name: facts_of(agent) for name, agent in reached.items()}
         ways: list[HostPath] = []
+
+        def examine_pair(pair: tuple[str, str]) -> tuple[HostPath, HostPath]:
+            a, b = pair
+            return between(reached[a], reached[b], streams)
+
         for pairs in rounds(sorted(reached)):
             with ThreadPoolExecutor(max(1, len(pairs))) as pool:
-                for both in pool.map(
-                    lambda pair: between(reached[pair[0]], reached[pair[1]], streams), pairs
-                ):
+                for both in pool.map(examine_pair, pairs):
                     ways += both
     return Examination(hosts=facts, unreachable=unreachable, ways=tuple(ways))
 
 
 def facts_of(agent: Agent) -> HostFacts:
-    """Return what a host says of itself and, where it has GPUs, its PyTorch of them."""
+    """Return a host's report of itself and, where it has GPUs, its PyTorch's report of them."""
     facts = msgspec.convert(agent.ask("facts"), HostFacts)
     if not facts.nvidia.gpus:
         return facts
     answer = agent.ask("wheel", deadline_s=IMPORT_S + 10)
-    return msgspec.structs.replace(facts, wheel=msgspec.convert(answer["wheel"], Wheel | None))
+    wheel = msgspec.convert(answer["wheel"], Wheel | None)
+    return msgspec.structs.replace(facts, wheel=wheel)
 
 
-def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every pair once, in rounds in which no name comes twice (the circle method of round-robin
-    tournaments)."""
-    circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """List every pair once, in rounds in which no host comes twice (the circle method of
+    round-robin tournaments)."""
+    circle: list[str | None] = list(hosts)
+    if len(hosts) % 2:
+        circle.append(None)
+    half = len(circle) // 2
     schedule = []
     for _ in range(len(circle) - 1):
-        half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
         schedule.append([(a, b) for a, b in pairs if a is not None and b is not None])
-        circle = [circle[0], circle[-1], *circle[1:-1]]
+        circle.insert(1, circle.pop())
     return schedule
 
 
 def between(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath, HostPath]:
-    """Both ways between two hosts: first whether, then how fast, never two measurements at a
-    time."""
+    """Measure both paths between two hosts: first whether they work, then how fast, never two
+    measurements at a time."""
     with ThreadPoolExecutor(2) as pool:
-        there, back = pool.map(lambda pair: reach(*pair), ((a, b), (b, a)))
+        there, back = pool.map(reach, (a, b), (b, a))
     if there.failed or back.failed:
         return one_way(a, b, there), one_way(b, a, back)
     return with_rates(a, b, there, streams), with_rates(b, a, back, streams)
 
 
-def with_rates(a: Agent, b: Agent, way: HostPath, streams: Sequence[int]) -> HostPath:
-    """The same way, with the bytes a second that arrive over so many streams each."""
-    rates = {count: stream(a, b, count, way.rtt_s or 0.0).rate for count in streams}
-    return msgspec.structs.replace(way, bandwidth=rates)
+def with_rates(a: Agent, b: Agent, path: HostPath, streams: Sequence[int]) -> HostPath:
+    """Return the path with the bytes a second that arrive over each number of streams."""
+    rates = {count: stream(a, b, count, path.rtt_s or 0.0).rate for count in streams}
+    return msgspec.structs.replace(path, bandwidth=rates)
 
 
 def address(host: Host) -> str:
@@ -156,41 +162,61 @@ def address(host: Host) -> str:
 
 
 def reach(a: Agent, b: Agent, pings: int = PINGS) -> HostPath:
-    """Whether `a` can connect to `b`, and its round trips: median, and half the spread of the
-    middle half as jitter."""
+    """Try whether `a` can connect to `b`, and time its round trips: median, and half the spread of
+    the middle half as jitter."""
     answer = a.ask("reach", **b.target, deadline=REACH_S, pings=pings, deadline_s=3 * REACH_S)
     interface = a.ask("route", address=b.address)["interface"]
-    way = HostPath(
+    path = HostPath(
         a=a.host.name,
         b=b.host.name,
         failed=answer["failed"],
         fact=answer.get("fact", ""),
         interface=interface,
     )
-    if way.failed:
-        return way
+    if path.failed:
+        return path
     # The first ping pays for the connection's buffers and for threads that have to wake.
     rtts = sorted(answer["rtts"][1:] or answer["rtts"])
-    quarters = statistics.quantiles(rtts, n=4) if len(rtts) > 1 else [rtts[0]] * 3
+    jitter_s = 0.0
+    if len(rtts) > 1:
+        first_quartile, _, third_quartile = statistics.quantiles(rtts, n=4)
+        jitter_s = (third_quartile - first_quartile) / 2
     return msgspec.structs.replace(
-        way,
+        path,
         rtt_s=statistics.median(rtts),
-        jitter_s=(quarters[2] - quarters[0]) / 2,
+        jitter_s=jitter_s,
         clock_offset_s=answer["clock_offset"],
     )
 
 
-def one_way(a: Agent, b: Agent, way: HostPath) -> HostPath:
-    """The same way, with whether single datagrams arrive: that tells which direction is cut."""
+def require_reached(path: HostPath) -> HostPath:
+    """Return the path; refuse one that has failed (host-unreachable)."""
+    if path.failed:
+        raise unreachable_link(path.a, path.b, f"{path.failed}: {path.fact}")
+    return path
+
+
+def unreachable_link(a: str, b: str, fact: str) -> Refusal:
+    return Refusal(
+        "host-unreachable",
+        what=f"{a} cannot reach {b}",
+        where=f"link {a} -> {b}",
+        fact=fact,
+        remedy="farspan doctor --cluster, with the same cluster",
+    )
+
+
+def one_way(a: Agent, b: Agent, path: HostPath) -> HostPath:
+    """Return the path with whether single datagrams arrive: that shows which direction is cut."""
     tag = f"{a.host.name}-{time.monotonic_ns()}"
     try:
         a.ask("say", **b.target, tag=tag, count=5, gap=0.02)
     except Refusal:
-        return msgspec.structs.replace(way, one_way=False)
-    until = time.monotonic() + DATAGRAM_S
-    while not (came := b.ask("datagrams", tag=tag)["count"] > 0) and time.monotonic() < until:
+        return msgspec.structs.replace(path, one_way=False)
+    deadline = time.monotonic() + DATAGRAM_S
+    while not (arrived := b.ask("datagrams", tag=tag)["count"]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return msgspec.structs.replace(way, one_way=came)
+    return msgspec.structs.replace(path, one_way=arrived > 0)
 
 
 class Streamed(NamedTuple):
@@ -202,24 +228,25 @@ class Streamed(NamedTuple):
 
 
 def stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
-    """As many bytes as arrive at `b` over so many streams from `a`, after they have grown. A lost
-    packet holds back what follows it for a round trip: some twenty of them make that a small
-    share."""
+    """Time the bytes that arrive at `b` over a number of streams from `a`, after they have grown.
+
+    A lost packet holds back what follows it for a round trip: some twenty round trips make that a
+    small share.
+    """
     grow = GROW_S + GROW_RTTS * rtt_s
     timed = max(TIMED_S, TIMED_RTTS * rtt_s)
     a.ask("stream", **b.target, streams=streams, seconds=grow + timed + 0.1)
     time.sleep(grow)
-    first = [agent.ask("received") for agent in (a, b)]
+    a_before = a.ask("received")
+    b_before = b.ask("received")
     time.sleep(timed)
-    last = [agent.ask("received") for agent in (a, b)]
+    a_after = a.ask("received")
+    b_after = b.ask("received")
     a.ask("settle")
-    size = last[1]["bytes"] - first[1]["bytes"]
-    known = None not in (answer["busy"] for answer in first)
-    busy = (
-        sum(after["busy"] - before["busy"] for before, after in zip(first, last, strict=True))
-        if known
-        else 0.0
-    )
-    return Streamed(
-        float(size / (last[1]["at"] - first[1]["at"])), busy / 2 / size if known and size else None
-    )
+    size = b_after["bytes"] - b_before["bytes"]
+    rate = float(size / (b_after["at"] - b_before["at"]))
+    if not size or a_before["busy"] is None or b_before["busy"] is None:
+        return Streamed(rate, None)
+    busy_s = a_after["busy"] - a_before["busy"]
+    busy_s += b_after["busy"] - b_before["busy"]
+    return Streamed(rate, busy_s / 2 / size)

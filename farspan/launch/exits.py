@@ -1,4 +1,4 @@
-"""How the workers of a start ended: collects the evidence of each, and finds the cause of all."""
+"""Collects the evidence of how each worker of a start ended, and finds the cause of all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExitReader:
         self._killed_before = machine_kills()
 
     def read(
-        self, process: Process, reported: Iterable[WorkerExit], log: Path, words: Sequence[str]
+        self, process: Process, reported: Iterable[WorkerExit], log: Path, last_words: str
     ) -> Iterator[WorkerExit]:
         """Yield how workers of a process failed: what each wrote on its host, else what its
         launcher has `reported`, with the last words of their log."""
@@ -43,67 +43,71 @@ class ExitReader:
         wrote = set()
         logs = run_folder(host, self._plan, self._run).logs
         for rank in process.ranks:
-            where = logs / f"rank-{rank}.problem.json"
-            if content := read_file(host, where):
+            path = logs / f"rank-{rank}.problem.json"
+            if content := read_file(host, path):
                 wrote.add(rank)
-                problem = parse_json(content, Problem, where)
+                problem = parse_json(content, Problem, path)
                 yield WorkerExit(rank=rank, host=host.name, problem=problem)
         for end in reported:
             if end.rank not in wrote:
-                known = replace(end, log=str(log), last_words="".join(words)[:200] or "none")
-                yield self._with_memory(known) if end.code == -signal.SIGKILL else known
+                end = replace(end, log=str(log), last_words=last_words)
+                yield self._with_memory(end) if end.code == -signal.SIGKILL else end
 
     def _with_memory(self, end: WorkerExit) -> WorkerExit:
         """Return the exit of a killed worker with the memory that it held, and what the kernel
-        says."""
+        counted."""
         host = self._hosts[end.host]
-        on_cpu = self._plan.devices[end.rank].backend == "cpu"
         folder = run_folder(host, self._plan, self._run)
 
         # What it held at its last step.
-        log = folder.events if end.rank == 0 else folder.logs / f"rank-{end.rank}.events.jsonl"
-        held = 0
-        for event in decoded((read_file(host, log) or b"").split(b"\n")[:-1], log):
+        log = folder.logs / f"rank-{end.rank}.events.jsonl" if end.rank else folder.events
+        lines = (read_file(host, log) or b"").split(b"\n")
+        held_bytes = 0
+        for event in decoded(lines[:-1], log):
             if isinstance(event, Started):  # Before it may have been another plan.
-                held = 0
+                held_bytes = 0
             elif isinstance(event, Step):
-                held = event.memory_bytes
-        memory = f"; held {format_bytes(held)}" if held else ""
+                held_bytes = event.memory_bytes
+        memory = f"; held {format_bytes(held_bytes)}" if held_bytes else ""
         if self._run.estimate.exists():
-            predicted = load(self._run.estimate, Estimate).memory[end.rank :]
-            for part in predicted[:1]:
-                memory = f"; it was predicted to need {format_bytes(part.total)}{memory}"
+            predicted = load(self._run.estimate, Estimate).memory
+            if end.rank < len(predicted):
+                needed = format_bytes(predicted[end.rank].total)
+                memory = f"; it was predicted to need {needed}{memory}"
 
         # Of another machine's kernel nobody here can tell, and the memory of a GPU is none of its.
         if by_client(host):
             return replace(end, killed_for="open", memory=memory)
-        where = folder.logs / f"rank-{end.rank}.group.json"
+        path = folder.logs / f"rank-{end.rank}.group.json"
         group = None
         with suppress(Refusal):  # Damaged: the group is not known.
-            if content := read_file(host, where):
-                group = parse_json(content, WorkerGroup, where)
-        cause = kill_cause(self._killed_before, machine_kills(), group, held if on_cpu else 0)
+            if content := read_file(host, path):
+                group = parse_json(content, WorkerGroup, path)
+        if self._plan.devices[end.rank].backend != "cpu":
+            held_bytes = 0
+        cause = kill_cause(self._killed_before, machine_kills(), group, held_bytes)
         return replace(end, killed_for=cause, memory=memory)
 
 
 def cause_of(exits: Sequence[WorkerExit], run: RunFolder, *, saved: bool) -> Problem:
-    """Return the problem that the others came of; `saved` says that all stopped between two steps.
+    """Return the problem that caused the others; with `saved` all have stopped between two steps.
 
     Workers that lost a peer fail too. The cause is a problem of another kind, or else a worker that
     was killed before it could write anything, or one that wrote of itself.
     """
     # A launcher may have passed one signal on to several workers.
     signalled = {end.rank: end.host for end in exits if end.code == -signal.SIGTERM}
-    problems = [end.problem or _problem_from_outside(end, signalled, run, saved) for end in exits]
-
-    def distance(number: int) -> tuple[bool, bool, bool, bool]:
-        problem = problems[number]
-        wrote = exits[number].problem is not None
-        lost = problem.code == "worker-lost"
-        preempted = problem.code == "preempted"
-        return lost, preempted, wrote, problem.cause != "own"
-
-    return problems[min(range(len(exits)), key=distance)]
+    ranked = []
+    for end in exits:
+        problem = end.problem or _problem_from_outside(end, signalled, run, saved)
+        is_consequence = (
+            problem.code == "worker-lost",
+            problem.code == "preempted",
+            end.problem is not None,
+            problem.cause != "own",
+        )
+        ranked.append((is_consequence, problem))
+    return min(ranked, key=lambda pair: pair[0])[1]
 
 
 def _problem_from_outside(
@@ -119,8 +123,10 @@ def _problem_from_outside(
         killed = signal.Signals(-end.code).name
         fact = f"ended by {killed}"
     elif end.code is not None:
-        code = next((name for name, number in EXIT_CODES.items() if number == end.code), code)
         fact = f"ended with exit code {end.code}"
+        for name, number in EXIT_CODES.items():
+            if number == end.code:
+                code = name
 
     # A machine that goes away sends SIGTERM.
     if end.rank in signalled:

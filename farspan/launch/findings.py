@@ -1,4 +1,4 @@
-"""What an examination of a cluster means: each finding with the one command that fixes it."""
+"""The findings of an examination of a cluster, each with the one command that fixes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farspan.domain.gpus import judge
 from farspan.domain.install import install_command_there
 from farspan.domain.problems import Finding
 from farspan.domain.units import format_bytes, format_seconds
-from farspan.launch.examine import Examination, HostFacts, HostPath, address
+from farspan.launch.examine import Examination, HostPath, address
 
 #: Clocks further apart than this make events of several hosts hard to read side by side.
 MAX_SKEW_S = 1.0
@@ -24,85 +24,84 @@ PRIVATE = re.compile(r"(lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d*|lxcbr\d*|cni\d*
 
 
 def findings(cluster: Cluster, examined: Examination) -> tuple[Finding, ...]:
-    """Every finding, those that stop a run first."""
-    everything = [
-        *(Finding.of(problem, "refused") for problem in examined.unreachable.values()),
-        *(finding for way in examined.ways for finding in _of_way(way, cluster, examined)),
-        *(
-            finding
-            for host in cluster.hosts
-            if host.name in examined.hosts
-            for finding in _of_host(host, examined)
-        ),
-        *_of_versions(examined),
-    ]
-    return tuple(sorted(everything, key=lambda finding: finding.severity != "refused"))
+    """Return every finding, those that stop a run first."""
+    everything = [Finding.of(problem, "refused") for problem in examined.unreachable.values()]
+    for path in examined.ways:
+        everything += _path_findings(path, cluster, examined)
+    for host in cluster.hosts:
+        if host.name in examined.hosts:
+            everything += _host_findings(host, examined)
+    everything += _version_findings(examined)
+    everything.sort(key=lambda finding: finding.severity != "refused")
+    return tuple(everything)
 
 
-def _of_way(way: HostPath, cluster: Cluster, examined: Examination) -> Iterator[Finding]:
-    hosts = {host.name: host for host in cluster.hosts}
-    if way.failed:
-        yield _unreachable(way, examined, hosts)
-    if way.interface is not None and PRIVATE.match(way.interface):
+def _path_findings(path: HostPath, cluster: Cluster, examined: Examination) -> Iterator[Finding]:
+    link = f"link {path.a} -> {path.b}"
+    if path.failed:
+        what, remedy = _diagnose_failed_path(path, cluster, examined)
         yield Finding(
             severity="refused",
             code="host-unreachable",
-            what=f"{way.a} would reach {way.b} over {way.interface}",
-            where=f"link {way.a} -> {way.b}",
-            fact="only this machine sees that interface",
-            remedy=(
-                f"set address: of {shell_word(way.b)} in the cluster file to its address in your "
-                "network"
-            ),
+            what=what,
+            where=link,
+            fact=f"{path.failed}: {path.fact}",
+            remedy=remedy,
         )
-    # Each pair is seen twice, and the sign says nothing about who is wrong.
-    if way.a < way.b and abs(way.clock_offset_s or 0.0) > MAX_SKEW_S:
+    if path.interface is not None and PRIVATE.match(path.interface):
+        b_word = shell_word(path.b)
+        yield Finding(
+            severity="refused",
+            code="host-unreachable",
+            what=f"{path.a} would reach {path.b} over {path.interface}",
+            where=link,
+            fact="only this machine sees that interface",
+            remedy=(f"set address: of {b_word} in the cluster file to its address in your network"),
+        )
+    # Each pair is seen twice, and the sign does not show whose clock is wrong.
+    offset_s = path.clock_offset_s or 0.0
+    if path.a < path.b and abs(offset_s) > MAX_SKEW_S:
+        skew = f"{format_seconds(abs(offset_s))} {'ahead' if offset_s > 0 else 'behind'}"
         yield Finding(
             severity="warned",
             code="version-mismatch",
-            what=f"the clocks of {way.a} and {way.b} differ",
-            where=f"hosts {way.a}, {way.b}",
-            fact=f"{way.b} is {_offset(way.clock_offset_s or 0.0)}",
+            what=f"the clocks of {path.a} and {path.b} differ",
+            where=f"hosts {path.a}, {path.b}",
+            fact=f"{path.b} is {skew}",
             remedy="sudo timedatectl set-ntp true   (on both)",
         )
 
 
-def _offset(seconds: float) -> str:
-    return f"{format_seconds(abs(seconds))} {'ahead' if seconds > 0 else 'behind'}"
+def _diagnose_failed_path(
+    path: HostPath, cluster: Cluster, examined: Examination
+) -> tuple[str, str]:
+    """Return what is wrong, and its remedy: names, routes and firewalls fail in different ways, and
+    in one direction or in both."""
+    a = path.a
+    b = path.b
+    b_word = shell_word(b)
+    back = next(other for other in examined.ways if other.a == b and other.b == a)
+    target = next(address(host) for host in cluster.hosts if host.name == b)
+    interfaces = examined.hosts[a].interfaces
+    own = interfaces.get(path.interface or "", a)
+    open_firewall = f"on {b_word}: sudo ufw allow proto tcp from {shell_word(own)}"
+    if path.failed == "name":
+        return (
+            f"{a} does not know the name {target}",
+            f"set address: of {b_word} in the cluster file",
+        )
+    if back.failed is None:
+        what = f"{b} refuses connections from {a}; the other direction works"
+        return what, open_firewall
+    if path.one_way and back.one_way:
+        return f"{b} refuses connections from {a}, though packets arrive", open_firewall
+    if path.one_way:
+        return f"answers of {b} do not reach {a}", f"see the link {b_word} -> {shell_word(a)}"
+    what = f"the link {a} -> {b} is cut: nothing of {a} arrives at {b}"
+    return what, f"on {shell_word(a)}: traceroute {shell_word(target)}"
 
 
-def _unreachable(way: HostPath, examined: Examination, hosts: dict[str, Host]) -> Finding:
-    """Who has to do what: names, routes and firewalls fail in different ways, and in one direction
-    or in both."""
-    back = next(other for other in examined.ways if (other.a, other.b) == (way.b, way.a))
-    target = address(hosts[way.b])
-    own = examined.hosts[way.a].interfaces.get(way.interface or "", way.a)
-    if way.failed == "name":
-        what = f"{way.a} does not know the name {target}"
-        remedy = f"set address: of {shell_word(way.b)} in the cluster file"
-    elif back.failed is None:
-        what = f"{way.b} refuses connections from {way.a}; the other direction works"
-        remedy = f"on {shell_word(way.b)}: sudo ufw allow proto tcp from {shell_word(own)}"
-    elif way.one_way and back.one_way:
-        what = f"{way.b} refuses connections from {way.a}, though packets arrive"
-        remedy = f"on {shell_word(way.b)}: sudo ufw allow proto tcp from {shell_word(own)}"
-    elif way.one_way:
-        what = f"answers of {way.b} do not reach {way.a}"
-        remedy = f"see the link {shell_word(way.b)} -> {shell_word(way.a)}"
-    else:
-        what = f"the link {way.a} -> {way.b} is cut: nothing of {way.a} arrives at {way.b}"
-        remedy = f"on {shell_word(way.a)}: traceroute {shell_word(target)}"
-    return Finding(
-        severity="refused",
-        code="host-unreachable",
-        what=what,
-        where=f"link {way.a} -> {way.b}",
-        fact=f"{way.failed}: {way.fact}",
-        remedy=remedy,
-    )
-
-
-def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
+def _host_findings(host: Host, examined: Examination) -> Iterator[Finding]:
     facts = examined.hosts[host.name]
     where = f"host {host.name}"
     host_word = shell_word(host.name)
@@ -110,13 +109,13 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
     absent = bool(facts.interfaces) and host.interface not in facts.interfaces
     if host.interface is not None and (absent or PRIVATE.match(host.interface)):
         why = "does not exist" if absent else "is seen by that machine alone"
-        usable = ", ".join(name for name in facts.interfaces if not PRIVATE.match(name)) or "none"
+        usable = [name for name in facts.interfaces if not PRIVATE.match(name)]
         yield Finding(
             severity="refused",
             code="host-unreachable",
             what=f"interface {host.interface} {why}",
             where=where,
-            fact=f"it has {usable}",
+            fact=f"it has {', '.join(usable) or 'none'}",
             remedy=f"set interface: of {host_word} to one of them, or leave it out",
         )
     if facts.disk_free < LITTLE_DISK:
@@ -131,19 +130,22 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
             remedy=f"on {host_word}: du -xh ~ | sort -h | tail",
         )
     wanted = sum(device.backend == "cuda" for device in host.devices)
-    if facts.wheel is not None and (problem := judge(facts.nvidia, facts.wheel, host.name).problem):
-        # A file that names the host's CPU alone means that.
-        yield Finding.of(problem, "refused" if wanted else "warned")
-    if wanted > len(facts.nvidia.gpus):
+    if facts.wheel is not None:
+        problem = judge(facts.nvidia, facts.wheel, host.name).problem
+        if problem is not None:
+            # A file that names the host's CPU alone means that.
+            yield Finding.of(problem, "refused" if wanted else "warned")
+    listed = len(facts.nvidia.gpus)
+    if wanted > listed:
         yield Finding(
             severity="refused",
             code="device-missing",
             what=f"{host.name} has fewer GPUs than the file says",
             where=where,
-            fact=f"{wanted} in the file, {facts.nvidia.failure or len(facts.nvidia.gpus)} there",
+            fact=f"{wanted} in the file, {facts.nvidia.failure or listed} there",
             remedy=f"on {host_word}: nvidia-smi, then mend its devices: in the cluster file",
         )
-    if _numbers(facts.python) < OLDEST_PYTHON:
+    if _version_numbers(facts.python) < OLDEST_PYTHON:
         yield Finding(
             severity="refused",
             code="version-mismatch",
@@ -165,39 +167,35 @@ def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
         )
 
 
-def _of_versions(examined: Examination) -> Iterator[Finding]:
-    """One for each thing whose versions differ: major and minor must agree, patches should; Python
-    only should."""
+def _version_findings(examined: Examination) -> Iterator[Finding]:
+    """Yield a finding for each package whose versions differ: major and minor must agree, patches
+    should; Python only should."""
     for name in ("python", "farspan", "torch", "ray", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        known = {
-            host: version
-            for host, facts in examined.hosts.items()
-            if (version := _version(facts, name))
-        }
-        if len(set(known.values())) < 2:
+        versions = dict[str, str]()
+        for host, facts in examined.hosts.items():
+            version = facts.python if name == "python" else facts.packages.get(name)
+            if version:
+                versions[host] = version
+        if len(set(versions.values())) < 2:
             continue
-        parts = {_numbers(version)[:2] for version in known.values()}
-        newest = max(known.values(), key=_numbers)
-        package = f"{name}=={newest.split('+')[0]}"
+        minor_versions = {_version_numbers(version)[:2] for version in versions.values()}
+        newest = max(versions.values(), key=_version_numbers)
+        stops = len(minor_versions) > 1 and name != "python"
+        remedy = f"set python: in the cluster file to interpreters of version {shell_word(newest)}"
+        if name != "python":
+            package = shell_word(f"{name}=={newest.split('+')[0]}")
+            others = [shell_word(host) for host in versions if versions[host] != newest]
+            remedy = f"on {', '.join(others)}: pip install {package}"
         yield Finding(
-            severity="refused" if len(parts) > 1 and name != "python" else "warned",
+            severity="refused" if stops else "warned",
             code="version-mismatch",
             what=f"{name} differs between hosts",
-            where=f"hosts {', '.join(known)}",
-            fact=", ".join(f"{host} {version}" for host, version in known.items()),
-            remedy="set python: in the cluster file to interpreters of version "
-            f"{shell_word(newest)}"
-            if name == "python"
-            else (
-                f"on {', '.join(shell_word(host) for host in known if known[host] != newest)}: "
-                f"pip install {shell_word(package)}"
-            ),
+            where=f"hosts {', '.join(versions)}",
+            fact=", ".join(map(" ".join, versions.items())),
+            remedy=remedy,
         )
 
 
-def _version(facts: HostFacts, name: str) -> str | None:
-    return facts.python if name == "python" else facts.packages.get(name)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
+def _version_numbers(version: str) -> tuple[int, ...]:
+    release = version.split("+")[0]
+    return tuple(map(int, re.findall(r"\d+", release)[:3]))

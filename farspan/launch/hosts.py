@@ -1,4 +1,4 @@
-"""Reaching hosts: the command that runs something on one, and a conversation with the agent that
+"""Reaches hosts: the command that runs something on one, and a conversation with the agent that
 runs there."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -25,21 +25,21 @@ from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
 
 #: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no
-#: signals: what is signalled is the client alone.
+#: signals: only the client gets those.
 CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up
 #: after CONNECT_S).
 START_S = 12.0
 CONNECT_S = 8
-#: ssh asks a host that says nothing every so many seconds whether it is there, and ends after so
-#: many times without an answer: a line that is cut, or that a router has forgotten, would else be
-#: waited on for hours.
+#: ssh asks a silent host every ALIVE_S whether it is there, and ends after MAX_UNANSWERED times
+#: without an answer: else it would wait for hours on a link that is cut, or that a router has
+#: forgotten.
 ALIVE_S = 5
-UNANSWERED = 3
+MAX_UNANSWERED = 3
 #: A host answers a question about its files within this.
 ANSWER_S = 30.0
 #: An answer of more bytes is none: a host must not fill this machine's memory.
-MOST_BYTES = 2**28
+MAX_ANSWER_BYTES = 2**28
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting
 #: for it.
 #: `-c` puts the current folder on the path: it goes first of all. `-I` would do that too, but also
@@ -50,49 +50,50 @@ BOOTSTRAP = (
 )
 
 
-def _enter(host: Host, device: int | None) -> tuple[str, ...]:
-    enter = host.enter if device is None else host.devices[device].slot.enter or host.enter
-    options = {
-        "BatchMode": "yes",
-        "ConnectTimeout": CONNECT_S,
-        "ServerAliveInterval": ALIVE_S,
-        "ServerAliveCountMax": UNANSWERED,
-    }
+def _enter_command(host: Host, device: int | None) -> tuple[str, ...]:
+    enter = host.enter
+    if device is not None:
+        enter = host.devices[device].slot.enter or enter
+    if enter is not None:
+        return enter
     return (
-        ("ssh", *(f"-o{key}={value}" for key, value in options.items()), "--", host.name)
-        if enter is None
-        else enter
+        "ssh",
+        "-oBatchMode=yes",
+        f"-oConnectTimeout={CONNECT_S}",
+        f"-oServerAliveInterval={ALIVE_S}",
+        f"-oServerAliveCountMax={MAX_UNANSWERED}",
+        "--",
+        host.name,
     )
 
 
 def command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
-    """The command on this machine that runs `words` on `host`, confined to one of its devices where
+    """Return the command here that runs `words` on `host`, confined to one of its devices where
     it can be."""
-    enter = _enter(host, device)
-    # ssh hands one text to the shell there.
-    return [*enter, shlex.join(words)] if enter[:1] == ("ssh",) else [*enter, *words]
+    enter = _enter_command(host, device)
+    if enter[:1] == ("ssh",):  # It hands one text to the shell there.
+        words = [shlex.join(words)]
+    return [*enter, *words]
 
 
 def by_client(host: Host, device: int | None = None) -> bool:
-    """Whether what `command` starts is a client of the process on the host, and not that
+    """Return whether what `command` starts is a client of the process on the host, and not that
     process."""
-    return not CLIENTS.isdisjoint(_enter(host, device)[:1])
+    return not CLIENTS.isdisjoint(_enter_command(host, device)[:1])
 
 
 def answer_of(line: bytes, host: Host) -> dict[str, Any]:
-    """What a process on a host answers in a line. Refuses a line of anything else, as of a shell
+    """Decode a process's answer, one line. Refuses a line of anything else, as of a shell
     that starts there."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError:
+        printed = line.decode(errors="replace").strip()
         raise Refusal(
             "host-unreachable",
             what=f"{host.name} prints something before it answers",
             where=f"host {host.name}",
-            fact=(
-                f"it says {line.decode(errors='replace').strip()[:200]!r}, as a shell's start-up "
-                "files may"
-            ),
+            fact=f"it says {printed[:200]!r}, as a shell's start-up files may",
             remedy=(
                 f"on {shell_word(host.name)}, as the first line of ~/.bashrc: "
                 "case $- in *i*) ;; *) return ;; esac"
@@ -101,14 +102,16 @@ def answer_of(line: bytes, host: Host) -> dict[str, Any]:
 
 
 def quoted(path: Path) -> str:
-    """A path for a shell on a host; one that begins with ~ lies in the home folder there."""
+    """Quote a path for a shell on a host; one that begins with ~ lies in the home folder there."""
     text = str(path)
-    return f'"$HOME"/{shlex.quote(text[2:])}' if text.startswith("~/") else shlex.quote(text)
+    if text.startswith("~/"):
+        return f'"$HOME"/{shlex.quote(text[2:])}'
+    return shlex.quote(text)
 
 
 def started(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes]:
-    """A shell command on a host. Raises Refusal (host-unreachable) where what reaches the host is
-    not here."""
+    """Start a shell command on a host. Raises Refusal (host-unreachable) where the command that
+    enters it is not here."""
     words = command(host, ["sh", "-c", text])
     try:
         return subprocess.Popen(words, **streams)  # type: ignore[call-overload,no-any-return]
@@ -122,8 +125,10 @@ def started(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes]:
         ) from None
 
 
-def ask(host: Host, text: str, seconds: float = ANSWER_S, most: int = MOST_BYTES) -> bytes | None:
-    """What a shell command on a host prints; None where it fails, cannot be started, has not ended
+def ask(
+    host: Host, text: str, seconds: float = ANSWER_S, most: int = MAX_ANSWER_BYTES
+) -> bytes | None:
+    """Return what a command on a host prints; None where it fails, cannot be started, has not ended
     by then, or prints more than `most` bytes."""
     nothing = subprocess.DEVNULL
     try:
@@ -131,41 +136,44 @@ def ask(host: Host, text: str, seconds: float = ANSWER_S, most: int = MOST_BYTES
     except Refusal:
         return None
     with process:
-        content = _read(process, most, time.monotonic() + seconds)
+        content = _read_all(process, most, time.monotonic() + seconds)
         if content is None:
             process.kill()
     return content if process.returncode == 0 else None
 
 
-def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> bytes | None:
-    """All that a process prints until it ends; None where that is more than `most` bytes, or is not
-    done by then."""
+def _read_all(process: subprocess.Popen[bytes], most: int, deadline: float) -> bytes | None:
+    """Read all that a process prints until it ends; None where that is more than `most` bytes, or
+    is not done by then."""
     assert process.stdout is not None
     content = bytearray()
-    descriptor = process.stdout.fileno()
-    while True:
-        if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return None
-        if not (piece := os.read(descriptor, 2**20)):
-            break
+    while _is_readable(process.stdout, deadline):
+        piece = os.read(process.stdout.fileno(), 2**20)
         content += piece
         if len(content) > most:
             return None
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
-    return bytes(content)
+        if not piece:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return None
+            return bytes(content)
+    return None
+
+
+def _is_readable(stream: IO[bytes], deadline: float) -> bool:
+    remaining_s = max(0.0, deadline - time.monotonic())
+    return bool(select.select([stream], [], [], remaining_s)[0])
 
 
 def interpreter(host: Host) -> str:
-    """The Python there: this one where the host is this machine."""
+    """Return the Python there: this one where the host is this machine."""
     return sys.executable if host.enter == () else host.python
 
 
 class Agent:
-    """The agent on one host, for the time of a `with`. Raises Refusal (host-unreachable) with what
-    failed and why."""
+    """Runs the agent on one host, for the time of a `with`. Raises Refusal (host-unreachable) with
+    what failed and why."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -188,27 +196,28 @@ class Agent:
         self._errors: list[bytes] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
-        program = resources.files("farspan.launch").joinpath("agent.py").read_bytes()
+        program = (resources.files("farspan.launch") / "agent.py").read_bytes()
         try:
-            self._write(b"%d\n%b" % (len(program), program))
+            self._send(b"%d\n%b" % (len(program), program))
             self.ask("hello", deadline_s=START_S)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
     @functools.cached_property
     def target(self) -> dict[str, Any]:
-        """Where this agent answers others' pings, streams and datagrams, and what who calls has to
-        say first. Until this is asked for the first time it listens nowhere."""
+        """Where this agent answers others' pings, streams and datagrams, and the secret that a
+        caller has to send first. Until this is asked for the first time it listens nowhere."""
         place: dict[str, Any] = {"address": self.address, "secret": secrets.token_hex(16)}
         return place | self.ask("serve", **place)
 
     def ask(self, do: str, *, deadline_s: float = 30.0, **values: Any) -> dict[str, Any]:
-        """One question; what the agent answers within the deadline."""
+        """Send one question; return what the agent answers within the deadline."""
+        question = msgspec.json.encode({"do": do, **values})
         with self._asking:
-            self._write(msgspec.json.encode({"do": do, **values}) + b"\n")
-            line = self._line(time.monotonic() + deadline_s)
+            self._send(question + b"\n")
+            line = self._read_line(time.monotonic() + deadline_s)
         if line is None:
             raise self._unreachable("timeout", f"no answer to {do!r} within {deadline_s:g} s")
         answer = answer_of(line, self.host)
@@ -216,44 +225,40 @@ class Agent:
             raise self._unreachable("agent", str(error))
         return answer
 
-    def _write(self, content: bytes) -> None:
+    def _send(self, content: bytes) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(content)
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise self._ended() from None
+            raise self._explain_end() from None
 
-    def _line(self, deadline: float) -> bytes | None:
+    def _read_line(self, deadline: float) -> bytes | None:
         assert self._process.stdout is not None
-        ready, _, _ = select.select(
-            [self._process.stdout], [], [], max(0.0, deadline - time.monotonic())
-        )
-        if not ready:
+        if not _is_readable(self._process.stdout, deadline):
             return None
         line = self._process.stdout.readline()
         if not line:
-            raise self._ended()
+            raise self._explain_end()
         return line
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         self._errors.extend(self._process.stderr)
 
-    def _ended(self) -> Refusal:
-        """Why the command that should have reached the host ended, in the words of ssh or of the
-        shell there."""
-        self._process.wait(timeout=ANSWER_S)
+    def _explain_end(self) -> Refusal:
+        """Return why the command that should have reached the host ended, in the words of ssh or of
+        the shell there."""
+        code = self._process.wait(timeout=ANSWER_S)
         self._reader.join(timeout=2)
-        words = " ".join(b" ".join(self._errors).decode(errors="replace").split())
-        return self._unreachable(
-            _cause(words), words[-300:] or f"exit code {self._process.returncode}"
-        )
+        printed = b" ".join(self._errors).decode(errors="replace")
+        words = " ".join(printed.split())
+        return self._unreachable(_cause_of(words), words[-300:] or f"exit code {code}")
 
     def _unreachable(self, cause: str, fact: str) -> Refusal:
         name = self.host.name
-        host_word = shell_word(self.host.name)
-        remedy = {
+        host_word = shell_word(name)
+        remedies = {
             "name": f"add {host_word} to ~/.ssh/config with its HostName",
             "route": f"ping {host_word}",
             "port": (
@@ -264,28 +269,22 @@ class Agent:
             "python": (
                 f"set python: of {host_word} in the cluster file to an interpreter that is there"
             ),
-        }.get(cause, shell_line(*command(self.host, ["true"])))
+        }
+        entered = shell_line(*command(self.host, ["true"]))
         return Refusal(
             "host-unreachable",
             what=f"{name} cannot be reached: {cause}",
             where=f"host {name}",
             fact=fact,
-            remedy=remedy,
+            remedy=remedies.get(cause, entered),
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         process = self._process
         for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    continue
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
         try:
             process.wait(timeout=2)
         except subprocess.TimeoutExpired:
@@ -293,8 +292,8 @@ class Agent:
             process.wait(timeout=10)
 
 
-def _cause(words: str) -> str:
-    """What failed, from the message of OpenSSH (its strings are stable) or of a shell."""
+def _cause_of(words: str) -> str:
+    """Find what failed in the message of OpenSSH (its strings are stable) or of a shell."""
     causes = {
         "Permission denied": "authentication",
         "Too many authentication": "authentication",
@@ -307,4 +306,7 @@ def _cause(words: str) -> str:
         "not found": "python",
         "No such file": "python",
     }
-    return next((cause for sign, cause in causes.items() if sign in words), "command")
+    for sign, cause in causes.items():
+        if sign in words:
+            return cause
+    return "command"

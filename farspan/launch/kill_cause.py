@@ -1,4 +1,4 @@
-"""Why a worker of this machine was killed: because memory ran out, or for another reason."""
+"""Judges why a worker of this machine was killed: because memory ran out, or for another reason."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from farspan.domain.worker_exit import KillCause
 
 #: A process that holds more than this share of a limit is the largest below it, which the kernel
 #: kills first.
-LARGEST = 0.5
+LARGEST_SHARE = 0.5
 
 
 def kill_cause(
-    machine_before: int | None, machine_now: int | None, group: WorkerGroup | None, held: int
+    machine_before: int | None, machine_now: int | None, group: WorkerGroup | None, held_bytes: int
 ) -> KillCause:
     """Judge by the machine's count before the worker started and now, and by that of its group.
 
-    `group` is as it was at the worker's start, None where it is not known. `held` are the bytes
+    `group` is as it was at the worker's start, None where it is not known. `held_bytes` are those
     that the worker held at last, 0 where that is not known.
     """
     if machine_before is not None and machine_now == machine_before:
         return "other"
-    now = None if group is None else group_kills(Path(group.folder))
-    if group is None or now is None:
+    if group is None:
         return "open"
-    if now <= group.kills:
+    folder = Path(group.folder)
+    kills_now = group_kills(folder)
+    if kills_now is None:
+        return "open"
+    if kills_now <= group.kills:
         return "other"
-    if held > LARGEST * group.limit or _is_own(Path(group.folder)):
+    if held_bytes > LARGEST_SHARE * group.limit or _is_own(folder):
         return "memory"
     return "open"
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a group holds no other processes than this one and what it has started. That of a
+    """Return whether a group holds no processes but this one and what it has started. That of a
     login also holds a shell."""
     try:
         members = group_members(folder)
@@ -47,8 +50,9 @@ def _is_own(folder: Path) -> bool:
 
 
 def _is_ours(pid: int) -> bool:
-    if pid == os.getpid():
+    own = os.getpid()
+    if pid == own:
         return True
     with suppress(psutil.NoSuchProcess):
-        return any(parent.pid == os.getpid() for parent in psutil.Process(pid).parents())
+        return any(parent.pid == own for parent in psutil.Process(pid).parents())
     return pid != 0  # It has ended since.

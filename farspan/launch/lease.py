@@ -4,7 +4,6 @@ starts."""
 from __future__ import annotations
 
 from contextlib import suppress
-from types import TracebackType
 
 import msgspec
 
@@ -17,11 +16,11 @@ from farspan.domain.run import RunFolder, refuse_replaced
 from farspan.launch.lock import locked
 
 #: Bytes of a checkpoint's manifest at most: more is damage.
-MOST_MANIFEST = 2**28
+MAX_MANIFEST_BYTES = 2**28
 
 
 class _Progress(msgspec.Struct, frozen=True):
-    """Of a checkpoint's manifest what says which start wrote it."""
+    """The part of a checkpoint's manifest that names the start which wrote it."""
 
     epoch: Number = 0
 
@@ -31,8 +30,8 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """Holds a run from when it is made until `close`, over as many starts as it takes. Raises
-    Refusal (run-busy)."""
+    """Holds a run from when it is made until `close`, over all its starts. Raises Refusal
+    (run-busy)."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -47,7 +46,7 @@ class Lease:
         return self._lock.fileno()
 
     def require_held(self) -> None:
-        """Raises Refusal (path-missing) where another file has taken the place of the lock: the
+        """Raise Refusal (path-missing) where another file has taken the place of the lock: the
         folder was replaced."""
         refuse_replaced(self._lock, self._run.lock)
 
@@ -55,15 +54,19 @@ class Lease:
         self, *, used_s: float = 0.0, skip: tuple[int, ...] = (), fault: Fault | None = None
     ) -> Epoch:
         """Begin an epoch: what workers of earlier ones write from now on counts for nothing."""
-        names = [path.name.removeprefix("step-") for path in self._run.checkpoints.glob("step-*")]
-        newest = max((int(name) for name in names if name.isdecimal()), default=-1)
-        number = epoch.advance(self._run.epochs, newest, self._mended(newest))
+        newest = -1
+        for path in self._run.checkpoints.glob("step-*"):
+            step = path.name.removeprefix("step-")
+            if step.isdecimal():
+                newest = max(newest, int(step))
+        number = epoch.advance(self._run.epochs, newest, self._mend_ledger(newest))
         return Epoch(number=number, used_s=used_s, skip=skip, fault=fault)
 
-    def _mended(self, newest: int) -> Ledger | None:
-        """A ledger in place of one that is damaged, gone, or older than the newest checkpoint; None
+    def _mend_ledger(self, newest: int) -> Ledger | None:
+        """Rebuild a ledger that is damaged, gone, or older than the newest checkpoint; return None
         where there is nothing to mend."""
-        self.mended, saved = None, _newest_saved(self._run)
+        self.mended = None
+        saved = _newest_saved_epoch(self._run)
         wrong = "it is older than a checkpoint"
         try:
             ledger = epoch.read_ledger(self._run.epochs)
@@ -73,12 +76,13 @@ class Lease:
                 wrong = "it is missing"
         except Refusal as refusal:
             wrong = refusal.problem.fact
-        if found := max(saved, _newest_told(self._run)):
+        number = max(saved, _newest_recorded_epoch(self._run))
+        if number:
             self.mended = (
                 f"{self._run.epochs.name}: {wrong}; by checkpoints and events the newest start of "
-                f"the run was number {found}"
+                f"the run was number {number}"
             )
-        return epoch.rebuilt(found, newest)
+        return epoch.rebuilt(number, newest)
 
     def close(self) -> None:
         self._lock.close()
@@ -86,32 +90,27 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
-def _newest_saved(run: RunFolder) -> int:
-    """The newest start that has written a checkpoint which is there; 0 where none has."""
-    found = 0
+def _newest_saved_epoch(run: RunFolder) -> int:
+    """Return the newest start that has written a checkpoint which is there; 0 where none has."""
+    newest = 0
     for path in run.checkpoints.glob("*/manifest.json"):
-        with suppress(Refusal, OSError):  # Damaged: whoever restores says so.
-            manifest = parse_json(read_bytes(path, most=MOST_MANIFEST), _Manifest, path)
-            found = max(found, manifest.progress.epoch)
-    return found
+        with suppress(Refusal, OSError):  # Damaged: restoring it reports that.
+            content = read_bytes(path, most=MAX_MANIFEST_BYTES)
+            newest = max(newest, parse_json(content, _Manifest, path).progress.epoch)
+    return newest
 
 
-def _newest_told(run: RunFolder) -> int:
-    """The newest start that events tell of. Each that trains says so, one after a fault also its
+def _newest_recorded_epoch(run: RunFolder) -> int:
+    """Return the newest start in the events. Each that trains is there, one after a fault with its
     number."""
-    found = 0
+    newest = 0
     for event in read_events(run.events) if run.events.exists() else ():
         if isinstance(event, Started):
-            found += 1
+            newest += 1
         elif isinstance(event, Recovered):
-            found = max(found, event.epoch)
-    return found
+            newest = max(newest, event.epoch)
+    return newest

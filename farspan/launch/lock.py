@@ -13,16 +13,16 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
 
-#: Who only asks holds a lock for less than this.
-ASKING_S = 0.2
+#: A process that only asks holds a lock for less than this.
+MAX_ASKING_S = 0.2
 
 
 def locked(path: Path, what: str, where: Path) -> IO[bytes]:
-    """A file, held by this process alone; the lock goes with the last process that has it open,
+    """Lock a file for this process alone; the lock goes with the last process that has it open,
     however that ends. Raises Refusal (run-busy) with `what` is being done at `where` already."""
     file = open_own(path, "ab")
-    deadline = time.monotonic() + ASKING_S
-    while not _taken(file, fcntl.LOCK_EX):
+    deadline = time.monotonic() + MAX_ASKING_S
+    while not _try_lock(file, fcntl.LOCK_EX):
         if time.monotonic() > deadline:
             file.close()
             raise Refusal(
@@ -32,35 +32,35 @@ def locked(path: Path, what: str, where: Path) -> IO[bytes]:
                 fact="another process holds its lock",
                 remedy=f"fuser {shell_word(path)}",
             )
-        time.sleep(ASKING_S / 10)
+        time.sleep(MAX_ASKING_S / 10)
     return file
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file, which may not exist. To ask is to take it for a
-    moment."""
+    """Return whether a process holds the lock of a file, which may not exist. To ask is to take it
+    for a moment."""
     if not path.exists():
         return False
     with open(path, "rb") as file:
-        return not _taken(file, fcntl.LOCK_SH)
+        return not _try_lock(file, fcntl.LOCK_SH)
 
 
 def holders(path: Path) -> list[int]:
-    """Processes of this user that have a file open, as each holder of a lock has; none where the
-    system does not list them (Linux does)."""
-    found = set[int]()
+    """List processes of this user that have a file open, as each holder of a lock has; none where
+    the system does not list them (Linux does)."""
+    pids = set[int]()
     with suppress(OSError):
         lock = path.stat()
         for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
             with suppress(OSError):  # It has ended, or is another user's.
                 if os.path.samestat(descriptor.stat(), lock):
-                    found.add(int(descriptor.parts[2]))
-    return sorted(found)
+                    pids.add(int(descriptor.parts[2]))
+    return sorted(pids)
 
 
-def _taken(file: IO[bytes], how: int) -> bool:
+def _try_lock(file: IO[bytes], operation: int) -> bool:
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -1,5 +1,5 @@
-"""Measures a cluster: every device, every link, the collectives over all. The result is a Cluster
-like any other."""
+"""Measures a cluster: every device, every link, the collectives over all of them. The result is a
+Cluster like any other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import combinations
+from itertools import combinations, repeat
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -28,7 +28,7 @@ from farspan.domain.probe import (
 )
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes
-from farspan.launch.examine import HostPath, agents, reach, stream
+from farspan.launch.examine import agents, reach, require_reached, stream
 from farspan.launch.hosts import Agent
 from farspan.launch.probe import Probe
 from farspan.launch.rendezvous import arrange
@@ -44,8 +44,8 @@ PINGS = 40
 #: Datagrams that loss is counted on, and the pause between two.
 DATAGRAMS = 2000
 GAP_S = 0.0005
-#: Bytes of the all-reduces: one that only the round trips cost, a bucket, and one that the line
-#: decides.
+#: Bytes of the all-reduces: one that only the round trips cost, a bucket, and one that the
+#: bandwidth decides.
 ALLREDUCE_BYTES = (8, 4_000_000, 64_000_000)
 #: Bytes of the all-reduce over the devices of one host.
 INSIDE_BYTES = 16_000_000
@@ -62,8 +62,8 @@ LIMITED = 1.5
 
 
 class Measured(NamedTuple):
-    """What was found; why devices are not measured in whole, by host and place there; what needed
-    too much memory."""
+    """The measured cluster; why devices are not measured in whole, by host and place there; what
+    needed too much memory."""
 
     cluster: Cluster
     failed: dict[tuple[str, int], Problem]
@@ -73,181 +73,166 @@ class Measured(NamedTuple):
 def measure(
     cluster: Cluster,
     model: ModelSpec,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     *,
     seq_len: int | None = None,
 ) -> Measured:
-    """The same cluster with measured devices, links and collectives, at the shapes of `model`; its
-    units over sequences of `seq_len` tokens, by default as long as its context. A device that fails
-    keeps what was known of it, and the others are measured.
+    """Return the cluster with measured devices, links and collectives, at the shapes of `model`.
+
+    Its units are timed over sequences of `seq_len` tokens, by default as long as its context. A
+    device that fails keeps what was known of it, and the others are measured.
 
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
     activation_bytes = SENT_ROWS * model.context * model.d_model * SENT_BYTES
-    measured_links = links(cluster, activation_bytes, say)
+    measured_links = links(cluster, activation_bytes, report)
     with ExitStack() as stack:
-        probes = {
-            host.name: [
-                stack.enter_context(
-                    Probe(host, threads=device.slot.threads, device=i, remedy=SMALLER)
-                )
-                for i, device in enumerate(host.devices)
-            ]
-            for host in cluster.hosts
-        }
-        measuring = _Measuring(model, seq_len or model.context, say, probes, {}, [])
+        probes = dict[str, list[Probe]]()
+        for host in cluster.hosts:
+            probes[host.name] = []
+            for i, device in enumerate(host.devices):
+                probe = Probe(host, threads=device.slot.threads, device=i, remedy=SMALLER)
+                probes[host.name].append(stack.enter_context(probe))
+        measuring = _Measuring(model, seq_len or model.context, report, probes, {}, [])
         for host in cluster.hosts:
             for index in range(len(host.devices)):
                 # It has started: what it takes for that disturbs nobody's rates any more.
-                measuring.of(host, index, DescribeQuery("cpu", None), Cluster)
-        measured: Sequence[Host] = cluster.hosts
+                measuring.ask(host, index, DescribeQuery("cpu", None), Cluster)
+
         # Hosts side by side, and each step of it on all at once: those of a lab share a machine's
         # memory.
+        measured: Sequence[Host] = cluster.hosts
         with ThreadPoolExecutor(len(cluster.hosts)) as pool:
-            for part in (_alone, _crowded, _local_rate):
-                measured = list(pool.map(lambda host, do=part: do(host, measuring), measured))
+            for measure_part in (_measure_alone, _measure_co_located, _measure_local_rate):
+                measured = list(pool.map(measure_part, measured, repeat(measuring)))
         by_name = {host.name: host for host in measured}
-        sites = tuple(
-            msgspec.structs.replace(site, hosts=tuple(by_name[host.name] for host in site.hosts))
-            for site in cluster.sites
-        )
-        allreduce = _allreduce(cluster, measuring) if len(cluster.devices) > 1 else {}
+        sites = []
+        for site in cluster.sites:
+            hosts = tuple(by_name[host.name] for host in site.hosts)
+            sites.append(msgspec.structs.replace(site, hosts=hosts))
+        allreduce_s = _measure_allreduce(cluster, measuring)
     measured_cluster = msgspec.structs.replace(
-        cluster, sites=sites, links=measured_links, allreduce_s=allreduce
+        cluster, sites=tuple(sites), links=measured_links, allreduce_s=allreduce_s
     )
     return Measured(measured_cluster, measuring.failed, tuple(measuring.notes))
 
 
 def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
-    """(m, k, n) of the model's matrix products: queries with keys and values, output, up, down,
-    head."""
+    """List (m, k, n) of the model's matrix products: queries with keys and values, output, up,
+    down, head."""
     d = model.d_model
-    kv = model.kv_heads * (model.d_model // model.heads)
+    kv = model.kv_heads * (d // model.heads)
     products = [(d, d + 2 * kv), (d, d), (d, model.d_ff), (model.d_ff, d), (d, model.vocab_size)]
     return [(rows, k, n) for k, n in dict.fromkeys(products)]
 
 
 class _Measuring(NamedTuple):
-    """What is timed of a model, over sequences so long; and what came of it."""
+    """What is timed of a model, over sequences of `seq_len` tokens; and what failed."""
 
     model: ModelSpec
     seq_len: int
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     probes: dict[str, list[Probe]]
     failed: dict[tuple[str, int], Problem]
     notes: list[str]
 
-    def of(self, host: Host, index: int, query: Query, kind: type[T]) -> T | None:
-        """What a device's probe answers; None of one that has failed, now or before."""
+    def ask(self, host: Host, index: int, query: Query, kind: type[T]) -> T | None:
+        """Return what a device's probe answers; None of one that has failed, now or before."""
         if (host.name, index) in self.failed:
             return None
         try:
             return self.probes[host.name][index].ask(query, kind)
         except Refusal as refusal:
-            self.fail(host, index, refusal.problem)
+            self.record_failure(host, index, refusal.problem)
             return None
 
-    def fail(self, host: Host, index: int, problem: Problem) -> None:
+    def record_failure(self, host: Host, index: int, problem: Problem) -> None:
         self.failed[host.name, index] = problem
-        self.say(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
+        self.report(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
 
-    def note(self, host: Host, index: int, left_out: Sequence[LeftOut]) -> None:
+    def report_left_out(self, host: Host, index: int, left_out: Sequence[LeftOut]) -> None:
         for omission in left_out:
-            rows = (
-                f" of {', '.join(map(str, omission.rows))} sequences at a time"
-                if omission.rows
-                else ""
-            )
-            needs = f"{format_bytes(omission.needed)} needed, {format_bytes(omission.free)} free"
-            text = f"device {index} of {host.name}: left out {omission.what}{rows}: {needs}"
-            self.say(text)
+            text = f"device {index} of {host.name}: left out {omission.what}"
+            if omission.rows:
+                text += f" of {', '.join(map(str, omission.rows))} sequences at a time"
+            text += f": {format_bytes(omission.needed)} needed, {format_bytes(omission.free)} free"
+            self.report(text)
             self.notes.append(text)
 
-    def units(self, host: Host, index: int) -> UnitTimes | None:
+    def time_units(self, host: Host, index: int) -> UnitTimes | None:
         device = host.devices[index]
-        query = UnitsQuery(
-            _planned(host, index),
-            self.model,
-            self.seq_len,
-            SEQUENCES,
-            device.sheet.precisions,
-            device.memory,
-        )
-        return self.of(host, index, query, UnitTimes)
+        planned = _planned_device(host, index)
+        dtypes = device.sheet.precisions
+        query = UnitsQuery(planned, self.model, self.seq_len, SEQUENCES, dtypes, device.memory)
+        return self.ask(host, index, query, UnitTimes)
 
-    def working(self, host: Host) -> list[int]:
-        """A host's devices that have not failed."""
-        return [
-            index for index in range(len(host.devices)) if (host.name, index) not in self.failed
-        ]
+    def working_devices(self, host: Host) -> list[int]:
+        """List a host's devices that have not failed."""
+        return [i for i in range(len(host.devices)) if (host.name, i) not in self.failed]
 
 
-def _alone(host: Host, measuring: _Measuring) -> Host:
-    """A host's devices one after another: those that share cores must not disturb each other."""
+def _measure_alone(host: Host, measuring: _Measuring) -> Host:
+    """Measure a host's devices one after another: those that share cores must not disturb each
+    other."""
     done = list[Device]()
     bare = [device.but(enter=None) for device in host.devices]
     for index, device in enumerate(host.devices):
-        measuring.say(f"device {index} of {host.name}: {device.kind}")
+        measuring.report(f"device {index} of {host.name}: {device.kind}")
+        planned = _planned_device(host, index)
         products = tuple(shapes(measuring.model, ROWS[device.backend]))
-        query = RatesQuery(_planned(host, index), products, device.sheet.precisions, device.memory)
-        measured = measuring.of(host, index, query, DeviceRates)
+        query = RatesQuery(planned, products, device.sheet.precisions, device.memory)
+        measured = measuring.ask(host, index, query, DeviceRates)
         if measured is not None:
-            measuring.note(host, index, measured.left_out)
-            device = device.but(
-                rates=measured.rates,
-                bandwidth=measured.bandwidth,
-                memory=min(device.memory, measured.memory),
-            )
+            measuring.report_left_out(host, index, measured.left_out)
+            memory = min(device.memory, measured.memory)
+            device = device.but(rates=measured.rates, bandwidth=measured.bandwidth, memory=memory)
             # Those that are alike need not all be timed alone.
-            times = next(
-                (
-                    twin.times.units
-                    for other, twin in zip(bare, done, strict=False)
-                    if other == bare[index]
-                ),
-                (),
-            )
-            if not times and (timed := measuring.units(host, index)) is not None:
-                measuring.note(host, index, timed.left_out)
-                times = timed.times
-            whole = (host.name, index) not in measuring.failed
-            device = device.but(units=times, origin="measured" if whole else device.origin)
+            twin = bare.index(bare[index])
+            times = done[twin].times.units if twin < index else ()
+            if not times:
+                timed = measuring.time_units(host, index)
+                if timed is not None:
+                    measuring.report_left_out(host, index, timed.left_out)
+                    times = timed.times
+            failed = (host.name, index) in measuring.failed
+            device = device.but(units=times, origin=device.origin if failed else "measured")
         done.append(device)
     return msgspec.structs.replace(host, devices=tuple(done))
 
 
-def _crowded(host: Host, measuring: _Measuring) -> Host:
-    """A host's devices with the times of units while all of them compute."""
-    if len(indices := measuring.working(host)) < 2:
+def _measure_co_located(host: Host, measuring: _Measuring) -> Host:
+    """Measure the times of units on a host's devices while all of them compute."""
+    indices = measuring.working_devices(host)
+    if len(indices) < 2:
         return host
-    measuring.say(f"all devices of {host.name} together")
+    measuring.report(f"all devices of {host.name} together")
     devices = list(host.devices)
-
-    def ask(index: int) -> UnitTimes | None:
-        return measuring.units(host, index)
-
     with ThreadPoolExecutor(len(indices)) as pool:
-        for index, timed in zip(indices, pool.map(ask, indices), strict=True):
-            times = () if timed is None else timed.times
-            crowd = (msgspec.structs.replace(unit, together=len(indices)) for unit in times)
-            devices[index] = devices[index].but(units=(*devices[index].times.units, *crowd))
+        answers = list(pool.map(measuring.time_units, repeat(host), indices))
+    for index, timed in zip(indices, answers, strict=True):
+        if timed is not None:
+            units = list(devices[index].times.units)
+            for unit in timed.times:
+                units.append(msgspec.structs.replace(unit, together=len(indices)))
+            devices[index] = devices[index].but(units=tuple(units))
     return msgspec.structs.replace(host, devices=tuple(devices))
 
 
-def _local_rate(host: Host, measuring: _Measuring) -> Host:
-    """Bytes a second that each device of a host sends in an all-reduce over all of them: a ring of
-    2 (n - 1) steps with a part each."""
-    if (n := len(indices := measuring.working(host))) < 2:
+def _measure_local_rate(host: Host, measuring: _Measuring) -> Host:
+    """Measure the bytes a second that each device of a host sends in an all-reduce over all of
+    them: a ring of 2 (n - 1) steps with a part each."""
+    ranks = [(host, index) for index in measuring.working_devices(host)]
+    n = len(ranks)
+    if n < 2:
         return host
-    seconds = _together([(host, index) for index in indices], (INSIDE_BYTES,), measuring).get(
-        INSIDE_BYTES
-    )
-    if seconds is None:
+    seconds = _time_allreduces(ranks, (INSIDE_BYTES,), measuring)
+    if not seconds:
         return host
-    return msgspec.structs.replace(host, local_rate=2 * (n - 1) / n * INSIDE_BYTES / seconds)
+    local_rate = 2 * (n - 1) / n * INSIDE_BYTES / seconds[INSIDE_BYTES]
+    return msgspec.structs.replace(host, local_rate=local_rate)
 
 
-def _planned(host: Host, index: int) -> PlannedDevice:
+def _planned_device(host: Host, index: int) -> PlannedDevice:
     device = host.devices[index]
     return PlannedDevice(
         host=host.name,
@@ -258,37 +243,40 @@ def _planned(host: Host, index: int) -> PlannedDevice:
     )
 
 
-def _allreduce(cluster: Cluster, measuring: _Measuring) -> dict[int, float]:
-    """Over all devices; nothing where one has failed, as what the others take is no figure of the
-    cluster."""
-    if measuring.failed:
+def _measure_allreduce(cluster: Cluster, measuring: _Measuring) -> dict[int, float]:
+    """Time all-reduces over all devices; none where one has failed, as what the others take is no
+    figure of the cluster."""
+    ranks = list[tuple[Host, int]]()
+    for host in cluster.hosts:
+        ranks += zip(repeat(host), range(len(host.devices)), strict=False)
+    if measuring.failed or len(ranks) < 2:
         return {}
-    measuring.say(f"all-reduce over {counted(len(cluster.devices), 'device')}")
-    every = [(host, index) for host in cluster.hosts for index in range(len(host.devices))]
-    return _together(every, ALLREDUCE_BYTES, measuring)
+    measuring.report(f"all-reduce over {counted(len(ranks), 'device')}")
+    return _time_allreduces(ranks, ALLREDUCE_BYTES, measuring)
 
 
-def _together(
-    ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], measuring: _Measuring
+def _time_allreduces(
+    ranks: Sequence[tuple[Host, int]], sizes: tuple[int, ...], measuring: _Measuring
 ) -> dict[int, float]:
-    """Seconds of all-reduces over these devices; of none where one of them fails, which the others
-    then do, too."""
-    meeting = arrange(list({host.name: host for host, _ in ranks}.values()))
+    """Return seconds of all-reduces over these devices; of none where one of them fails, which the
+    others then do, too."""
+    hosts = {host.name: host for host, _ in ranks}
+    rendezvous = arrange(list(hosts.values()))
     problems = dict[int, Problem]()
 
     def ask(rank: int) -> dict[int, float]:
         host, index = ranks[rank]
+        query = AllReduceQuery(
+            _planned_device(host, index),
+            rank,
+            len(ranks),
+            rendezvous.address,
+            rendezvous.port,
+            rendezvous.secret,
+            rendezvous.interfaces.get(host.name),
+            sizes,
+        )
         try:
-            query = AllReduceQuery(
-                _planned(host, index),
-                rank,
-                len(ranks),
-                meeting.address,
-                meeting.port,
-                meeting.secret,
-                meeting.interfaces.get(host.name),
-                tuple(sizes),
-            )
             return measuring.probes[host.name][index].ask(query, dict[int, float])
         except Refusal as refusal:
             problems[rank] = refusal.problem
@@ -296,96 +284,85 @@ def _together(
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         seconds = list(pool.map(ask, range(len(ranks))))
-    causes = {
-        rank: problem for rank, problem in problems.items() if problem.code != "worker-lost"
-    } or problems
-    for rank, problem in causes.items():
+    causes = [rank for rank, problem in problems.items() if problem.code != "worker-lost"]
+    for rank in causes or problems:
         host, index = ranks[rank]
-        measuring.fail(host, index, problem)
+        measuring.record_failure(host, index, problems[rank])
     return {} if problems else seconds[0]
 
 
-def links(cluster: Cluster, activation_bytes: int, say: Callable[[str], None]) -> tuple[Link, ...]:
-    """Every link: between hosts of a site, and between the first hosts of two sites.
+def links(
+    cluster: Cluster, activation_bytes: int, report: Callable[[str], None]
+) -> tuple[Link, ...]:
+    """Measure every link: between hosts of a site, and between the first hosts of two sites.
 
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
     with agents(cluster.hosts) as (reached, unreachable):
         for problem in unreachable.values():
             raise Refusal.of(problem)
+        pairs = list[tuple[Host, Host, tuple[str, str]]]()
+        for site in cluster.sites:
+            for a, b in combinations(site.hosts, 2):
+                pairs.append((a, b, (a.name, b.name)))
+        for site, other in combinations(cluster.sites, 2):
+            pairs.append((site.hosts[0], other.hosts[0], (site.name, other.name)))
         measured = []
-        for a, b in _pairs(cluster):
-            one_site = cluster.site_of(a.name) is cluster.site_of(b.name)
-            names = (
-                (a.name, b.name)
-                if one_site
-                else (cluster.site_of(a.name).name, cluster.site_of(b.name).name)
-            )
-            say(f"link {names[0]} - {names[1]}")
-            link = _link(reached[a.name], reached[b.name], activation_bytes)
-            measured.append(named(link, names, cluster))
+        for a, b, ends in pairs:
+            report(f"link {' - '.join(ends)}")
+            link = _measure_link(reached[a.name], reached[b.name], activation_bytes)
+            measured.append(named(link, ends, cluster))
     return tuple(measured)
 
 
-def named(link: Link, names: tuple[str, str], cluster: Cluster) -> Link:
-    """The link between these names of the cluster, with the loss that was known before where none
+def named(link: Link, ends: tuple[str, str], cluster: Cluster) -> Link:
+    """Name the ends of a link in the cluster, with the loss that was known before where none
     could be counted."""
-    known = {frozenset((old.a, old.b)): old.loss for old in cluster.links}
-    loss = known.get(frozenset(names)) if link.loss is None else link.loss
-    return msgspec.structs.replace(link, a=names[0], b=names[1], loss=loss)
+    loss = link.loss
+    for known in cluster.links if loss is None else ():
+        if {known.a, known.b} == set(ends):
+            loss = known.loss
+    return msgspec.structs.replace(link, a=ends[0], b=ends[1], loss=loss)
 
 
-def _pairs(cluster: Cluster) -> list[tuple[Host, Host]]:
-    inside = [pair for site in cluster.sites for pair in combinations(site.hosts, 2)]
-    return inside + [(a.hosts[0], b.hosts[0]) for a, b in combinations(cluster.sites, 2)]
-
-
-def _link(a: Agent, b: Agent, activation_bytes: int) -> Link:
-    there = _working(reach(a, b, PINGS))
-    back = _working(reach(b, a, PINGS))
-    rtt = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
-    streamed = {count: stream(a, b, count, rtt) for count in STREAMS}
+def _measure_link(a: Agent, b: Agent, activation_bytes: int) -> Link:
+    there = require_reached(reach(a, b, PINGS))
+    back = require_reached(reach(b, a, PINGS))
+    rtt_s = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
+    jitter_s = max(there.jitter_s or 0.0, back.jitter_s or 0.0)
+    streamed = {count: stream(a, b, count, rtt_s) for count in STREAMS}
     rates = {count: sent.rate for count, sent in streamed.items()}
-    # The way back is timed where the line decides; the slower way counts.
-    back_again = stream(b, a, STREAMS[-1], rtt)
-    bandwidth = min(max(rates.values()), back_again.rate)
-    kept = [sent.busy_s for sent in (*streamed.values(), back_again) if sent.busy_s is not None]
-    limited = bandwidth > LIMITED * rates[1]
+    # The path back is timed where the bandwidth decides; the slower path counts.
+    back_streamed = stream(b, a, STREAMS[-1], rtt_s)
+    bandwidth = min(max(rates.values()), back_streamed.rate)
+    in_flight = {count: round(rate * rtt_s) for count, rate in rates.items()}
+    window = in_flight[1] if bandwidth > LIMITED * rates[1] else None
+    busy = [sent.busy_s for sent in (*streamed.values(), back_streamed) if sent.busy_s is not None]
+    busy_s = statistics.median(busy) if busy else None
+    transfer_s = _time_transfer(a, b, activation_bytes, rtt_s)
     return Link(
         a=a.host.name,
         b=b.host.name,
-        rtt_s=rtt,
-        jitter_s=max(there.jitter_s or 0.0, back.jitter_s or 0.0),
+        rtt_s=rtt_s,
+        jitter_s=jitter_s,
         bandwidth=bandwidth,
-        window=round(rates[1] * rtt) if limited else None,
-        in_flight={count: round(rate * rtt) for count, rate in rates.items()},
-        transfer_s={activation_bytes: _transfer(a, b, activation_bytes, rtt)},
-        loss=_loss(a, b),
-        busy_s=statistics.median(kept) if kept else None,
+        window=window,
+        in_flight=in_flight,
+        transfer_s={activation_bytes: transfer_s},
+        loss=_measure_loss(a, b),
+        busy_s=busy_s,
         origin="measured",
     )
 
 
-def _working(way: HostPath) -> HostPath:
-    if way.failed:
-        raise Refusal(
-            "host-unreachable",
-            what=f"{way.a} cannot reach {way.b}",
-            where=f"link {way.a} -> {way.b}",
-            fact=f"{way.failed}: {way.fact}",
-            remedy="farspan doctor --cluster, with the same cluster",
-        )
-    return way
-
-
-def _transfer(a: Agent, b: Agent, size: int, rtt_s: float) -> float:
-    """Seconds from the first byte sent to the last one received: the answer's way back is taken
+def _time_transfer(a: Agent, b: Agent, size: int, rtt_s: float) -> float:
+    """Time from the first byte sent to the last one received: the answer's path back is taken
     off."""
     times = a.ask("transfer", **b.target, size=size, repeats=5, deadline_s=120)["seconds"]
     return float(max(0.0, statistics.median(times) - rtt_s / 2))
 
 
-def _loss(a: Agent, b: Agent) -> float | None:
+def _measure_loss(a: Agent, b: Agent) -> float | None:
     tag = f"loss-{a.host.name}"
     before = b.ask("datagrams", tag=tag)["count"]
     a.ask("say", **b.target, tag=tag, count=DATAGRAMS, gap=GAP_S)
@@ -395,8 +372,9 @@ def _loss(a: Agent, b: Agent) -> float | None:
 
 
 def lost(arrived: int) -> float | None:
-    """The share of DATAGRAMS that is missing. None where not one came: the same way has just
-    carried streams, so datagrams are filtered, and nothing is known. What the network doubles may
-    make more of them arrive than were sent.
+    """Return the share of DATAGRAMS that is missing, or None where not one arrived.
+
+    The same path has just carried streams, so datagrams are filtered, and nothing is known. What
+    the network doubles may make more of them arrive than were sent.
     """
     return min(MAX_LOSS, max(0.0, 1 - arrived / DATAGRAMS)) if arrived else None

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import threading
 from contextlib import suppress
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -36,10 +35,10 @@ from farspan.launch.processes import with_environment, worker_environment
 T = TypeVar("T")
 #: No answer takes longer, short of a machine in trouble.
 ANSWER_S = 300.0
-#: What the limits of a device are is said within this: an interpreter has to start.
-CAPS_S = 30.0
-#: Exit codes of who was killed, and of who waited for it.
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+#: The limits of a device are known within this: an interpreter has to start.
+CAPS_TIMEOUT_S = 30.0
+#: Exit codes of a process that was killed, and of a shell that waited for it.
+KILLED_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)
 #: What mends too little memory while a run is planned.
 SMALLER = "set a smaller model or train.batch.global in run.yaml"
 THIS_MACHINE = Host(name="localhost", devices=(), enter=())
@@ -67,16 +66,11 @@ class Probe:
 
     def __enter__(self) -> Probe:
         words = module_command(interpreter(self._host), "farspan.runtime.probe")
-        if by_client(
-            self._host, self._device
-        ):  # ssh passes on what exit codes say of signals, but not signals.
+        if by_client(self._host, self._device):  # ssh passes on exit codes, but no signals.
             words = ["sh", "-c", '"$@"; exit $?', "sh", *words]
+        words = with_environment(worker_environment(self._threads), words)
         self._process = subprocess.Popen(
-            command(
-                self._host,
-                with_environment(worker_environment(self._threads), words),
-                device=self._device,
-            ),
+            command(self._host, words, device=self._device),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -84,17 +78,17 @@ class Probe:
         return self
 
     def describe(self, backend: str, workers: int | None) -> Cluster:
-        """This machine's devices, as a cluster of one host."""
+        """Describe this machine's devices as a cluster of one host."""
         return self.ask(DescribeQuery(backend, workers), Cluster)
 
     def installed(self) -> Wheel:
-        """The host's PyTorch, and the GPUs that it sees."""
+        """Return the host's PyTorch, and the GPUs that it sees."""
         return self.ask(InstalledQuery(), Wheel)
 
     def matmul_flops(
         self, device: PlannedDevice, precisions: tuple[Precision, ...]
     ) -> dict[str, float]:
-        """FLOP/s of one worker's matrix products, by precision."""
+        """Measure the FLOP/s of one worker's matrix products, by precision."""
         return self.ask(MatmulQuery(device, precisions), dict[str, float])
 
     def measure(
@@ -132,21 +126,22 @@ class Probe:
         finally:
             watchdog.cancel()
         if not line:
-            raise self._gone(late.is_set())
+            raise self._explain_end(late.is_set())
         reply = answer_of(line, self._host)
         self._peak = max(self._peak, int(reply.get("peak", 0)))
         if "problem" in reply:
             raise Refusal.of(msgspec.convert(reply["problem"], Problem))
         return msgspec.convert(reply["answer"], kind, strict=False)
 
-    def _gone(self, late: bool) -> Refusal:
-        """Why there is no answer: killed by the kernel, with what limit and peak there were, or
-        otherwise."""
+    def _explain_end(self, late: bool) -> Refusal:
+        """Return why there is no answer: killed by the kernel, with what limit and peak there were,
+        or otherwise."""
         assert self._process is not None
-        device = "" if self._device is None else f", device {self._device}"
-        where = f"host {self._host.name}{device}"
+        where = f"host {self._host.name}"
+        if self._device is not None:
+            where += f", device {self._device}"
         code = self._process.wait(timeout=10)
-        if late or code not in KILLED:
+        if late or code not in KILLED_CODES:
             fact = f"no answer within {ANSWER_S:.0f} s" if late else f"exit code {code}"
             return Refusal(
                 "worker-lost",
@@ -165,46 +160,43 @@ class Probe:
         )
 
     def _limit_and_peak(self) -> tuple[str, str]:
-        """In words: of the control group that the process was in, else of the device and of the
-        last answer."""
-        words = command(
-            self._host,
-            module_command(interpreter(self._host), "farspan.domain.caps"),
-            device=self._device,
-        )
+        """Write out the limit and the peak of the control group that the process was in, else of
+        the device and of the last answer."""
+        words = module_command(interpreter(self._host), "farspan.domain.caps")
+        words = command(self._host, words, device=self._device)
         cap = None
         with suppress(OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
-            said = subprocess.run(
-                words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CAPS_S
-            ).stdout
-            cap = msgspec.json.decode(said, type=Cap | None)
-        given = None if self._device is None else self._host.devices[self._device].memory
-        limits = [
-            limit for limit in (given, None if cap is None else cap.limit) if limit is not None
-        ]
-        peak = self._peak if cap is None or cap.peak is None else cap.peak
-        return format_bytes(min(limits)) if limits else "none", format_bytes(
-            peak
-        ) if peak else "unknown"
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CAPS_TIMEOUT_S
+            )
+            cap = msgspec.json.decode(done.stdout, type=Cap | None)
+        limits = []
+        peak = self._peak
+        if self._device is not None:
+            limits.append(self._host.devices[self._device].memory)
+        if cap is not None:
+            if cap.limit is not None:
+                limits.append(cap.limit)
+            if cap.peak is not None:
+                peak = cap.peak
+        limit = format_bytes(min(limits)) if limits else "none"
+        return limit, format_bytes(peak) if peak else "unknown"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=10)
 
 
 def check_gpus(backend: str) -> tuple[str, ...]:
-    """A note on each GPU of this machine that is left out of devices of such a backend.
+    """Return a note on each GPU of this machine that is left out of devices of such a backend.
 
-    Raises Refusal (device-unusable) where its driver lists GPUs of which PyTorch can use none,
+    Raises Refusal (device-unusable) where its driver lists GPUs and PyTorch can use none of them,
     unless the backend is one that needs no GPU.
     """
-    listed = msgspec.convert(nvidia(), Nvidia) if backend in ("auto", "cuda") else Nvidia()
+    if backend not in ("auto", "cuda"):
+        return ()
+    listed = msgspec.convert(nvidia(), Nvidia)
     if not listed.gpus and not listed.failure:
         return ()
     with Probe() as probe:

@@ -1,4 +1,4 @@
-"""When a process began: what tells it from a later one that got the same number."""
+"""When a process began: that distinguishes it from a later one that got the same number."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 
 def process_began(pid: int) -> float | None:
-    """When a process began; None where it has ended, also where nobody has waited for it."""
+    """Return when a process began; None where it has ended, also where nobody has waited for it."""
     if Path("/proc/self/stat").exists():
         # proc(5): state and start, in ticks since the machine's own, are the third field and the
         # 22nd.
         with suppress(OSError):
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            text = Path(f"/proc/{pid}/stat").read_text()
+            state, *fields = text.rpartition(")")[2].split()
             return None if state in "ZX" else float(fields[18])
         return None
     import psutil

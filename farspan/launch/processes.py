@@ -22,8 +22,8 @@ from farspan.domain.standard_input import KILL, STOP
 from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
 from farspan.launch.rendezvous import Rendezvous
 
-#: A client, such as ssh, ends so soon after what it runs on a host was killed.
-CLIENT_S = 5.0
+#: A client, such as ssh, ends within this after what it runs on a host was killed.
+CLIENT_END_TIMEOUT_S = 5.0
 
 
 class Process(Protocol):
@@ -34,26 +34,25 @@ class Process(Protocol):
     @property
     def ranks(self) -> tuple[int, ...]: ...
     def poll(self) -> int | None:
-        """The exit code (negative: a signal), or None while it runs."""
-        ...
+        """Return the exit code (negative: a signal), or None while it runs."""
 
     def signal(self, number: signal.Signals) -> None: ...
     def wait(self, timeout: float | None) -> None: ...
 
 
 def run_folder(host: Host, plan: Plan, run: RunFolder) -> RunFolder:
-    """The run's folder on a host: the same where it shares this machine's disk, else one that no
-    other run has."""
+    """Return a run's folder on a host: the same where it shares this machine's disk, else one that
+    no other run has."""
     path = run.path.absolute()
     if host.folder is None:
         return RunFolder(path)
     created = load(run.record, RunRecord).created
-    name = f"{path.name}-{content_hash(plan, str(path), created)[:8]}"
-    return RunFolder(Path(host.folder) / "runs" / name)
+    digest = content_hash(plan, str(path), created)
+    return RunFolder(Path(host.folder) / "runs" / f"{path.name}-{digest[:8]}")
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """What a process that trains starts with, beside the environment that is there.
+    """Return the variables that a process which trains gets in addition to its environment.
 
     glibc gives large freed blocks back to the kernel and faults them in again, zeroed, on every
     step; kept instead, a small model's step takes less time (row `nanogpt-bf16-malloc` of
@@ -67,14 +66,14 @@ def worker_environment(threads: int) -> dict[str, str]:
         "MALLOC_TRIM_THRESHOLD_": str(2**33),
         "MALLOC_TOP_PAD_": str(2**26),
         "TOKENIZERS_PARALLELISM": "false",
-        # Its warnings about names of peers that it cannot look up say nothing to a user.
+        # Its warnings about names of peers that it cannot look up mean nothing to a user.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def place(host: Host, meeting: Rendezvous) -> dict[str, str]:
-    """Where a host's workers meet the others, and keep what is sent to them."""
+    """Return where a host's workers meet the others, and keep what is sent to them."""
     cache = str(Path(host.folder) / "cache") if host.folder else None
     interface = meeting.interfaces.get(host.name)
     return meeting_environment(meeting.address, meeting.port, interface, cache)
@@ -92,17 +91,18 @@ def meeting_environment(
 
 
 def with_environment(values: dict[str, str], words: Sequence[str]) -> list[str]:
-    """A command that sets its own environment: ssh and `enter` commands pass none on."""
-    return ["env", *(f"{name}={value}" for name, value in values.items()), *words]
+    """Return a command that sets its own environment: ssh and `enter` commands pass none on."""
+    assignments = [f"{name}={value}" for name, value in values.items()]
+    return ["env", *assignments, *words]
 
 
 class HostProcess:
     """A process on a host, started through the host's `enter` command. Without ranks it is a
     service of the others.
 
-    With `said` its standard input begins with that, and it stops where STOP follows or the input
-    ends, as it does where its launcher is gone. With `hold` it is run by `stop_on_stdin`, as what a
-    client starts always is: it would not notice that itself. The `secret` of the run goes to
+    With `first_input` its standard input begins with that, and it stops where STOP follows or the
+    input ends, as it does where its launcher is gone. With `hold` it is run by `stop_on_stdin`, as
+    what a client starts always is: it would not notice that itself. The `secret` of the run goes to
     workers the same way: everybody on a machine can read a command line. They find STOP there
     before they get a signal, which is a preemption without it. With `answers` its standard output
     is read here, not logged. `variables` are for what enters the host.
@@ -117,7 +117,7 @@ class HostProcess:
         log: IO[bytes],
         keep_open: int,
         device: int | None = None,
-        said: bytes | None = None,
+        first_input: bytes | None = None,
         hold: bool = False,
         secret: str | None = None,
         answers: bool = False,
@@ -125,15 +125,21 @@ class HostProcess:
     ) -> None:
         self.host = host
         self.ranks = ranks
-        self._held = bool(ranks) and said is None and (hold or by_client(host, device))
-        #: Whether it stops by the word alone, without a signal.
-        self._stops_by_word = said is not None or self._held
-        if self._held:
+        needs_wrapper = hold or by_client(host, device)
+        #: Whether it is run by `stop_on_stdin`.
+        self._is_wrapped = bool(ranks) and first_input is None and needs_wrapper
+        #: Whether it stops by STOP on its standard input alone, without a signal.
+        self._stops_by_input = first_input is not None or self._is_wrapped
+        if self._is_wrapped:
             words = module_command(interpreter(host), "farspan.launch.stop_on_stdin", *words)
-            said = f"{secret or ''}\n".encode()
+            first_input = f"{secret or ''}\n".encode()
         elif secret is not None:
             words = ["env", f"{SECRET}={ON_STDIN}", *words]
-            said = f"{secret}\n".encode()
+            first_input = f"{secret}\n".encode()
+        environment = dict(os.environ)
+        if ranks:
+            environment[STARTING] = "1"
+        environment.update(variables or {})
         # A session of its own: Ctrl-C reaches only the launcher, which passes it on once. It
         # inherits the run's lock, which holds as long as any worker lives, even without its
         # launcher.
@@ -142,31 +148,36 @@ class HostProcess:
             bufsize=0,
             stdout=subprocess.PIPE if answers else log,
             stderr=log,
-            stdin=subprocess.DEVNULL if said is None else subprocess.PIPE,
-            env={**os.environ, **({STARTING: "1"} if ranks else {}), **(variables or {})},
+            stdin=subprocess.DEVNULL if first_input is None else subprocess.PIPE,
+            env=environment,
             start_new_session=True,
             pass_fds=[keep_open],
         )
-        self.say(said or b"")
+        self.say(first_input or b"")
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def poll(self) -> int | None:
-        return _signalled(self._process.poll())
+        code = self._process.poll()
+        if code is None or code in EXIT_CODES.values():
+            return code
+        # A shell or a client such as docker exits with 128 + the number of the signal that killed
+        # what it ran. Farspan's own codes are theirs (130 is `interrupted`), and 255 is ssh's.
+        return 128 - code if code - 128 in set(signal.Signals) else code
 
     def signal(self, number: signal.Signals) -> None:
         if number == signal.SIGTERM:
             self.say(STOP)
-        elif self._held:
+        elif self._is_wrapped:
             # What runs there takes its client with it, unless nothing arrives any more.
             self.say(KILL)
-            end = threading.Timer(CLIENT_S, self._process.kill)
-            end.daemon = True
-            end.start()
+            kill_client = threading.Timer(CLIENT_END_TIMEOUT_S, self._process.kill)
+            kill_client.daemon = True
+            kill_client.start()
             return
-        if number == signal.SIGKILL or not self._stops_by_word:
+        if number == signal.SIGKILL or not self._stops_by_input:
             self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -175,11 +186,11 @@ class HostProcess:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def say(self, word: bytes) -> None:
+    def say(self, content: bytes) -> None:
         """Write to standard input, where there is one."""
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):  # It has ended already.
-                self._process.stdin.write(word)
+                self._process.stdin.write(content)
 
     def wait(self, timeout: float | None) -> None:
         self._process.wait(timeout)
@@ -190,15 +201,3 @@ def read_file(host: Host, path: Path) -> bytes | None:
     if host.folder is None:
         return path.read_bytes() if path.exists() else None
     return ask(host, f"cat {quoted(path)}")
-
-
-def _signalled(code: int | None) -> int | None:
-    """An exit code, negative for a signal also where `held`, a shell or a client such as docker
-    says 128 + its number.
-
-    Farspan's own codes stay what they are (130 is `interrupted`), and so does 255, which is ssh's
-    own.
-    """
-    if code is None or code in EXIT_CODES.values() or code - 128 not in set(signal.Signals):
-        return code
-    return 128 - code

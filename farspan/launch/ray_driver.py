@@ -1,22 +1,24 @@
 """The Ray side of a run: `python -m farspan.launch.ray_driver JOB`, on the first host of a Ray
 cluster.
 
-With `describe ADDRESS` instead it says what nodes a cluster has.
+With `describe ADDRESS` instead it lists the nodes of a cluster.
 
 Makes one actor a rank on the node of the rank's host, lets each run a worker, writes how workers
-failed beside the run's logs, and ends when all workers have. The first line of standard input is
-the cluster's token, or empty, the second the secret of the run. The end of standard input asks
-workers to save and end, by the word of who started them; a signal is passed on without that word.
+failed into the folder of the run's logs, and ends when all workers have. The first line of standard
+input is the cluster's token, or empty, the second the secret of the run. The end of standard input
+asks workers to save and end, with STOP on their own standard input; a signal is passed on without.
 The only file that imports Ray.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 
-from farspan.domain.cluster import GIVEN, Host
+from farspan.domain.cluster import GIVEN
 from farspan.domain.codec import load, save
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
@@ -35,6 +37,7 @@ from farspan.domain.standard_input import STOP, first_line
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.launchers.ray import EXITS, Job, Node
+from farspan.launch.probe import THIS_MACHINE
 from farspan.launch.processes import (
     HostProcess,
     meeting_environment,
@@ -42,13 +45,13 @@ from farspan.launch.processes import (
     worker_environment,
 )
 from farspan.launch.stop_on_stdin import follow_input
-from farspan.launch.workers import GRACE_S
+from farspan.launch.workers import FAILURE_GRACE_S
 
 POLL_S = 0.2
 #: Nodes join within seconds of each other, on busy machines within tens of seconds.
 JOIN_S = 60.0
 #: A node starts a process and asks its driver within this.
-CARDS_S = 40.0
+DRIVER_TIMEOUT_S = 40.0
 
 
 class Spot(NamedTuple):
@@ -70,28 +73,26 @@ class RankActor:
         port = int(free_ports(1)["ports"][0])
         interface = next((name for name, ip in interfaces().items() if ip == address), "")
         ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        names = [
-            card["name"]
-            for i, card in enumerate(nvidia()["gpus"])
-            if ids[:1] in ([str(i)], [card["uuid"]])
-        ]
-        return Spot(address, port, interface, ids[0] if ids else None, names[0] if names else "")
+        gpu = ids[0] if ids else None
+        gpu_name = ""
+        for i, card in enumerate(nvidia()["gpus"]):
+            if gpu in (str(i), card["uuid"]):
+                gpu_name = card["name"]
+        return Spot(address, port, interface, gpu, gpu_name)
 
     def start(self, folder: str, environment: dict[str, str], secret: str) -> None:
         self._folder = Path(folder).expanduser()
         logs = self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         rank = environment["RANK"]
-        self._words = logs / f"rank-{rank}.problem.json"
-        self._words.unlink(missing_ok=True)
-        words = module_command(
-            sys.executable, "farspan.runtime.worker", f"{self._folder}/plan.json", str(self._folder)
-        )
-        here = Host(name="here", devices=(), enter=())
+        self._problem_path = logs / f"rank-{rank}.problem.json"
+        self._problem_path.unlink(missing_ok=True)
+        paths = (f"{self._folder}/plan.json", str(self._folder))
+        words = module_command(sys.executable, "farspan.runtime.worker", *paths)
         with open_own(logs / f"rank-{rank}.log", "ab") as log:
-            # Its input stays open: the end of it says that this actor is gone.
+            # Its input stays open: the end of it means that this actor is gone.
             self._process = HostProcess(
-                here,
+                THIS_MACHINE,
                 (int(rank),),
                 with_environment(environment, words),
                 log=log,
@@ -103,12 +104,15 @@ class RankActor:
         """Return the exit code of the worker, and the problem that it wrote, once it has ended."""
         self._process.wait(None)
         code = self._process.poll() or 0
-        return code, load(self._words, Problem) if code and self._words.exists() else None
+        problem = None
+        if code and self._problem_path.exists():
+            problem = load(self._problem_path, Problem)
+        return code, problem
 
-    def signal(self, number: int, said: bool = False) -> None:
-        """Signal the worker, by the word of who started it if that is `said`."""
+    def signal(self, number: int, send_stop: bool = False) -> None:
+        """Signal the worker, with `send_stop` after STOP on its standard input."""
         if self._process.poll() is None:
-            if said:
+            if send_stop:
                 self._process.say(STOP)
             os.kill(self._process.pid, number)
 
@@ -117,11 +121,12 @@ class Requests:
     """What has asked this driver to end: standard input, or a signal from elsewhere."""
 
     def __init__(self) -> None:
-        self.said = self.signalled = False
+        self.stopped_on_stdin = False
+        self.signalled = False
 
-    def say(self) -> None:
-        """Take the end of standard input; the signal wakes the main thread."""
-        self.said = True
+    def stop_on_stdin(self) -> None:
+        """Record the end of standard input; the signal wakes the main thread."""
+        self.stopped_on_stdin = True
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -135,13 +140,18 @@ def join(address: str) -> None:
 
 
 def nodes_of(job: Job) -> dict[str, str]:
-    """Ray's node id of every host, by the label that our own nodes carry, or by name or address."""
+    """Return Ray's node id of every host, by the label that our own nodes carry, or by name or
+    address."""
     deadline = time.monotonic() + JOIN_S
     while True:
         alive = [node for node in ray.nodes() if node["Alive"]]
-        node_ids = {
-            name: node["NodeID"] for name in job.hosts for node in alive if name in _names(node)
-        }
+        node_ids = {}
+        for node in alive:
+            label = node.get("Labels", {}).get("farspan-host")
+            known_as = (label, node["NodeManagerHostname"], node["NodeManagerAddress"])
+            for host in job.hosts:
+                if host in known_as:
+                    node_ids[host] = node["NodeID"]
         missing = [name for name in job.hosts if name not in node_ids]
         if not missing:
             return node_ids
@@ -159,67 +169,58 @@ def nodes_of(job: Job) -> dict[str, str]:
         time.sleep(POLL_S)
 
 
-def _names(node: dict[str, Any]) -> tuple[str | None, ...]:
-    labels = node.get("Labels", {})
-    return labels.get("farspan-host"), node["NodeManagerHostname"], node["NodeManagerAddress"]
-
-
 def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
     """Run the workers; return how those ended that failed."""
     nodes = nodes_of(job)
     remote: Any = ray.remote(RankActor)
     # A GPU that an actor asks for is given to nobody else as long as it lives.
-    created = [
-        remote.options(
+    created = []
+    for host, gpu in zip(job.ranks, job.gpus, strict=True):
+        actor_class = remote.options(
             num_cpus=0,
             num_gpus=int(gpu is not None),
             max_concurrency=2,  # One waits for the worker, one signals it.
             label_selector={"ray.io/node-id": nodes[host]},
-        ).remote()
-        for host, gpu in zip(job.ranks, job.gpus, strict=True)
-    ]
-    spots = _spots(job, created)
+        )
+        created.append(actor_class.remote())
+    spots = _place_actors(job, created)
     order = takers(job, spots)
     actors = [created[k] for k in order]
-    places = [spots[k] for k in order]
-    for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
+    head = spots[order[0]]
+    for rank, host in enumerate(job.ranks):
+        spot = spots[order[rank]]
+        cache = job.caches.get(host)
         environment = worker_environment(job.threads[rank])
-        environment |= meeting_environment(
-            places[0].address, places[0].port, place.interface, job.caches.get(host)
-        )
+        environment |= meeting_environment(head.address, head.port, spot.interface, cache)
         environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(actors))}
         environment |= job.environment
-        if place.gpu is not None:  # The only one that the worker sees.
-            environment |= {"CUDA_VISIBLE_DEVICES": place.gpu, GIVEN: "0"}
-        ray.get(actor.start.remote(job.folders[host], environment, secret), timeout=JOIN_S)
+        if spot.gpu is not None:  # The only one that the worker sees.
+            environment |= {"CUDA_VISIBLE_DEVICES": spot.gpu, GIVEN: "0"}
+        started = actors[rank].start.remote(job.folders[host], environment, secret)
+        ray.get(started, timeout=JOIN_S)
 
     def end(number: int, frame: object) -> None:
         requests.signalled = True
         for actor in actors:
-            actor.signal.remote(number, requests.said)
+            actor.signal.remote(number, requests.stopped_on_stdin)
 
     signal.signal(signal.SIGTERM, end)
     exits = watch(job, actors)
-    if requests.signalled and not requests.said:
+    if requests.signalled and not requests.stopped_on_stdin:
         # This driver has passed a signal from elsewhere on to all.
         exits = [msgspec.structs.replace(each, code=-signal.SIGTERM) for each in exits]
     return [each for each in exits if each.code != 0]
 
 
-def _spots(job: Job, actors: list[Any]) -> list[Spot]:
-    """Where the actors live; refuses where Ray has not as many GPUs left as they ask for."""
+def _place_actors(job: Job, actors: list[Any]) -> list[Spot]:
+    """Return where the actors live; refuse where Ray has fewer GPUs left than they ask for."""
     try:
         return list(ray.get([actor.place.remote() for actor in actors], timeout=JOIN_S))
     except ray.exceptions.GetTimeoutError:
         if not any(job.gpus):
             raise
-        counts = {
-            host: sum(
-                at == host and gpu is not None for at, gpu in zip(job.ranks, job.gpus, strict=True)
-            )
-            for host in job.hosts
-        }
-        wanted = ", ".join(f"{count} on {host}" for host, count in counts.items() if count)
+        needed = Counter(itertools.compress(job.ranks, job.gpus))
+        wanted = ", ".join(f"{needed[host]} on {host}" for host in job.hosts if needed[host])
         raise Refusal(
             "device-missing",
             what="Ray does not give the GPUs that the plan needs",
@@ -230,7 +231,7 @@ def _spots(job: Job, actors: list[Any]) -> list[Spot]:
 
 
 def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
-    """The actor that each rank takes, of those on its host. Ray chooses who gets which GPU: a rank
+    """Assign each rank an actor on its host. Ray chooses which actor gets which GPU: a rank
     takes the one with its planned GPU, else one with a GPU of that kind, else any."""
     chosen: dict[int, int] = {}
     for fits in (
@@ -239,28 +240,23 @@ def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
         lambda spot, gpu: True,
     ):
         for rank, (host, gpu) in enumerate(zip(job.ranks, job.gpus, strict=True)):
-            free = (
-                k
-                for k, spot in enumerate(spots)
-                if job.ranks[k] == host
-                and (job.gpus[k] is None) == (gpu is None)
-                and k not in chosen.values()
-            )
-            if (
-                rank not in chosen
-                and (taken := next((k for k in free if fits(spots[k], gpu)), None)) is not None
-            ):
-                chosen[rank] = taken
+            if rank in chosen:
+                continue
+            for k, spot in enumerate(spots):
+                alike = job.ranks[k] == host and (job.gpus[k] is None) == (gpu is None)
+                if alike and k not in chosen.values() and fits(spot, gpu):
+                    chosen[rank] = k
+                    break
     return [chosen[rank] for rank in range(len(spots))]
 
 
 def watch(job: Job, actors: list[Any]) -> list[WorkerExit]:
-    """Return how workers ended, once all have or, after a failure, GRACE_S later: then the others
-    are killed, and left out."""
+    """Return how workers ended, once all have or, after a failure, FAILURE_GRACE_S later: then the
+    others are killed, and left out."""
     running = {actor.wait.remote(): rank for rank, actor in enumerate(actors)}
     exits = list[WorkerExit]()
-    until = math.inf
-    while running and time.monotonic() < until:
+    deadline = math.inf
+    while running and time.monotonic() < deadline:
         for ended in ray.wait(list(running), timeout=POLL_S)[0]:
             rank = running.pop(ended)
             code = None
@@ -269,12 +265,12 @@ def watch(job: Job, actors: list[Any]) -> list[WorkerExit]:
             try:
                 code, problem = ray.get(ended)
             except ray.exceptions.RayError as error:
-                fact = f"its Ray node does not answer: {' '.join(str(error).split())[:200]}"
-            exits.append(
-                WorkerExit(rank=rank, host=job.ranks[rank], problem=problem, code=code, fact=fact)
-            )
+                words = " ".join(str(error).split())
+                fact = f"its Ray node does not answer: {words[:200]}"
+            host = job.ranks[rank]
+            exits.append(WorkerExit(rank=rank, host=host, problem=problem, code=code, fact=fact))
             if code != 0:
-                until = min(until, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
     for rank in running.values():
         actors[rank].signal.remote(signal.SIGKILL)
     time.sleep(POLL_S)
@@ -282,40 +278,43 @@ def watch(job: Job, actors: list[Any]) -> list[WorkerExit]:
 
 
 def describe(address: str) -> list[Node]:
-    """The nodes of a running cluster, the one that this process is on first."""
+    """List the nodes of a running cluster, the one that this process is on first."""
     join(address)
     own = ray.get_runtime_context().get_node_id()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    cards = _cards([node["NodeID"] for node in nodes if node["Resources"].get("GPU", 0)])
-    return [
-        Node(
-            name=node.get("Labels", {}).get("farspan-host") or node["NodeManagerHostname"],
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
+    cards = _list_cards([node["NodeID"] for node in alive if node["Resources"].get("GPU", 0)])
+    nodes = []
+    for node in alive:
+        labels = {"site": "ray", **node.get("Labels", {})}
+        name = labels.get("farspan-host") or node["NodeManagerHostname"]
+        amounts = {"CPU": 1, "GPU": 0, "memory": 0, **node["Resources"]}
+        cpus, gpus, memory = (int(amounts[key]) for key in ("CPU", "GPU", "memory"))
+        described = Node(
+            name=name,
             address=node["NodeManagerAddress"],
-            site=node.get("Labels", {}).get("site", "ray"),
-            cpus=int(node["Resources"].get("CPU", 1)),
-            gpus=int(node["Resources"].get("GPU", 0)),
-            accelerator=node.get("Labels", {}).get("ray.io/accelerator-type"),
-            memory=int(node["Resources"].get("memory", 0)),
+            site=labels["site"],
+            cpus=cpus,
+            gpus=gpus,
+            accelerator=labels.get("ray.io/accelerator-type"),
+            memory=memory,
             here=node["NodeID"] == own,
             cards=cards.get(node["NodeID"], ()),
         )
-        for node in sorted(
-            nodes, key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"])
-        )
-    ]
+        nodes.append(described)
+    return nodes
 
 
-def _cards(nodes: list[str]) -> dict[str, tuple[Gpu, ...]]:
-    """The GPUs that the driver of each of these nodes lists; none of a node that does not say."""
+def _list_cards(nodes: list[str]) -> dict[str, tuple[Gpu, ...]]:
+    """List the GPUs that each node's driver reports; none of a node that does not answer."""
     remote: Any = ray.remote(nvidia)
-    pending = {
-        node: remote.options(
-            num_cpus=0, num_gpus=0, label_selector={"ray.io/node-id": node}
-        ).remote()
-        for node in nodes
-    }
+    pending = {}
+    for node in nodes:
+        selector = {"ray.io/node-id": node}
+        question = remote.options(num_cpus=0, num_gpus=0, label_selector=selector)
+        pending[node] = question.remote()
     if pending:
-        ray.wait(list(pending.values()), num_returns=len(pending), timeout=CARDS_S)
+        ray.wait(list(pending.values()), num_returns=len(pending), timeout=DRIVER_TIMEOUT_S)
     cards = {}
     for node, answer in pending.items():
         try:
@@ -327,34 +326,36 @@ def _cards(nodes: list[str]) -> dict[str, tuple[Gpu, ...]]:
 
 def main() -> int:
     if sys.argv[1] == "describe":
-        sys.stdout.buffer.write(msgspec.json.encode(describe(sys.argv[2])))
+        nodes = describe(sys.argv[2])
+        sys.stdout.buffer.write(msgspec.json.encode(nodes))
         return 0
     if token := first_line().strip():
         os.environ["RAY_AUTH_TOKEN"] = token
     secret = first_line().strip()
     requests = Requests()
-    follow_input(stop=requests.say, ended=requests.say)
+    follow_input(stop=requests.stop_on_stdin, ended=requests.stop_on_stdin)
     job = msgspec.json.decode(sys.argv[1], type=Job)
+    problem = None
+    exits = list[WorkerExit]()
     try:
         join(job.address)
         exits = run(job, secret, requests)
     except Refusal as refusal:
-        exits = [_not_started(job, refusal.problem)]
+        problem = refusal.problem
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+        words = " ".join(str(error).split())
         problem = Problem(
             code="launcher-unusable",
             what="Ray cannot be used",
             where=job.address,
-            fact=" ".join(str(error).split())[:400],
+            fact=words[:400],
             remedy="ray status, with the same RAY_AUTH_TOKEN",
         )
-        exits = [_not_started(job, problem)]
-    save(exits, Path(job.folders[job.ranks[0]]) / "logs" / EXITS)
+    if problem is not None:
+        exits = [WorkerExit(rank=0, host=job.ranks[0], problem=problem)]
+    folder = Path(job.folders[job.ranks[0]])
+    save(exits, folder / "logs" / EXITS)
     return 1 if exits else 0
-
-
-def _not_started(job: Job, problem: Problem) -> WorkerExit:
-    return WorkerExit(rank=0, host=job.ranks[0], problem=problem)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One Ray node that lives no longer than who started it: `python -m farspan.launch.ray_node
+"""One Ray node that lives no longer than its launcher: `python -m farspan.launch.ray_node
 RAY-START-OPTIONS`.
 
 The first line of its standard input is the token: everybody on the machine can read a command line.
-It ends Ray when it is told to (SIGTERM), or when its standard input ends, as it does when the
-launcher is gone. Ray would take the workers along that are saving then: they go first.
+It ends Ray when it gets SIGTERM, or when its standard input ends, as it does when the launcher is
+gone. Ray would take the workers along that are saving then: they go first.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import psutil
 
 from farspan.domain.interpreter import module_command
 from farspan.launch.stop_on_stdin import run
-from farspan.launch.workers import POLL_S, SAVE_S
+from farspan.launch.workers import POLL_S, SAVE_TIMEOUT_S
 
 
 def let_workers_end() -> None:
     """Wait for the workers that this node's actors have started."""
-    deadline = time.monotonic() + SAVE_S
-    while time.monotonic() < deadline and any(
-        map(_is_worker, psutil.Process().children(recursive=True))
-    ):
+    deadline = time.monotonic() + SAVE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        family = psutil.Process().children(recursive=True)
+        if not any(map(_is_worker, family)):
+            break
         time.sleep(POLL_S)
 
 
@@ -43,12 +44,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(
         prefix="fr-", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:
-        words = module_command(
-            sys.executable, "ray.scripts.scripts", "start", "--block", f"--temp-dir={folder}"
-        )
-        return run(
-            [*words, *sys.argv[1:]], {**os.environ, "RAY_AUTH_TOKEN": token}, first=let_workers_end
-        )
+        options = ["start", "--block", f"--temp-dir={folder}", *sys.argv[1:]]
+        words = module_command(sys.executable, "ray.scripts.scripts", *options)
+        environment = {**os.environ, "RAY_AUTH_TOKEN": token}
+        return run(words, environment, first=let_workers_end)
 
 
 if __name__ == "__main__":

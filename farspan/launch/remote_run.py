@@ -1,5 +1,5 @@
-"""A run whose rank 0 works on a host with a disk of its own: its folder goes there, and what it
-records comes back."""
+"""Sends the folder of a run to rank 0's host, where that has a disk of its own, and brings back
+what it records."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PULL_S = 1.0
 #: A question is answered within this; files may take as long as they keep coming.
 ANSWER_S = 20.0
 #: Bytes of events that one question brings at most.
-MOST_EVENT_BYTES = 2**26
-#: What a worker opens of a Hugging Face folder; the same weights may lie beside them in other
+MAX_EVENT_BYTES = 2**26
+#: What a worker opens of a Hugging Face folder, which may also hold the same weights in other
 #: formats.
 MODEL_FILES = (".json", ".safetensors")
 
 
 class RemoteRun:
-    """The folder of one run on the host of its rank 0, beside the one here."""
+    """The folder of one run on the host of its rank 0, and the one here."""
 
     def __init__(
         self,
@@ -55,19 +55,15 @@ class RemoteRun:
         self._pulled = 0
 
     def send(self) -> None:
-        """Plan, tokens and what was saved, unless they are there. Raises Refusal
+        """Send plan, tokens and what was saved, unless they are there. Raises Refusal
         (host-unreachable)."""
-        record = load(self._here.record, RunRecord)
-        corpus = (
-            Path(self._host.folder or "")
-            / "cache"
-            / find.CORPORA
-            / find.sent_name(self._plan.inputs.corpus)
-        )
+        here = self._here
+        record = load(here.record, RunRecord)
+        corpora = Path(self._host.folder or "") / "cache" / find.CORPORA
+        corpus = corpora / find.sent_name(self._plan.inputs.corpus)
         if not self._has_corpus(corpus):
             self._send_corpus(corpus)
         if self._ask(f"cat {quoted(self._there.plan)}") is None:
-            here = self._here
             sent = [
                 here.corpus,
                 here.tokenizer,
@@ -76,29 +72,25 @@ class RemoteRun:
                 here.checkpoints,
                 here.plan,
             ]
-            moved = msgspec.structs.replace(
-                record, corpus=str(corpus), initial=self._send_initial(record.initial)
-            )
-            files = [path for path in sent if path.exists()]
-            self._put(
-                [(path, path.name) for path in files],
-                self._there.path,
-                {"run.json": to_json(moved)},
-            )
+            initial = self._send_initial(record.initial)
+            moved = msgspec.structs.replace(record, corpus=str(corpus), initial=initial)
+            files = [(path, path.name) for path in sent if path.exists()]
+            self._send_files(files, self._there.path, {"run.json": to_json(moved)})
         else:
             self._send_newest_checkpoint()
-        if self._here.epochs.exists():
-            self._put([(self._here.epochs, self._here.epochs.name)], self._there.path)
+        if here.epochs.exists():
+            self._send_files([(here.epochs, here.epochs.name)], self._there.path)
         # What was recorded there and never came back comes now.
-        self._pulled = self._here.events.stat().st_size if self._here.events.exists() else 0
+        if here.events.exists():
+            self._pulled = here.events.stat().st_size
         self.pull()
 
     def _has_corpus(self, corpus: Path) -> bool:
-        """Whether the host has a whole copy of the corpus: its manifest, and token files of the
-        sizes that this says."""
-        names = ["corpus.json", *TOKEN_FILES]
+        """Return whether the host has a whole copy of the corpus: its manifest, and token files of
+        the sizes that this gives."""
+        files = " ".join(["corpus.json", *TOKEN_FILES])
         sizes = "; ".join(f"wc -c < {name}" for name in TOKEN_FILES)
-        answer = self._ask(f"cd {quoted(corpus)} && ls {' '.join(names)} >&2 && ({sizes})")
+        answer = self._ask(f"cd {quoted(corpus)} && ls {files} >&2 && ({sizes})")
         if answer is None:
             return False
         manifest = load(self._here.corpus, CorpusManifest)
@@ -110,20 +102,22 @@ class RemoteRun:
         folder = find.require_corpus(self._here, self._plan.inputs.corpus)
         manifest = load(folder / "corpus.json", CorpusManifest)
         tokens.verify(folder, manifest, find.mending_command(self._here, folder))
-        # The file that says what the folder is comes last: without it the folder counts as empty.
-        self._put([(folder / name, name) for name in (*TOKEN_FILES, "corpus.json")], corpus)
+        # The manifest comes last: without it the folder counts as empty.
+        files = [(folder / name, name) for name in (*TOKEN_FILES, "corpus.json")]
+        self._send_files(files, corpus)
 
     def _send_newest_checkpoint(self) -> None:
         """Send the newest checkpoint here, if a host that has the run lacks it: the run may have
         gone on elsewhere since."""
-        if (step := self._here.newest_checkpoint()) >= 0:
+        step = self._here.newest_checkpoint()
+        if step >= 0:
             path = self._here.checkpoints / f"step-{step:08d}"
             manifest = quoted(self._there.checkpoints / path.name / "manifest.json")
             if self._ask(f"cat {manifest}") != (path / "manifest.json").read_bytes():
-                self._put([(path, f"{self._here.checkpoints.name}/{path.name}")], self._there.path)
+                self._send_files([(path, f"{path.parent.name}/{path.name}")], self._there.path)
 
     def _send_initial(self, initial: str | None) -> str | None:
-        """The model that the run starts from; where it lies there. Raises Refusal
+        """Send the model that the run starts from; return where it lies there. Raises Refusal
         (path-missing)."""
         if initial is None:
             return None
@@ -131,10 +125,11 @@ class RemoteRun:
         there = self._there.path / "initial"
         if not here.is_dir():
             raise missing_path(here)
-        files = [
-            path for path in sorted(here.iterdir()) if path.suffix in MODEL_FILES and path.is_file()
-        ]
-        self._put([(_inside(path, here), path.name) for path in files], there)
+        files = []
+        for path in sorted(here.iterdir()):
+            if path.suffix in MODEL_FILES and path.is_file():
+                files.append((_resolve_inside(path, here), path.name))
+        self._send_files(files, there)
         return str(there)
 
     def pull(self, *, now: bool = True) -> None:
@@ -143,49 +138,45 @@ class RemoteRun:
         if not now and time.monotonic() - self._asked_at < PULL_S:
             return
         self._asked_at = time.monotonic()
-        new = self._ask(
-            f"tail -c +{self._pulled + 1} {quoted(self._there.events)} | head -c {MOST_EVENT_BYTES}"
-        )
+        events = quoted(self._there.events)
+        new = self._ask(f"tail -c +{self._pulled + 1} {events} | head -c {MAX_EVENT_BYTES}") or b""
         # Whole lines only: one that a killed worker leaves unfinished is cut there by the next.
-        if whole := (new or b"")[: (new or b"").rfind(b"\n") + 1]:
+        whole = new[: new.rfind(b"\n") + 1]
+        if whole:
             with open_own(self._here.events, "ab") as file:
                 file.write(whole)
             self._pulled += len(whole)
 
     def fetch(self) -> None:
-        """Copy the checkpoints that are there and not here. Raises Refusal (host-unreachable) that
-        says where they are."""
+        """Copy the checkpoints that are there and not here. Raises Refusal (host-unreachable) with
+        where they are."""
         self.mirror.copy_missing()
 
     def _ask(self, text: str) -> bytes | None:
-        return ask(self._host, text, ANSWER_S, MOST_EVENT_BYTES)
+        return ask(self._host, text, ANSWER_S, MAX_EVENT_BYTES)
 
-    def _put(
+    def _send_files(
         self,
         files: Iterable[tuple[Path, str]],
         folder: Path,
         contents: dict[str, bytes] | None = None,
     ) -> None:
         where = quoted(folder)
-        with started(
-            self._host,
-            f"umask 077 && mkdir -p {where}/logs && tar -xf - -C {where}",
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as process:
+        script = f"umask 077 && mkdir -p {where}/logs && tar -xf - -C {where}"
+        with started(self._host, script, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdin is not None and process.stderr is not None
             try:
                 with process.stdin:
                     send_files(process.stdin, files, contents)
             except BrokenPipeError:
-                pass  # What it says tells more.
-            said = process.stderr.read().decode(errors="replace").strip()
+                pass  # Its own message explains more.
+            message = process.stderr.read().decode(errors="replace").strip()
         if process.returncode:
             raise Refusal(
                 "host-unreachable",
                 what=f"{self._host.name} does not take the run's files",
                 where=f"{self._host.name}, {folder}",
-                fact=said[-300:] or f"exit code {process.returncode}",
+                fact=message[-300:] or f"exit code {process.returncode}",
                 remedy="farspan doctor --cluster, with the same cluster",
             )
 
@@ -193,22 +184,23 @@ class RemoteRun:
 def remote_run(
     plan: Plan, run: RunFolder, cluster: Cluster, flaw_of: FlawOf | None = None
 ) -> RemoteRun | None:
-    """The folder of a run on the host of its rank 0; None where that sees the run's folder here, or
-    is not in the cluster."""
-    first = next((host for host in cluster.hosts if host.name == plan.devices[0].host), None)
-    if first is None or first.folder is None:
-        return None
-    return RemoteRun(first, plan, run, run_folder(first, plan, run), flaw_of)
+    """Return a run's folder on its rank 0's host; None where that host sees the run's folder here,
+    or is not in the cluster."""
+    for host in cluster.hosts:
+        if host.name == plan.devices[0].host and host.folder is not None:
+            return RemoteRun(host, plan, run, run_folder(host, plan, run), flaw_of)
+    return None
 
 
-def _inside(path: Path, folder: Path) -> Path:
-    """The file that a name in a model's folder leads to. In the cache of Hugging Face all files are
+def _resolve_inside(path: Path, folder: Path) -> Path:
+    """Resolve a file name in a model's folder. In the cache of Hugging Face all files are
     links to `blobs` of the same model. Raises Refusal (path-unusable) for a link out of the model,
     which would send what is there."""
     real = path.resolve()
     whole = folder.resolve()
-    cached = whole.parent.name == "snapshots" and real.is_relative_to(whole.parent.parent / "blobs")
-    if not (real.is_relative_to(whole) or cached):
+    snapshots = whole.parent
+    in_cache = snapshots.name == "snapshots" and real.is_relative_to(snapshots.parent / "blobs")
+    if not (in_cache or real.is_relative_to(whole)):
         raise Refusal(
             "path-unusable",
             what="a file of the model is a link that leads out of its folder",

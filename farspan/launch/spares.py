@@ -1,5 +1,4 @@
-"""Warm spare processes beside the workers of a run: after a fault they take the places of those
-that are gone.
+"""Warm spare processes of a run: after a fault they take the places of the workers that are gone.
 
 A worker imports PyTorch for seconds, several of them on few cores for many. A spare has done so
 before it is needed.
@@ -13,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import IO, NamedTuple
@@ -31,18 +31,18 @@ from farspan.launch.processes import HostProcess, with_environment, worker_envir
 #: Memory that a spare takes, by rough measurement; they are started where there are twice as many
 #: bytes for all.
 SPARE_BYTES = 400 * 10**6
-#: A spare that is told to end has ended within this.
-END_S = 5.0
+#: A spare that is killed has ended within this.
+KILL_TIMEOUT_S = 5.0
 #: A spare that does not answer and has not computed for this long stands still. One that still
 #: imports computes; after the second limit a fresh worker is quicker.
 SILENCE_S = 3.0
-IMPORT_S = 60.0
+IMPORT_TIMEOUT_S = 60.0
 #: How often a spare that is asked is looked at.
 POLL_S = 0.1
 
 
 class Seat(NamedTuple):
-    """What a spare fits: a device of a host, with so many threads."""
+    """What a spare fits: a device of a host, with a number of threads."""
 
     host: str
     device: int
@@ -50,13 +50,11 @@ class Seat(NamedTuple):
 
 
 class SpareProcess(HostProcess):
-    """Waits on its host, beside the device; then it is the worker of a rank."""
+    """Waits on its host for a device; then it is the worker of a rank."""
 
     def __init__(self, host: Host, seat: Seat, log: Path, keep_open: int) -> None:
-        words = with_environment(
-            worker_environment(seat.threads),
-            module_command(interpreter(host), "farspan.runtime.spare"),
-        )
+        words = module_command(interpreter(host), "farspan.runtime.spare")
+        words = with_environment(worker_environment(seat.threads), words)
         with open_own(log, "ab") as file:
             super().__init__(
                 host,
@@ -65,7 +63,7 @@ class SpareProcess(HostProcess):
                 log=file,
                 keep_open=keep_open,
                 device=seat.device,
-                said=b"",
+                first_input=b"",
                 answers=True,
                 variables={SPARE: "1"},
             )
@@ -73,19 +71,22 @@ class SpareProcess(HostProcess):
     def is_ready(self) -> bool:
         """Ask it, once, and wait for the answer. False where it has ended or stands still."""
         self.say(SPARE_ASKED)
-        said = b""
+        answer = b""
         computed_s = -1.0
-        began = active = time.monotonic()
-        while not said.endswith(SPARE_READY):
-            if self._answers in select.select([self._answers], [], [], POLL_S)[0]:
-                if not (piece := os.read(self._answers.fileno(), 2**12)):
+        began = time.monotonic()
+        last_active = began
+        while not answer.endswith(SPARE_READY):
+            if select.select([self._answers], [], [], POLL_S)[0]:
+                piece = os.read(self._answers.fileno(), 2**12)
+                if not piece:
                     return False
-                said += piece
+                answer += piece
             now = time.monotonic()
-            if (seconds := self._computed_s()) != computed_s:
+            seconds = self._computed_s()
+            if seconds != computed_s:
                 computed_s = seconds
-                active = now
-            if now - active > SILENCE_S or now - began > IMPORT_S:
+                last_active = now
+            if now - last_active > SILENCE_S or now - began > IMPORT_TIMEOUT_S:
                 return False
         return True
 
@@ -95,7 +96,7 @@ class SpareProcess(HostProcess):
         return self._process.stdout
 
     def _computed_s(self) -> float:
-        """Seconds of processor time that it has had so far, with what entered its host."""
+        """Return the seconds of processor time that it has had, with what entered its host."""
         seconds = 0.0
         with suppress(psutil.Error):
             own = psutil.Process(self.pid)
@@ -112,9 +113,10 @@ class SpareProcess(HostProcess):
             plan=str(folder.plan), run=str(folder.path), environment=environment, log=str(log)
         )
         self.ranks = (rank,)
-        self._stops_by_word = False
+        self._stops_by_input = False
         self._answers.close()
-        self.say(msgspec.json.encode(task) + f"\n{secret}\n".encode())
+        content = msgspec.json.encode(task)
+        self.say(content + f"\n{secret}\n".encode())
 
 
 class Spares:
@@ -142,24 +144,24 @@ class Spares:
             self._waiting.setdefault(seat, []).append(spare)
 
     def take(self, host: str, index: int, threads: int) -> SpareProcess | None:
-        """A spare that waits for this device and answers, if one does. One that stands still is
-        ended: its place would stay empty."""
+        """Take a spare that waits for this device and answers, if one does. One that stands still
+        is ended: its place would stay empty."""
         waiting = self._waiting.get(Seat(host, index, threads), [])
         while waiting:
             spare = waiting.pop(0)
             if spare.is_ready():
                 return spare
-            _end([spare])
+            _kill_spares([spare])
         return None
 
     def close(self) -> None:
-        _end([spare for spares in self._waiting.values() for spare in spares])
+        _kill_spares(list(chain.from_iterable(self._waiting.values())))
         self._waiting.clear()
 
 
-def _end(spares: Sequence[SpareProcess]) -> None:
+def _kill_spares(spares: Sequence[SpareProcess]) -> None:
     for spare in spares:
         spare.kill()
     for spare in spares:
         with suppress(TimeoutExpired):
-            spare.wait(END_S)
+            spare.wait(KILL_TIMEOUT_S)

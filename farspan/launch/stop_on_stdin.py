@@ -27,8 +27,8 @@ import psutil
 from farspan.domain.run import SECRET
 from farspan.domain.standard_input import KILL, LED, STOP, first_line
 
-#: Of Linux's prctl.h: the signal that a process gets when its parent ends; who adopts what its
-#: descendants leave.
+#: Of Linux's prctl.h: the signal that a process gets when its parent ends; whether a process adopts
+#: what its descendants leave.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -36,32 +36,43 @@ _PR_SET_CHILD_SUBREAPER = 36
 def follow_input(
     *, stop: Callable[[], None], ended: Callable[[], None], kill: Callable[[], None] = lambda: None
 ) -> None:
-    """Have `stop` called when standard input says STOP, `kill` when it says KILL, and `ended` when
-    it has ended without."""
+    """Call `stop` at each STOP on standard input, `kill` at KILL, and `ended` when it has ended
+    without."""
 
-    def read() -> None:
-        while (said := os.read(0, 1)) not in (b"", KILL):
-            if said == STOP:
+    def read_input() -> None:
+        while (command := os.read(0, 1)) not in (b"", KILL):
+            if command == STOP:
                 stop()
-        (kill if said == KILL else ended)()
+        if command == KILL:
+            kill()
+        else:
+            ended()
 
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=read_input, daemon=True).start()
 
 
 def run(
     words: Sequence[str],
     environment: Mapping[str, str] | None = None,
     *,
-    adopt: bool = False,
     leads: bool = False,
     first: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give
-    it. With `adopt` until all have ended that it leaves behind. With `leads` the command's standard
-    input says STOP, and ends with this process. When it is to be asked, `first` is called
-    before."""
+    """Run a command until it ends, asked to (SIGTERM) or not; return its exit code, as a shell
+    does.
+
+    With `leads` the command gets STOP on its standard input, which ends with this process, and this
+    runs until all have ended that the command leaves behind. Before it is asked, `first` is called.
+    """
     asked = threading.Event()
     killed = threading.Event()
+    linux = sys.platform == "linux"
+    parent = os.getpid()
+
+    def end_with_parent() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # Killed in between.
+            os._exit(128 + signal.SIGTERM)
 
     def stop() -> None:
         if process.stdin is not None:
@@ -74,10 +85,21 @@ def run(
         asked.set()
 
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    process = _started(words, environment, adopt=adopt, leads=leads)
+    if leads and linux:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Before any other thread runs here, which could hold a lock while the process is made.
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        bufsize=0,
+        stdin=subprocess.PIPE if leads else subprocess.DEVNULL,
+        preexec_fn=end_with_parent if linux else None,
+        # It inherits what this process was given to keep open, as the lock of a run.
+        close_fds=False,
+    )
     follow_input(stop=stop, ended=asked.set, kill=kill)
 
-    def end() -> None:
+    def end_command() -> None:
         asked.wait()
         first()
         if not killed.is_set():
@@ -85,44 +107,18 @@ def run(
         killed.wait()
         family = psutil.Process().children(recursive=True)
         process.kill()
-        for member in family if adopt else ():
+        for member in family if leads else ():
             with suppress(psutil.NoSuchProcess):
                 member.kill()
 
-    threading.Thread(target=end, daemon=True).start()
+    threading.Thread(target=end_command, daemon=True).start()
     code = process.wait()
     with suppress(ChildProcessError):  # None is left.
-        while adopt:
+        while leads:
             os.wait()
     return code if code >= 0 else 128 - code
 
 
-def _started(
-    words: Sequence[str], environment: Mapping[str, str] | None, *, adopt: bool, leads: bool
-) -> subprocess.Popen[bytes]:
-    """The command, before any other thread runs here, which could hold a lock while its process is
-    made."""
-    linux = sys.platform == "linux"
-    parent = os.getpid()
-
-    def follow() -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # Killed in between.
-            os._exit(128 + signal.SIGTERM)
-
-    if adopt and linux:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    return subprocess.Popen(
-        words,
-        env=environment,
-        bufsize=0,
-        stdin=subprocess.PIPE if leads else subprocess.DEVNULL,
-        preexec_fn=follow if linux else None,
-        # It inherits what this process was given to keep open, as the lock of a run.
-        close_fds=False,
-    )
-
-
 if __name__ == "__main__":
     led = {**os.environ, SECRET: first_line(), LED: "1"}
-    raise SystemExit(run(sys.argv[1:], led, adopt=True, leads=True))
+    raise SystemExit(run(sys.argv[1:], led, leads=True))

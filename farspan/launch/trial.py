@@ -1,4 +1,4 @@
-"""A plan run for a few steps by its launcher's own workers, watched, and never longer than a
+"""Runs a plan for a few steps by its launcher's own workers, watched, and never longer than a
 deadline."""
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from farspan import models
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Host
 from farspan.domain.codec import save
 from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.engine import engine
@@ -26,7 +25,6 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import (
     COMPUTE,
     IN_STEP,
-    Environment,
     Event,
     Started,
     Step,
@@ -45,20 +43,20 @@ from farspan.semantics.identity import plan_key
 
 #: Steps before those that count: memory is taken, connections are opened, windows of TCP grow.
 WARMUP = 2
-#: Steps between the meetings of replicas in a trial, and how many such rounds are timed after a
+#: Steps between the outer syncs of replicas in a trial, and how many such rounds are timed after a
 #: first.
 EVERY = 4
 ROUNDS = 2
-#: Processes have so long to start and meet; steps so many times their predicted time, and a while
+#: Seconds for processes to start and meet; steps get LATE times their predicted time, and FIRST_S
 #: for what the first of them open and load.
 START_S = 120.0
 LATE = 4.0
 FIRST_S = 30.0
-#: What a host lacks of the corpus is sent to it at least so fast, bytes a second. A choice: 10
+#: What a host lacks of the corpus is sent to it at least at this rate, bytes a second. A choice: 10
 #: Mbit/s, shared by few.
 SEND_RATE = 1e6
-#: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast,
-#: bytes a second.
+#: Bytes of a parameter's weights, gradient and optimizer state, and the least rate at which they
+#: are made and moved, bytes a second.
 STATE_BYTES = 16
 STATE_RATE = 2e8
 
@@ -73,43 +71,54 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steps_for(step_s: float, seconds: float = 5.0) -> int:
-    """So many steps that they take about `seconds`: 3 at least, 20 at most."""
+    """Return how many steps take about `seconds`: 3 at least, 20 at most."""
     return max(3, min(20, round(seconds / step_s)))
 
 
 def limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> Limits:
-    """What a trial of a plan whose step is predicted may take."""
-    return Limits(
-        steps=steps, deadline_s=FIRST_S + LATE * predicted_s(plan, cluster, step_s, steps)
-    )
+    """Return what a trial of a plan whose step is predicted may take."""
+    seconds = predicted_s(plan, cluster, step_s, steps)
+    return Limits(steps=steps, deadline_s=FIRST_S + LATE * seconds)
 
 
 def predicted_s(
     plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup: int = WARMUP
 ) -> float:
-    """Seconds that the steps of a trial are predicted to take: in one, replicas meet far more often
-    than in the run."""
+    """Return the seconds that the steps of a trial are predicted to take: in one, replicas
+    synchronize far more often than in the run."""
     if plan.sync is None:
         return (warmup + steps) * step_s
     short = shortened(plan, steps, warmup)
-    predicted = estimate(short, models.graph(plan.model), cluster, engine(plan.engine))
+    graph = models.graph(plan.model)
+    predicted = estimate(short, graph, cluster, engine(plan.engine))
     return short.train.steps * max(step_s, predicted.step_s)
 
 
 def start_s(plan: Plan, cluster: Cluster, corpus: Path) -> float:
-    """Seconds that workers may take until they train: they start and meet, hosts that share no disk
-    are sent the corpus, and state is made."""
+    """Return the seconds that workers may take until they train: they start and meet, hosts that
+    share no disk are sent the corpus, and state is made."""
+    state_bytes = STATE_BYTES * parameters(plan.model)
+    files = [corpus / name for name in TOKEN_FILES]
+    corpus_bytes = sum(path.stat().st_size for path in files if path.exists())
+    sent_bytes = len(_far_hosts(plan, cluster)) * corpus_bytes
+    return START_S + state_bytes / STATE_RATE + sent_bytes / SEND_RATE
+
+
+def _far_hosts(plan: Plan, cluster: Cluster) -> list[Host]:
+    """List the plan's hosts that have a disk of their own."""
     used = {device.host for device in plan.devices}
-    far = sum(host.name in used and host.folder is not None for host in cluster.hosts)
-    size = sum((corpus / name).stat().st_size for name in TOKEN_FILES if (corpus / name).exists())
-    return START_S + STATE_BYTES * parameters(plan.model) / STATE_RATE + far * size / SEND_RATE
+    return [host for host in cluster.hosts if host.name in used and host.folder is not None]
 
 
 def shortened(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
-    """The plan with so many steps to time: nothing is validated or saved before its end, and
-    replicas meet often."""
-    sync = plan.sync and msgspec.structs.replace(plan.sync, every=min(plan.sync.every, EVERY))
-    total = warmup + steps if sync is None else sync.every * (1 + ROUNDS)
+    """Shorten the plan to `steps` timed steps: nothing is validated or saved before its end, and
+    replicas synchronize often."""
+    sync = plan.sync
+    total = warmup + steps
+    if sync is not None:
+        every = min(sync.every, EVERY)
+        sync = msgspec.structs.replace(sync, every=every)
+        total = every * (1 + ROUNDS)
     train = msgspec.structs.replace(
         plan.train,
         steps=total + 1,
@@ -128,24 +137,34 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
     began = time.monotonic()
     key = plan_key(plan)
     with tempfile.TemporaryDirectory(prefix="farspan-trial-") as folder:
-        run = _run_folder(RunFolder(Path(folder, "run")), short, corpus)
+        run = _make_run_folder(Path(folder, "run"), short, corpus)
+        starting_s = start_s(plan, cluster, corpus)
+        problem = None
         try:
-            ends = _run(short, run, cluster, launcher, within, start_s(plan, cluster, corpus))
+            ends = _run_steps(short, run, cluster, launcher, within, starting_s)
         except Refusal as refusal:
-            if refusal.problem.code == "interrupted":
+            problem = refusal.problem
+            if problem.code == "interrupted":
                 raise
-            # A killed worker counts as out of memory unless the system says that it was not.
-            memory = refusal.problem.code == "out-of-memory" or bool(refusal.problem.suspected)
-            return Trial(
-                plan=key,
-                status="oom" if memory else "failed",
-                problem=refusal.problem,
-                environment=_environment(_records(run, len(plan.devices))),
-                took_s=time.monotonic() - began,
-            )
         finally:
-            _forget(short, run, cluster)
-        records = _records(run, len(plan.devices))
+            for host in _far_hosts(plan, cluster):
+                ask(host, f"rm -rf {quoted(run_folder(host, short, run).path)}")
+        records = _read_records(run, len(plan.devices))
+    environment = None
+    for event in records.get(0, ()):
+        if isinstance(event, Started):
+            environment = event.environment
+            break
+    if problem is not None:
+        # A killed worker counts as out of memory unless the system knows that it was not.
+        is_memory = problem.code == "out-of-memory" or problem.suspected
+        return Trial(
+            plan=key,
+            status="oom" if is_memory else "failed",
+            problem=problem,
+            environment=environment,
+            took_s=time.monotonic() - began,
+        )
     step_s, seconds = timed(plan, short, ends, within.warmup)
     return Trial(
         plan=key,
@@ -154,7 +173,7 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
         steps=seconds,
         compute_s=computing(records, plan),
         memory_bytes=peaks(records),
-        environment=_environment(records),
+        environment=environment,
         took_s=time.monotonic() - began,
     )
 
@@ -162,28 +181,29 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
 def timed(
     plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP
 ) -> tuple[float, tuple[float, ...]]:
-    """Seconds of a step of the plan, and all that were timed, from when each step of the short one
-    ended."""
+    """Return the seconds of a step of the plan, and all that were timed, from when each step of the
+    short one ended."""
+    warm = warmup if short.sync is None else short.sync.every
+    steps = [after - before for before, after in itertools.pairwise(ends[warm - 1 :])]
     if short.sync is None or plan.sync is None:
-        steps = [after - before for before, after in itertools.pairwise(ends[warmup - 1 :])]
         return statistics.median(steps), tuple(steps)
+    # An outer sync comes after its round's last step was reported: it is in the next one's seconds.
     every = short.sync.every
-    steps = [after - before for before, after in itertools.pairwise(ends[every - 1 :])]
-    # A meeting comes after its round's last step was told: it is in the next one's seconds.
-    meetings = steps[::every]
-    between = [step for i, step in enumerate(steps) if i % every] or meetings
-    usual = statistics.fmean(between)
-    extra = max(0.0, statistics.fmean(meetings) - usual)
+    with_sync = steps[::every]
+    without_sync = [step for i, step in enumerate(steps) if i % every] or with_sync
+    usual = statistics.fmean(without_sync)
+    extra = max(0.0, statistics.fmean(with_sync) - usual)
     if plan.sync.overlap:  # The run has more steps to hide an exchange behind than the trial had.
-        extra = max(0.0, extra - (plan.sync.every - every) * usual)
+        more_steps = plan.sync.every - every
+        extra = max(0.0, extra - more_steps * usual)
     return usual + extra / plan.sync.every, tuple(steps)
 
 
-def _run(
+def _run_steps(
     plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits, starting_s: float
 ) -> list[float]:
-    """When each step but the last ended: after the last one the model would be saved and tried.
-    Raises Refusal."""
+    """Return when each step but the last ended: after the last one the model would be saved and
+    tried. Raises Refusal."""
     wanted = plan.train.steps - 1
     ends = list[float]()
     with launch(launcher, plan, run, cluster) as workers, Deadline(workers, starting_s) as deadline:
@@ -192,31 +212,22 @@ def _run(
             for event in workers:
                 if isinstance(event, Started):
                     deadline.begin(within.deadline_s)
-                ends += [event.at] if isinstance(event, Step) else []
+                elif isinstance(event, Step):
+                    ends.append(event.at)
                 if len(ends) == wanted:
                     workers.end()
                     return ends
+            what = "the workers ended early"
+            fact = f"they made {len(ends)} of {counted(wanted, 'step')}"
         except Refusal as refusal:
             if not deadline.passed:
                 raise
-            said = (
-                ""
-                if refusal.problem.last_words is None
-                else f"last words: {refusal.problem.last_words}"
-            )
-            raise Refusal(
-                "worker-lost",
-                what=f"the trial did not end within {deadline.seconds:.0f} s",
-                where=run.path,
-                fact=f"it made {len(ends)} of {counted(wanted, 'step')}; {said}",
-                remedy="farspan doctor --cluster",
-            ) from None
+            what = f"the trial did not end within {deadline.seconds:.0f} s"
+            fact = f"it made {len(ends)} of {counted(wanted, 'step')}; "
+            if refusal.problem.last_words is not None:
+                fact += f"last words: {refusal.problem.last_words}"
     raise Refusal(
-        "worker-lost",
-        what="the workers ended early",
-        where=run.path,
-        fact=f"they made {len(ends)} of {counted(wanted, 'step')}",
-        remedy="farspan doctor --cluster",
+        "worker-lost", what=what, where=run.path, fact=fact, remedy="farspan doctor --cluster"
     )
 
 
@@ -228,13 +239,13 @@ class Deadline:
         self._workers = workers
         self.seconds = seconds
         self.passed = False
-        self._timer = threading.Timer(seconds, self._pass)
+        self._timer = threading.Timer(seconds, self._on_timeout)
 
     def begin(self, seconds: float) -> None:
-        """Allow so many seconds from now on."""
+        """Allow this many seconds from now on."""
         self.seconds = seconds
         self._timer.cancel()
-        self._timer = threading.Timer(seconds, self._pass)
+        self._timer = threading.Timer(seconds, self._on_timeout)
         self._timer.daemon = True
         self._timer.start()
 
@@ -242,20 +253,15 @@ class Deadline:
         self.begin(self.seconds)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._timer.cancel()
-        self._kill()
+        self._kill_workers()
 
-    def _pass(self) -> None:
+    def _on_timeout(self) -> None:
         self.passed = True
-        self._kill()
+        self._kill_workers()
 
-    def _kill(self) -> None:
+    def _kill_workers(self) -> None:
         for process in self._workers.processes:
             # Services are asked when the workers are left: killed, a Ray node would leave what it
             # has started.
@@ -263,58 +269,46 @@ class Deadline:
                 process.signal(signal.SIGKILL)
 
 
-def _run_folder(run: RunFolder, plan: Plan, corpus: Path) -> RunFolder:
-    """A run directory as `farspan train` makes it."""
+def _make_run_folder(path: Path, plan: Plan, corpus: Path) -> RunFolder:
+    """Make a run directory as `farspan train` does."""
+    run = RunFolder(path)
     run.make()
-    save(
-        RunRecord(corpus=str(corpus.resolve()), command=("farspan", "select"), created=""),
-        run.record,
-    )
+    record = RunRecord(corpus=str(corpus.resolve()), command=("farspan", "select"), created="")
+    save(record, run.record)
     for name in ("corpus.json", "tokenizer.json"):
         (run.path / name).write_bytes((corpus / name).read_bytes())
     save(plan, run.plan)
     return run
 
 
-def _records(run: RunFolder, world: int) -> dict[int, list[Event]]:
-    """What each rank has written down, of those whose logs lie here."""
-    logs = {0: run.events} | {
-        rank: run.logs / f"rank-{rank}.events.jsonl" for rank in range(1, world)
-    }
-    return {rank: list(read_events(log)) for rank, log in logs.items() if log.exists()}
+def _read_records(run: RunFolder, world: int) -> dict[int, list[Event]]:
+    """Read what each rank has recorded, of those whose logs lie here."""
+    records = {}
+    for rank in range(world):
+        log = run.logs / f"rank-{rank}.events.jsonl" if rank else run.events
+        if log.exists():
+            records[rank] = list(read_events(log))
+    return records
 
 
 def peaks(records: Mapping[int, Sequence[Event]]) -> dict[int, int]:
-    """The most bytes that each rank said it held."""
-    held = {
-        rank: [step.memory_bytes for step in events if isinstance(step, Step)]
-        for rank, events in records.items()
-    }
-    return {rank: max(sizes) for rank, sizes in held.items() if sizes}
+    """Return the most bytes that each rank reported to hold."""
+    peak_bytes = {}
+    for rank, events in records.items():
+        sizes = [step.memory_bytes for step in events if isinstance(step, Step)]
+        if sizes:
+            peak_bytes[rank] = max(sizes)
+    return peak_bytes
 
 
 def computing(records: Mapping[int, Sequence[Event]], plan: Plan) -> dict[int, float]:
-    """Seconds of each rank's passes and update in the quickest step that it traced."""
-    seconds = {}
+    """Return the seconds of each rank's passes and update in the quickest step that it traced."""
+    seconds = dict[int, float]()
     for rank, events in records.items():
         traced = [event for event in events if isinstance(event, Traced)]
-        if traced and plan.devices[rank].backend in IN_STEP:
-            seconds[rank] = min(
-                sum(span.end - span.start for span in step.spans if span.kind in COMPUTE)
-                for step in traced
-            )
+        if plan.devices[rank].backend in IN_STEP:
+            for step in traced:
+                spans = [span for span in step.spans if span.kind in COMPUTE]
+                step_s = sum(span.end - span.start for span in spans)
+                seconds[rank] = min(step_s, seconds.get(rank, step_s))
     return seconds
-
-
-def _environment(records: Mapping[int, Sequence[Event]]) -> Environment | None:
-    return next(
-        (event.environment for event in records.get(0, ()) if isinstance(event, Started)), None
-    )
-
-
-def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
-    """Remove what the workers left on hosts that have a disk of their own."""
-    used = {device.host for device in plan.devices}
-    for host in cluster.hosts:
-        if host.name in used and host.folder is not None:
-            ask(host, f"rm -rf {quoted(run_folder(host, plan, run).path)}")

@@ -1,5 +1,6 @@
-"""Whether a run folder may start what its cluster.json says: commands that enter hosts, and their
-Pythons; whether its links may be followed; and whether its index may be searched at a server.
+"""Decides whether a run folder may start what its cluster.json names: commands that enter hosts,
+and their Pythons; whether its links may be followed; and whether its index may be searched at a
+server.
 
 A folder that this user made on this machine carries a seal that nobody else can make: a signature
 over cluster.json and run.json, or over the server's location, by a key that lies in the user's own
@@ -26,16 +27,16 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.launch.hosts import command, interpreter
 
 #: Hosts whose commands, and links, that a refusal prints.
-SHOWN = 4
+MAX_SHOWN = 4
 
 
 def seal(run: RunFolder) -> None:
     """Mark a run folder as made, or looked at, by this user on this machine."""
     try:
-        write_atomically(run.seal, _signature(run).encode())
+        write_atomically(run.seal, _sign_run(run))
     except (OSError, RuntimeError):
         # The user's key cannot be made without a home folder that can be written to.
-        if _commands(run) or any(_links(run)):
+        if _list_commands(run) or any(_find_links(run)):
             raise
 
 
@@ -52,13 +53,13 @@ def require(run: RunFolder) -> None:
 
     Raises Refusal (run-untrusted).
     """
-    commands = _commands(run)
+    commands = _list_commands(run)
     if commands and not _is_sealed(run):
         raise Refusal(
             "run-untrusted",
             what="this run was not made by you on this machine, and it starts commands",
             where=run.cluster,
-            fact=f"it would run: {_first(commands)}",
+            fact=f"it would run: {_list_first(commands)}",
             remedy=(
                 f"{farspan('resume', run.path, '--trust')}   "
                 "(after a look at cluster.json and run.json)"
@@ -73,35 +74,34 @@ def require_own_links(run: RunFolder) -> None:
     Raises Refusal (run-untrusted). In a run of this user's own a folder may be a link to another
     disk.
     """
-    links = sorted(_links(run))
+    links = sorted(_find_links(run))
     if not links or _is_sealed(run):
         return
     ends = [f"{link.relative_to(run.path)} -> {link.readlink()}" for link in links]
+    look = shell_line("find", run.path, "-type", "l", "-ls")
     raise Refusal(
         "run-untrusted",
         what="this run was not made by you on this machine, and it holds links",
         where=run.path,
-        fact=f"farspan would write to where they lead: {_first(ends)}",
-        remedy=(
-            f"{farspan('resume', run.path, '--trust')}   "
-            f"(after a look: {shell_line('find', run.path, '-type', 'l', '-ls')})"
-        ),
+        fact=f"farspan would write to where they lead: {_list_first(ends)}",
+        remedy=f"{farspan('resume', run.path, '--trust')}   (after a look: {look})",
     )
 
 
-def _first(entries: list[str]) -> str:
-    more = f"; and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
-    return f"{'; '.join(entries[:SHOWN])}{more}"
+def _list_first(entries: list[str]) -> str:
+    text = "; ".join(entries[:MAX_SHOWN])
+    more = len(entries) - MAX_SHOWN
+    return f"{text}; and {more} more" if more > 0 else text
 
 
 def _is_sealed(run: RunFolder) -> bool:
     if not run.seal.is_file():
         return False
-    return hmac.compare_digest(read_bytes(run.seal), _signature(run).encode())
+    return hmac.compare_digest(read_bytes(run.seal), _sign_run(run))
 
 
-def _links(run: RunFolder) -> Iterator[Path]:
-    """The links inside a run folder. Raises OSError for a folder that cannot be listed."""
+def _find_links(run: RunFolder) -> Iterator[Path]:
+    """Yield the links inside a run folder. Raises OSError for a folder that cannot be listed."""
 
     def refuse_hidden(error: OSError) -> None:
         # A run that is being trained removes old checkpoints meanwhile.
@@ -109,64 +109,73 @@ def _links(run: RunFolder) -> Iterator[Path]:
             raise error
 
     for folder, folders, files in os.walk(run.path, onerror=refuse_hidden):
-        yield from filter(Path.is_symlink, (Path(folder, name) for name in (*folders, *files)))
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            if path.is_symlink():
+                yield path
 
 
-def _commands(run: RunFolder) -> list[str]:
-    """What a run starts beside this Python: how it enters hosts and devices, what it runs there,
-    and the Ray cluster that it hands a token to."""
+def _list_commands(run: RunFolder) -> list[str]:
+    """List what a run starts besides this Python: how it enters hosts and devices, what it runs
+    there, and the Ray cluster that it hands a token to."""
     cluster = load_cluster_json(run.cluster)
     launcher = load(run.record, RunRecord).launcher
-    joined = [f"a launcher, {launcher}"] if ":" in launcher else []
+    commands = [f"a launcher, {launcher}"] if ":" in launcher else []
     for host in cluster.hosts:
+        python = [interpreter(host)]
         for device in (None, *range(len(host.devices))):
-            words = command(host, [interpreter(host)], device=device)
-            if words != [interpreter(host)] or host.enter != ():
-                joined.append(shell_line(*words))
-    return list(dict.fromkeys(joined))
+            words = command(host, python, device=device)
+            if words != python or host.enter != ():
+                commands.append(shell_line(*words))
+    return list(dict.fromkeys(commands))
 
 
 def seal_server(path: Path, location: str) -> None:
     """Mark with a seal at `path` that this user put an index's vectors at a server."""
-    write_atomically(path, _sealed(b"server", location.encode()).encode())
+    write_atomically(path, _sign_contents(b"server", location.encode()))
 
 
 def require_server(path: Path, location: str, remedy: str) -> None:
-    """Raises Refusal (run-untrusted) where searching an index would send queries, and the password
+    """Raise Refusal (run-untrusted) where searching an index would send queries, and the password
     that this user's environment has for it, to a server that somebody else may have named."""
-    if not path.exists() or not hmac.compare_digest(
-        read_bytes(path), _sealed(b"server", location.encode()).encode()
-    ):
-        raise Refusal(
-            "run-untrusted",
-            what="this index was not made by you on this machine, and its vectors lie at a server",
-            where=path.parent,
-            fact=f"it would ask {location}",
-            remedy=remedy,
-        )
+    if path.exists():
+        signature = _sign_contents(b"server", location.encode())
+        if hmac.compare_digest(read_bytes(path), signature):
+            return
+    raise Refusal(
+        "run-untrusted",
+        what="this index was not made by you on this machine, and its vectors lie at a server",
+        where=path.parent,
+        fact=f"it would ask {location}",
+        remedy=remedy,
+    )
 
 
-def _signature(run: RunFolder) -> str:
-    return _sealed(read_bytes(run.cluster), read_bytes(run.record))
+def _sign_run(run: RunFolder) -> bytes:
+    return _sign_contents(read_bytes(run.cluster), read_bytes(run.record))
 
 
-def _sealed(*parts: bytes) -> str:
-    """A signature over this machine and some contents."""
+def _sign_contents(*contents: bytes) -> bytes:
+    """Sign some contents, for this machine."""
     machine = platform.node()
     with suppress(OSError):
         machine = Path("/etc/machine-id").read_text().strip() or machine
-    content = b"".join(len(part).to_bytes(8, "big") + part for part in (machine.encode(), *parts))
-    return hmac.new(_key(), content, hashlib.sha256).hexdigest()
+    signed = b""
+    for content in (machine.encode(), *contents):
+        signed += len(content).to_bytes(8, "big") + content
+    return hmac.new(_load_key(), signed, hashlib.sha256).hexdigest().encode()
 
 
-def _key() -> bytes:
-    """This user's own key, made when it is first needed."""
+def _load_key() -> bytes:
+    """Return this user's own key, made when it is first needed."""
     base = os.environ.get("XDG_STATE_HOME")
-    path = (Path(base) if base else Path.home() / ".local" / "state") / "farspan" / "key"
+    state = Path(base) if base else Path.home() / ".local" / "state"
+    path = state / "farspan" / "key"
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mine = path.with_name(f"key.{secrets.token_hex(8)}")
-        with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
             file.write(secrets.token_bytes(32))
         with suppress(FileExistsError):  # Another process has been first.
             os.link(mine, path)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from farspan.launch.launchers.ray import PATIENT
+from farspan.launch.launchers.ray import HEAD_WAIT
 from tests.waiting import LIMIT_S, wait_for
 
 TOKEN = "0123456789abcdef" * 4
@@ -24,7 +24,7 @@ def ray_environment(folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_worker_niceness": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        **PATIENT,
+        **HEAD_WAIT,
         "FARSPAN_CACHE": str(folder / "cache"),
     }
 

@@ -196,7 +196,10 @@ def test_reset_or_silent_connection_is_reported_as_a_failed_path(reads, resets, 
 
 
 def test_timeout_message_of_old_pythons_is_recognized():
-    assert agent.failure(OSError("timed out"), "silent") == {"failed": "timeout", "fact": "silent"}
+    assert agent.connection_failure(OSError("timed out"), "silent") == {
+        "failed": "timeout",
+        "fact": "silent",
+    }
 
 
 def test_agent_ends_when_its_standard_input_closes():

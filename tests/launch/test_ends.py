@@ -49,7 +49,7 @@ class Scripted(Workers):
                 [*before, "sh", "-c", script],
                 log=self.log(f"rank-{rank}"),
                 keep_open=self.keep_open,
-                said=b"\n" if self.held else None,
+                first_input=b"\n" if self.held else None,
             )
 
 

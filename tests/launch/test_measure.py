@@ -34,10 +34,10 @@ def test_packet_loss_is_unknown_where_no_datagrams_arrive(monkeypatch):
         Host(name=name, devices=(), enter=(), address="127.0.0.1") for name in ("here", "there")
     )
     with Agent(here) as a, Agent(there) as b:
-        counted = measure._loss(a, b)
+        counted = measure._measure_loss(a, b)
         assert counted is not None and 0 <= counted < 1
         b.target = a.target  # Another process answers there, and counts.
-        assert measure._loss(a, b) is None
+        assert measure._measure_loss(a, b) is None
 
 
 @pytest.mark.parametrize(

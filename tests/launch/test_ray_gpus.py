@@ -18,7 +18,7 @@ from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.gpus import Gpu
 from farspan.domain.problems import Refusal
-from farspan.launch.launchers.ray import Job, Node, _host, installed
+from farspan.launch.launchers.ray import Job, Node, _host_of_node, installed
 from tests import smi, tiny
 from tests.launch.ray_nodes import TOKEN, end_node, ray_environment, start_head
 from tests.launch.test_launchers import DRIVE, TRAIN
@@ -76,7 +76,7 @@ def node(name: str, *cards: Gpu, gpus: int = 1, accelerator: str | None = None) 
 )
 def test_a_gpu_is_what_its_driver_calls_it_whatever_rays_label(name, label, kind):
     card = Gpu(name=name, memory=16 * 2**30, driver="580.95.05", capability=(8, 0))
-    (device,) = _host(node("a", card, accelerator=label)).devices
+    (device,) = _host_of_node(node("a", card, accelerator=label)).devices
     assert (device.kind, device.backend, device.memory) == (kind or name, "cuda", 16 * 2**30)
     assert bool(device.sheet.flops) == (kind is not None), (
         "what nothing is known of is measured, and never guessed"
@@ -85,17 +85,19 @@ def test_a_gpu_is_what_its_driver_calls_it_whatever_rays_label(name, label, kind
 
 def test_gpus_that_only_ray_names_are_the_catalogues_and_others_are_refused():
     labels = ("H100", "A100-40G", "GeForce-RTX-4090", "AMD-Instinct-MI300X-OAM", "GH200")
-    kinds = [_host(node("a", accelerator=label)).devices[0].kind for label in labels]
+    kinds = [_host_of_node(node("a", accelerator=label)).devices[0].kind for label in labels]
     assert kinds == ["h100", "a100-40", "rtx4090", "mi300x", "gh200"]
     with pytest.raises(Refusal, match=r"nvidia-smi on a lists none of the 2 GPUs"):
-        _host(node("a", gpus=2, accelerator="V100"))
+        _host_of_node(node("a", gpus=2, accelerator="V100"))
     spark = Gpu(name="NVIDIA GB10", memory=0, capability=(12, 1))
-    assert _host(node("a", spark)).devices[0].memory == 2**36, "it shares the machine's memory"
+    assert _host_of_node(node("a", spark)).devices[0].memory == 2**36, (
+        "it shares the machine's memory"
+    )
 
 
 def test_a_gpu_that_the_catalogue_lacks_is_written_and_read_again(tmp_path):
     card = Gpu(name="NVIDIA GeForce RTX 5060", memory=8151 * 2**20, capability=(12, 0))
-    hosts = replace(_host(node("a", card)), enter=("ssh", "a"))
+    hosts = replace(_host_of_node(node("a", card)), enter=("ssh", "a"))
     cluster = Cluster(sites=(Site(name="home", hosts=(hosts,)),))
     save_cluster(cluster, tmp_path / "c.yaml", "test")
     assert load_cluster(tmp_path / "c.yaml").devices == cluster.devices

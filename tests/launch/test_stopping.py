@@ -119,7 +119,7 @@ class Unlike(Workers):
 
 
 def test_worker_failing_after_an_interrupt_does_not_end_workers_still_saving(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "GRACE_S", 0.3)
+    monkeypatch.setattr(module, "FAILURE_GRACE_S", 0.3)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
     with (
         pytest.raises(Refusal),

@@ -140,7 +140,7 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
     run, away, there = sent
     checkpoint_files(there.checkpoints / "step-00000004")
     monkeypatch.setattr(checkpoint_mirror, "HEADER_BYTES", 1000)
-    most = checkpoint_mirror.most_bytes(away._plan)
+    most = checkpoint_mirror.max_checkpoint_bytes(away._plan)
     hostile_tar(
         tmp_path, ("checkpoints/step-1/part-00000.safetensors", tarfile.REGTYPE, bytes(most + 1))
     )

@@ -1,5 +1,5 @@
-"""Launchers, one file each: `Launch(plan, run, cluster, argument, held)` is a `Workers`, which
-starts them its way.
+"""Launchers, one file each: `Launch(plan, run, cluster, argument, held)` is a `Workers` with a
+launcher's own way to start them.
 
 The file name is the launcher's name; a leading underscore is not a launcher. Listing them imports
 none.
@@ -19,13 +19,12 @@ from farspan.launch.workers import Held, Workers
 
 
 def names() -> list[str]:
-    return sorted(
-        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
-    )
+    modules = [module.name for module in pkgutil.iter_modules(__path__)]
+    return sorted(name for name in modules if not name.startswith("_"))
 
 
 def split(name: str) -> tuple[str, str]:
-    """A launcher's name and its argument, which comes after a colon (`ray:10.0.0.1:6379`). Raises
+    """Split off a launcher's argument, which comes after a colon (`ray:10.0.0.1:6379`). Raises
     Refusal."""
     kind, _, argument = name.partition(":")
     if kind not in names() or (argument and kind != "ray"):
@@ -43,10 +42,9 @@ def split(name: str) -> tuple[str, str]:
 def launch(
     name: str, plan: Plan, run: RunFolder, cluster: Cluster, held: Held | None = None
 ) -> Workers:
-    """The workers of `plan` on hosts of `cluster`, started by entering them; of an epoch that a
+    """Return workers of `plan` on hosts of `cluster`, started by entering them; of an epoch that a
     supervisor `held`, if given. Raises Refusal (launcher-unusable)."""
     kind, argument = split(name)
-    workers: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(
-        plan, run, cluster, argument, held
-    )
+    module = importlib.import_module(f"{__name__}.{kind}")
+    workers: Workers = module.Launch(plan, run, cluster, argument, held)
     return workers

@@ -25,38 +25,34 @@ class Launch(Workers):
     sends = True
 
     def start(self) -> Iterator[Process]:
-        meeting = arrange(self.hosts)
+        rendezvous = arrange(self.hosts)
         by_name = {host.name: host for host in self.hosts}
         for rank, device in enumerate(self.plan.devices):
             host = by_name[device.host]
             folder = run_folder(host, self.plan, self.run)
             values = {
                 **worker_environment(device.threads),
-                **place(host, meeting),
+                **place(host, rendezvous),
                 **self.environment,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(self.plan.devices)),
             }
-            if (spare := self.spare(device)) is not None:
-                log = self.log(f"rank-{rank}")
-                spare.begin(
-                    rank,
-                    folder,
-                    {**values, SECRET: ON_STDIN},
-                    Path(log.name).absolute(),
-                    meeting.secret,
-                )
+            spare = self.spare(device)
+            log = self.log(f"rank-{rank}")
+            if spare is not None:
+                values[SECRET] = ON_STDIN
+                log_path = Path(log.name).absolute()
+                spare.begin(rank, folder, values, log_path, rendezvous.secret)
                 yield spare
                 continue
-            worker = module_command(
-                interpreter(host), "farspan.runtime.worker", str(folder.plan), str(folder.path)
-            )
+            paths = (str(folder.plan), str(folder.path))
+            words = module_command(interpreter(host), "farspan.runtime.worker", *paths)
             yield HostProcess(
                 host,
                 (rank,),
-                with_environment(values, worker),
-                log=self.log(f"rank-{rank}"),
+                with_environment(values, words),
+                log=log,
                 keep_open=self.keep_open,
                 device=device.index,
-                secret=meeting.secret,
+                secret=rendezvous.secret,
             )

@@ -39,16 +39,16 @@ from farspan.launch.processes import (
     with_environment,
     worker_environment,
 )
-from farspan.launch.rendezvous import Rendezvous, arrange
+from farspan.launch.rendezvous import arrange
 from farspan.launch.workers import Workers
 
 #: Token authentication, and labels that actors are placed by, exist since then.
 OLDEST_RAY = (2, 52)
 #: Joining a cluster takes Ray seconds.
 JOIN_S = 60.0
-#: Nodes and the driver start beside the head, which on a busy machine takes more than the 20 s that
-#: Ray waits for it.
-PATIENT = {"RAY_NUM_REDIS_GET_RETRIES": "60"}
+#: Nodes and the driver start together with the head, which on a busy machine takes more than the
+#: 20 s that Ray waits for it.
+HEAD_WAIT = {"RAY_NUM_REDIS_GET_RETRIES": "60"}
 #: Where the driver writes how workers failed.
 EXITS = "exits.json"
 #: Where Ray's own dashboard may listen: it can start jobs.
@@ -56,8 +56,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver is told: the plan's ranks by host, and each host's run folder and
-    environment."""
+    """The driver's task: the plan's ranks by host, and each host's run folder and environment."""
 
     address: str
     hosts: tuple[str, ...]
@@ -67,7 +66,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[int, ...]
     #: The number and the kind of each rank's GPU in its host; None where it needs none.
     gpus: tuple[tuple[int, str] | None, ...]
-    #: What all workers are told.
+    #: The variables of all workers.
     environment: dict[str, str]
 
 
@@ -88,7 +87,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_cluster(where: str) -> Cluster:
-    """The Ray cluster at an address, as a cluster whose sites are its nodes' `site` labels, this
+    """Read the Ray cluster at an address: its sites are its nodes' `site` labels, this
     machine's first.
 
     Raises Refusal (launcher-unusable) where this machine cannot join it.
@@ -99,22 +98,19 @@ def read_cluster(where: str) -> Cluster:
     try:
         done = subprocess.run(words, capture_output=True, env=environment, timeout=JOIN_S)
     except subprocess.TimeoutExpired:
-        raise _unusable(where, f"no answer within {JOIN_S:.0f} s") from None
+        raise _unusable_cluster(where, f"no answer within {JOIN_S:.0f} s") from None
     if done.returncode:
-        raise _unusable(
-            where, (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-        )
-    nodes = msgspec.json.decode(done.stdout, type=list[Node])
-    sites = {node.site: [other for other in nodes if other.site == node.site] for node in nodes}
-    return Cluster(
-        sites=tuple(
-            Site(name=site, hosts=tuple(map(_host, members))) for site, members in sites.items()
-        )
-    )
+        printed = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _unusable_cluster(where, printed[-1] if printed else "no message")
+    hosts = dict[str, list[Host]]()
+    for node in msgspec.json.decode(done.stdout, type=list[Node]):
+        hosts.setdefault(node.site, []).append(_host_of_node(node))
+    sites = [Site(name=name, hosts=tuple(members)) for name, members in hosts.items()]
+    return Cluster(sites=tuple(sites))
 
 
-def _host(node: Node) -> Host:
-    """A node's GPUs, or its CPU as one device. Folders are its own: Ray says nothing of shared
+def _host_of_node(node: Node) -> Host:
+    """Return a node's GPUs, or its CPU as one device. Folders are its own: Ray knows no shared
     disks."""
     kinds = catalog.devices()
     kind = catalog.kind_of_label(node.accelerator or "")
@@ -123,15 +119,15 @@ def _host(node: Node) -> Host:
         cpu = kinds["cpu-avx2"].device("cpu-avx2", node.memory)
         devices = (cpu.but(threads=node.cpus),) if cpu else ()
     elif node.cards:
-        devices = tuple(_gpu(card, node) for card in node.cards[: node.gpus])
+        devices = tuple(_device_of_gpu(card, node) for card in node.cards[: node.gpus])
     elif kind and (known := kinds[kind].device(kind)):
         devices = (known,) * node.gpus
     else:
         fact = (
             f"nvidia-smi on {node.name} lists none of the {node.gpus} GPUs that Ray gives away "
-            "there"
+            f"there, and the catalogue has no {node.accelerator!r}"
         )
-        raise _unusable(node.address, f"{fact}, and the catalogue has no {node.accelerator!r}")
+        raise _unusable_cluster(node.address, fact)
     return Host(
         name=node.name,
         address=node.address,
@@ -144,22 +140,21 @@ def _host(node: Node) -> Host:
     )
 
 
-def _gpu(card: Gpu, node: Node) -> Device:
-    """A GPU by its driver's name: of the catalogue's kind, or of one that only measuring says more
-    of. One that shares the machine's memory names none of its own."""
+def _device_of_gpu(card: Gpu, node: Node) -> Device:
+    """Return a GPU by its driver's name: of the catalogue's kind, or of one that is to be measured.
+
+    One that shares the machine's memory names none of its own.
+    """
     kind = catalog.kind_of(card.name)
     if kind and (known := catalog.devices()[kind].device(kind, card.memory or None)):
         return known
-    bf16 = card.capability is None or card.capability >= (8, 0)
-    return Device(
-        kind=card.name,
-        backend="cuda",
-        memory=card.memory or node.memory,
-        sheet=DataSheet(dtypes=("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")),
-    )
+    has_bf16 = card.capability is None or card.capability >= (8, 0)
+    sheet = DataSheet(dtypes=("fp32", "bf16", "fp16") if has_bf16 else ("fp32", "fp16"))
+    memory = card.memory or node.memory
+    return Device(kind=card.name, backend="cuda", memory=memory, sheet=sheet)
 
 
-def _unusable(where: str, fact: str) -> Refusal:
+def _unusable_cluster(where: str, fact: str) -> Refusal:
     return Refusal(
         "launcher-unusable",
         what="the Ray cluster cannot be read",
@@ -179,48 +174,42 @@ class Launch(Workers):
         (self.run.logs / EXITS).unlink(missing_ok=True)
         if running:
             require_ray({"this machine": installed("ray")})
-            yield self._driver(
-                head, running, require_token(os.environ, Path.home()), secrets.token_hex(32)
-            )
+            token = require_token(os.environ, Path.home())
+            yield self._start_driver(head, running, token, secrets.token_hex(32))
             return
         for host in self.hosts:
             refuse_public(host)
-        meeting = arrange(self.hosts)
+        rendezvous = arrange(self.hosts)
         with agents(self.hosts) as (reached, _):
-            require_ray(
-                {name: agent.ask("facts")["packages"]["ray"] for name, agent in reached.items()}
-            )
+            facts = {name: agent.ask("facts") for name, agent in reached.items()}
+            require_ray({name: answer["packages"]["ray"] for name, answer in facts.items()})
         token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        where = f"{_resolve_ip(rendezvous.address)}:{rendezvous.port}"
         for host in self.hosts:
-            yield self._node(host, meeting, token)
-        yield self._driver(head, f"{_ip(meeting.address)}:{meeting.port}", token, meeting.secret)
+            yield self._start_node(host, where, token)
+        yield self._start_driver(head, where, token, rendezvous.secret)
 
     def failures(self, process: Process) -> list[WorkerExit]:
         """Return what the driver saw of workers that failed."""
         path = self.run.logs / EXITS
         return load(path, list[WorkerExit]) if path.exists() else super().failures(process)
 
-    def _node(self, host: Host, meeting: Rendezvous, token: dict[str, str]) -> HostProcess:
-        where = _ip(address(host))
-        first = host is self.hosts[0]
+    def _start_node(self, host: Host, head: str, token: dict[str, str]) -> HostProcess:
+        options = [f"--address={head}"]
+        if host is self.hosts[0]:
+            options = [f"--port={head.rpartition(':')[2]}", "--head"]
         gpus = sum(device.backend == "cuda" for device in host.devices)
-        join = (
-            [f"--port={meeting.port}", "--head"]
-            if first
-            else [f"--address={_ip(meeting.address)}:{meeting.port}"]
-        )
-        words = module_command(
-            interpreter(host),
-            "farspan.launch.ray_node",
-            *join,
-            f"--node-ip-address={where}",
+        site = self.cluster.site_of(host.name).name
+        options += [
+            f"--node-ip-address={_resolve_ip(address(host))}",
             f"--num-cpus={len(host.devices)}",
             f"--num-gpus={gpus}",
             f"--dashboard-host={LOOPBACK}",
-            f"--labels=farspan-host={host.name},site={self.cluster.site_of(host.name).name}",
+            f"--labels=farspan-host={host.name},site={site}",
             "--disable-usage-stats",
             "--include-log-monitor=false",
-        )
+        ]
+        words = module_command(interpreter(host), "farspan.launch.ray_node", *options)
         # Ray's own niceness for workers, 15, leaves them what others leave over. Nothing of ours is
         # served from a node that stops, and for half a minute it would wait for a head that is
         # gone.
@@ -228,7 +217,7 @@ class Launch(Workers):
             "RAY_AUTH_MODE": "token",
             "RAY_worker_niceness": "0",
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-            **PATIENT,
+            **HEAD_WAIT,
         }
         return HostProcess(
             host,
@@ -236,46 +225,51 @@ class Launch(Workers):
             with_environment(environment, words),
             log=self.log(f"ray-{host.name}"),
             keep_open=self.keep_open,
-            said=first_line(token),
+            first_input=first_line(token),
         )
 
-    def _driver(self, head: Host, where: str, token: dict[str, str], secret: str) -> HostProcess:
-        plan = self.plan
+    def _start_driver(
+        self, head: Host, where: str, token: dict[str, str], secret: str
+    ) -> HostProcess:
+        folders = {}
+        caches = {}
+        for host in self.hosts:
+            folders[host.name] = str(run_folder(host, self.plan, self.run).path)
+            if host.folder:
+                caches[host.name] = str(Path(host.folder) / "cache")
+        devices = self.plan.devices
+        gpus = list[tuple[int, str] | None]()
+        for device in devices:
+            gpus.append((device.index, device.kind or "") if device.backend == "cuda" else None)
         job = Job(
             address=where,
-            hosts=tuple(host.name for host in self.hosts),
-            ranks=tuple(device.host for device in plan.devices),
-            folders={host.name: str(run_folder(host, plan, self.run).path) for host in self.hosts},
-            caches={
-                host.name: str(Path(host.folder) / "cache") for host in self.hosts if host.folder
-            },
-            threads=tuple(device.threads for device in plan.devices),
+            hosts=tuple(folders),
+            ranks=tuple(device.host for device in devices),
+            folders=folders,
+            caches=caches,
+            threads=tuple(device.threads for device in devices),
             environment=self.environment,
-            gpus=tuple(
-                (at.index, at.kind or "") if at.backend == "cuda" else None for at in plan.devices
-            ),
+            gpus=tuple(gpus),
         )
-        words = module_command(
-            interpreter(head), "farspan.launch.ray_driver", msgspec.json.encode(job).decode()
-        )
+        task = msgspec.json.encode(job).decode()
+        words = module_command(interpreter(head), "farspan.launch.ray_driver", task)
         environment = {
             "RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"),
             **worker_environment(1),
-            **PATIENT,
+            **HEAD_WAIT,
         }
-        ranks = tuple(range(len(plan.devices)))
         return HostProcess(
             head,
-            ranks,
+            tuple(range(len(gpus))),
             with_environment(environment, words),
             log=self.log("rank-0"),
             keep_open=self.keep_open,
-            said=first_line(token) + f"{secret}\n".encode(),
+            first_input=first_line(token) + f"{secret}\n".encode(),
         )
 
 
 def installed(package: str) -> str | None:
-    """The version of a package of this interpreter."""
+    """Return the version of a package of this interpreter."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -293,20 +287,20 @@ def require_ray(versions: dict[str, str | None]) -> None:
                 fact="--launcher ray needs it there",
                 remedy=f"on {shell_word(host)}: {install_command_there('ray')}",
             )
-        if tuple(map(int, version.split(".")[:2])) < OLDEST_RAY:
+        release = version.split(".")[:2]
+        if tuple(map(int, release)) < OLDEST_RAY:
+            oldest = ".".join(map(str, OLDEST_RAY))
             raise Refusal(
                 "version-mismatch",
                 what=f"Ray of {host} is too old",
                 where=f"host {host}",
-                fact=(
-                    f"{version}; token authentication exists since {'.'.join(map(str, OLDEST_RAY))}"
-                ),
+                fact=f"{version}; token authentication exists since {oldest}",
                 remedy=f"on {shell_word(host)}: {install_command_there('ray')} --upgrade",
             )
 
 
 def require_token(environment: os._Environ[str] | dict[str, str], home: Path) -> dict[str, str]:
-    """The user's own token for a cluster that runs already, as the variables that name it."""
+    """Find the user's own token for a cluster that runs already, as the variables that name it."""
     if environment.get("RAY_AUTH_MODE") == "disabled":
         return {"RAY_AUTH_MODE": "disabled"}
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
@@ -331,18 +325,18 @@ def require_token(environment: os._Environ[str] | dict[str, str], home: Path) ->
 
 
 def first_line(token: dict[str, str]) -> bytes:
-    """What a process on a host reads first: the token itself, as its file is on this machine alone;
+    """Return a process's first input line: the token itself, as its file is on this machine alone;
     empty for none."""
-    path = token.get("RAY_AUTH_TOKEN_PATH")
-    return (
-        Path(path).read_text().strip() if path else token.get("RAY_AUTH_TOKEN", "")
-    ).encode() + b"\n"
+    text = token.get("RAY_AUTH_TOKEN", "")
+    if path := token.get("RAY_AUTH_TOKEN_PATH"):
+        text = Path(path).read_text().strip()
+    return f"{text}\n".encode()
 
 
 def refuse_public(host: Host) -> None:
-    """Ray listens on its node's address, and every holder of the token may run code: never on the
-    open internet."""
-    where = _ip(address(host))
+    """Refuse a host with a public address: Ray listens on it, and every holder of the token may run
+    code."""
+    where = _resolve_ip(address(host))
     if ipaddress.ip_address(where).is_global:
         raise Refusal(
             "launcher-unusable",
@@ -356,7 +350,7 @@ def refuse_public(host: Host) -> None:
         )
 
 
-def _ip(name: str) -> str:
+def _resolve_ip(name: str) -> str:
     try:
         return socket.gethostbyname(name)
     except OSError as error:

@@ -25,7 +25,7 @@ from farspan.launch.processes import (
     worker_environment,
 )
 from farspan.launch.rendezvous import arrange
-from farspan.launch.workers import SAVE_S, Workers
+from farspan.launch.workers import SAVE_TIMEOUT_S, Workers
 
 #: One of the failures at the end of what torchrun prints.
 FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILINE)
@@ -33,32 +33,32 @@ FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILI
 
 class Launch(Workers):
     def start(self) -> Iterator[Process]:
-        meeting = arrange(self.hosts)
+        rendezvous = arrange(self.hosts)
         for node, host in enumerate(self.hosts):
             folder = run_folder(host, self.plan, self.run)
             ranks = self.ranks_on(host)
-            # By itself torchrun kills workers that still save 30 s after it was told to end.
+            threads = max(self.plan.devices[rank].threads for rank in ranks)
+            # By itself torchrun kills workers that still save 30 s after it was asked to end.
             values = {
-                **worker_environment(max(self.plan.devices[rank].threads for rank in ranks)),
-                **place(host, meeting),
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}",
-                STORE_PORT: str(meeting.port),
+                **worker_environment(threads),
+                **place(host, rendezvous),
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_TIMEOUT_S:.0f}",
+                STORE_PORT: str(rendezvous.port),
                 **self.environment,
             }
-            words = module_command(
-                interpreter(host),
-                "torch.distributed.run",
+            options = [
                 f"--nnodes={len(self.hosts)}",
                 f"--node-rank={node}",
                 f"--nproc-per-node={len(ranks)}",
-                f"--master-addr={meeting.address}",
-                f"--master-port={meeting.torchrun_port}",
+                f"--master-addr={rendezvous.address}",
+                f"--master-port={rendezvous.torchrun_port}",
                 "--max-restarts=0",
                 "--module",
                 "farspan.runtime.worker",
                 str(folder.plan),
                 str(folder.path),
-            )
+            ]
+            words = module_command(interpreter(host), "torch.distributed.run", *options)
             # Nor does it end where its launcher is gone, and its workers look at torchrun alone.
             yield HostProcess(
                 host,
@@ -67,18 +67,18 @@ class Launch(Workers):
                 log=self.log(f"rank-{ranks[0]}"),
                 keep_open=self.keep_open,
                 hold=True,
-                secret=meeting.secret,
+                secret=rendezvous.secret,
             )
 
     def failures(self, process: Process) -> list[WorkerExit]:
         """Return all failures that torchrun prints at its end. Of those that it sees at one glance
         it takes the lowest rank for the first, which may have failed because of another."""
         # One that gets a signal from elsewhere passes it on to its workers, which save and end
-        # well; it alone says that it failed.
+        # well; it alone reports a failure.
         if process.poll() == 1 and self.stopped:
             return [self.exit_of(rank, -signal.SIGTERM) for rank in process.ranks]
         log = self.words(self.run.logs / f"rank-{process.ranks[0]}.log")
-        printed = FAILURE.findall(log.rpartition("\nFailures:\n")[2])
+        _, _, report = log.rpartition("\nFailures:\n")
+        exits = [self.exit_of(int(rank), int(code)) for rank, code in FAILURE.findall(report)]
         # What it takes for the first is its last.
-        ends = [self.exit_of(int(rank), int(code)) for rank, code in reversed(printed)]
-        return ends or super().failures(process)
+        return exits[::-1] or super().failures(process)
