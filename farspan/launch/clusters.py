@@ -47,7 +47,7 @@ def find(name: str) -> Cluster:
             where="--cluster",
             fact=f"{whole} has {available}",
             what=too_few if wanted else f"{name} has no devices",
-            remedy=f"--cluster {shell_word(whole)}:{available}",
+            remedy=f"--cluster {shell_word(whole)}:{len(cluster.devices)}",
         )
     return cluster.first(wanted)
 

@@ -49,14 +49,16 @@ def _path_findings(path: HostPath, cluster: Cluster, examined: Examination) -> I
             remedy=remedy,
         )
     if path.interface is not None and PRIVATE.match(path.interface):
-        b_word = shell_word(path.b)
+        host_word = shell_word(path.b)
         yield Finding(
             severity="refused",
             code="host-unreachable",
             what=f"{path.a} would reach {path.b} over {path.interface}",
             where=link,
             fact="only this machine sees that interface",
-            remedy=(f"set address: of {b_word} in the cluster file to its address in your network"),
+            remedy=(
+                f"set address: of {host_word} in the cluster file to its address in your network"
+            ),
         )
     # Each pair is seen twice, and the sign does not show whose clock is wrong.
     offset_s = path.clock_offset_s or 0.0
@@ -79,26 +81,26 @@ def _diagnose_failed_path(
     in one direction or in both."""
     a = path.a
     b = path.b
-    b_word = shell_word(b)
+    host_word = shell_word(b)
     back = next(other for other in examined.ways if other.a == b and other.b == a)
     target = next(address(host) for host in cluster.hosts if host.name == b)
     interfaces = examined.hosts[a].interfaces
     own = interfaces.get(path.interface or "", a)
-    open_firewall = f"on {b_word}: sudo ufw allow proto tcp from {shell_word(own)}"
+    remedy = f"on {host_word}: sudo ufw allow proto tcp from {shell_word(own)}"
     if path.failed == "name":
-        return (
-            f"{a} does not know the name {target}",
-            f"set address: of {b_word} in the cluster file",
-        )
-    if back.failed is None:
+        what = f"{a} does not know the name {target}"
+        remedy = f"set address: of {host_word} in the cluster file"
+    elif back.failed is None:
         what = f"{b} refuses connections from {a}; the other direction works"
-        return what, open_firewall
-    if path.one_way and back.one_way:
-        return f"{b} refuses connections from {a}, though packets arrive", open_firewall
-    if path.one_way:
-        return f"answers of {b} do not reach {a}", f"see the link {b_word} -> {shell_word(a)}"
-    what = f"the link {a} -> {b} is cut: nothing of {a} arrives at {b}"
-    return what, f"on {shell_word(a)}: traceroute {shell_word(target)}"
+    elif path.one_way and back.one_way:
+        what = f"{b} refuses connections from {a}, though packets arrive"
+    elif path.one_way:
+        what = f"answers of {b} do not reach {a}"
+        remedy = f"see the link {host_word} -> {shell_word(a)}"
+    else:
+        what = f"the link {a} -> {b} is cut: nothing of {a} arrives at {b}"
+        remedy = f"on {shell_word(a)}: traceroute {shell_word(target)}"
+    return what, remedy
 
 
 def _host_findings(host: Host, examined: Examination) -> Iterator[Finding]:
@@ -183,9 +185,9 @@ def _version_findings(examined: Examination) -> Iterator[Finding]:
         stops = len(minor_versions) > 1 and name != "python"
         remedy = f"set python: in the cluster file to interpreters of version {shell_word(newest)}"
         if name != "python":
-            package = shell_word(f"{name}=={newest.split('+')[0]}")
-            others = [shell_word(host) for host in versions if versions[host] != newest]
-            remedy = f"on {', '.join(others)}: pip install {package}"
+            package = f"{name}=={newest.split('+')[0]}"
+            host_words = [shell_word(host) for host in versions if versions[host] != newest]
+            remedy = f"on {', '.join(host_words)}: pip install {shell_word(package)}"
         yield Finding(
             severity="refused" if stops else "warned",
             code="version-mismatch",

@@ -258,7 +258,8 @@ class Agent:
     def _unreachable(self, cause: str, fact: str) -> Refusal:
         name = self.host.name
         host_word = shell_word(name)
-        remedies = {
+        remedy = shell_line(*command(self.host, ["true"]))
+        remedy = {
             "name": f"add {host_word} to ~/.ssh/config with its HostName",
             "route": f"ping {host_word}",
             "port": (
@@ -269,14 +270,13 @@ class Agent:
             "python": (
                 f"set python: of {host_word} in the cluster file to an interpreter that is there"
             ),
-        }
-        entered = shell_line(*command(self.host, ["true"]))
+        }.get(cause, remedy)
         return Refusal(
             "host-unreachable",
             what=f"{name} cannot be reached: {cause}",
             where=f"host {name}",
             fact=fact,
-            remedy=remedies.get(cause, entered),
+            remedy=remedy,
         )
 
     def __exit__(self, *exc_info: object) -> None:

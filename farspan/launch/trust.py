@@ -78,13 +78,15 @@ def require_own_links(run: RunFolder) -> None:
     if not links or _is_sealed(run):
         return
     ends = [f"{link.relative_to(run.path)} -> {link.readlink()}" for link in links]
-    look = shell_line("find", run.path, "-type", "l", "-ls")
     raise Refusal(
         "run-untrusted",
         what="this run was not made by you on this machine, and it holds links",
         where=run.path,
         fact=f"farspan would write to where they lead: {_list_first(ends)}",
-        remedy=f"{farspan('resume', run.path, '--trust')}   (after a look: {look})",
+        remedy=(
+            f"{farspan('resume', run.path, '--trust')}   "
+            f"(after a look: {shell_line('find', run.path, '-type', 'l', '-ls')})"
+        ),
     )
 
 
@@ -174,8 +176,7 @@ def _load_key() -> bytes:
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mine = path.with_name(f"key.{secrets.token_hex(8)}")
-        descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
+        with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_bytes(32))
         with suppress(FileExistsError):  # Another process has been first.
             os.link(mine, path)
