@@ -40,7 +40,13 @@ CHECKED_FUNCTIONS = {
     "setting_remedy",
 }
 #: Functions that return a fact and its remedy.
-PAIR_FUNCTIONS = {"_cause", "_diagnose_failed_path", "_explain", "_explain_choice", "_explain_failure"}
+PAIR_FUNCTIONS = {
+    "_cause",
+    "_diagnose_failed_path",
+    "_explain",
+    "_explain_choice",
+    "_explain_failure",
+}
 ALLOWED_FUNCTIONS = NUMBERS | CHECKED_FUNCTIONS | PAIR_FUNCTIONS
 #: Words of farspan's own, from its tables and constants, by their file.
 OWN_WORDS: dict[str, set[str]] = {
