@@ -52,7 +52,7 @@ class Page(NamedTuple):
 
 
 def read_html(page: str) -> Page:
-    """The text of a page, blocks on lines of their own, <pre> as it is written.
+    """Return the text of a page, blocks on lines of their own, <pre> as it is written.
 
     An element whose end tag is missing hides nothing, and is a heading to its first block alone.
     """
@@ -156,12 +156,12 @@ class _Reader:
                     self._leave_open(noted)
 
     def _close_heading(self) -> None:
-        """A heading that is open ends where the next one begins."""
+        """End an open heading where the next one begins."""
         if self._noted and self._noted[-1].tag in _HEADINGS:
             self._close(self._noted[-1].tag, is_whole=False)
 
     def _close_drawing(self) -> None:
-        """A drawing that is open ends where text begins, but for its parts that hold text."""
+        """End an open drawing where text begins, but for its parts that hold text."""
         if not any(self._counts[tag] for tag in _HTML_IN_SVG):
             while self._counts["svg"]:
                 self._close("svg", is_whole=False)
@@ -211,8 +211,8 @@ class _Reader:
 
 
 def _join(pieces: list[str], found: list[_Found]) -> tuple[str, tuple[Heading, ...]]:
-    """The text without blank space at the ends of lines and more than one blank line on end, and
-    the places of its headings, each of which is a line."""
+    """Join pieces to a text without blanks at line ends or repeated blank lines, and find
+    the places of its headings, each a line of its own."""
     text = "".join(pieces)
     if "\r" in text or "\0" in text:
         # A page may write them as `&#13;`.

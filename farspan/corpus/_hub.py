@@ -23,11 +23,10 @@ _AWAY = (500, 502, 503, 504)
 
 @contextmanager
 def hub() -> Iterator[str | None]:
-    """Within, the hub's libraries use only what they have in their cache if the hub cannot be
-    reached.
+    """Let the hub's libraries use only their cache within, if the hub cannot be reached.
 
-    Gives why it cannot, or None. HF_ENDPOINT says where the hub is, HF_HUB_OFFLINE that it is not
-    to be asked.
+    Yields why it cannot, or None. HF_ENDPOINT is the hub's address; HF_HUB_OFFLINE forbids asking
+    it.
     """
     from huggingface_hub import constants
 
@@ -41,7 +40,7 @@ def hub() -> Iterator[str | None]:
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Why nothing answers at a URL, or at the proxy that leads there; None where something does."""
+    """Return why nothing answers at a URL, or at its proxy; None where something does."""
     url = urllib.parse.urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
@@ -61,7 +60,7 @@ def _unreachable(endpoint: str) -> str | None:
 
 
 def _in_time(attempt: Callable[[], None], seconds: float) -> str | None:
-    """Why an attempt fails, or does not end in time; None where it succeeds."""
+    """Return why an attempt fails, or does not end in time; None where it succeeds."""
     faults = [f"nothing answers within {seconds:g} s"]
 
     def run() -> None:

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def read_markup(page: str) -> Iterator[Part]:
-    """The tags and texts of a page in order, without comments."""
+    """Yield the tags and texts of a page in order, without comments."""
     rest = _close_open_parts(page)
     while rest:
         tokenizer = Tokenizer(capture_attributes=False, capture_source=True)
@@ -71,7 +71,7 @@ def read_markup(page: str) -> Iterator[Part]:
 
 
 def _close_open_parts(page: str) -> str:
-    """The page without what is not shown in scripts and the like, CDATA sections as text, and
+    """Return the page without the content of scripts and the like, CDATA sections as text, and
     comments and raw text that never end closed where the next tag begins or ends."""
     pieces: list[str] = []
     absent: set[str] = set()
@@ -119,7 +119,7 @@ def _close_open_parts(page: str) -> str:
 
 
 def _find(page: str, mark: str, at: int, absent: set[str]) -> int:
-    """The place of a mark, -1 without one; what is found to be absent is not looked for again."""
+    """Return the place of a mark, -1 without one; an absent mark is not looked for again."""
     place = -1 if mark in absent else page.find(mark, at)
     if place < 0:
         absent.add(mark)

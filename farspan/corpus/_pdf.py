@@ -68,13 +68,13 @@ _TITLE_WORDS = 2
 
 
 def is_default_title(title: str) -> bool:
-    """True for a title that names a program, a file or nothing."""
+    """Return True for a title that names a program, a file or nothing."""
     # Longer ones are sentences of a person's.
     return len(title) > 300 or _DEFAULT_TITLE.fullmatch(" ".join(title.split())) is not None
 
 
 def pdf_title(metadata: str | None, text: str, stem: str) -> str:
-    """The title that the metadata of a PDF gives; where that is a program's default, the first line
+    """Return the title in a PDF's metadata; where that is a program's default, the first line
     of its text if that reads as one. Else the file's name."""
     # pypdf's texts are of a type of their own.
     given = " ".join(str(metadata or "").split())
@@ -88,11 +88,11 @@ def pdf_title(metadata: str | None, text: str, stem: str) -> str:
 
 
 def join_broken_words(text: str) -> str:
-    """The text with words that the ends of lines or pages break joined; the line then ends behind
+    """Join the words that ends of lines or pages break; the line then ends behind
     the word. Ligatures become letters.
 
     A hyphen stays where the text has the word with it elsewhere, in compounds that have one by
-    rule, and beside capitals and numbers. In time and memory linear in the text.
+    rule, and next to capitals and numbers. In time and memory linear in the text.
     """
     text = text.translate(_LIGATURES)
     breaks = list(_BREAK.finditer(text))
@@ -118,7 +118,7 @@ _PLAIN_HYPHENS = str.maketrans(dict.fromkeys(_HYPHENS, "-"))
 
 
 def _middle(left: str, right: str, words: set[str]) -> str | None:
-    """What stands between two halves of a word in one line: nothing or a hyphen. None where they
+    """Return what joins two halves of a word in one line: nothing or a hyphen. None where they
     are two words."""
     compound, _, last = left.rpartition("-")
     if not last.isalpha() or not right.islower():
@@ -159,7 +159,7 @@ class _Joined:
         self._append(piece)
 
     def join(self, middle: str, end: str) -> None:
-        """Go on with the word whose second part is added next; `end` is that of its line."""
+        """Join the word whose second part is added next; `end` is that of its line."""
         self._append(middle)
         self._end = "\f" if "\f" in (end, self._end) else end
 
@@ -168,7 +168,8 @@ class _Joined:
         self._tail = (self._tail + piece[-MAX_WORD_CHARS:])[-MAX_WORD_CHARS:]
 
     def last_word(self) -> str:
-        """What stands before a hyphen: letters, with those before other hyphens of the word."""
+        """Return what stands before a hyphen: letters, with those before the word's other
+        hyphens."""
         found = _LAST_WORD.search(self._tail)
         assert found is not None
         return found[0].translate(_PLAIN_HYPHENS)

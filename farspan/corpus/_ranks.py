@@ -1,6 +1,6 @@
 """The same BPE for tiktoken, only where both give the same ids for every text.
 
-tokenizers merges, again and again, the leftmost adjacent pair (A, B) with the lowest place in its
+tokenizers merges repeatedly the leftmost adjacent pair (A, B) with the lowest place in its
 merge list. tiktoken merges the leftmost adjacent pair whose joined bytes AB are a token, lowest
 rank first. With ranks in the order of the merge list they differ only if AB is the token T of
 another merge (C, D), and then only if A and B can ever stand side by side. Checked here for every
@@ -39,7 +39,7 @@ SEPARATOR = "\0"
 
 
 def byte_characters() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: character -> byte."""
+    """Return GPT-2's printable stand-in for each byte: character -> byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -48,8 +48,8 @@ def byte_characters() -> dict[str, int]:
 def as_tiktoken(
     inner: tokenizers.Tokenizer, end_of_text: int
 ) -> tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None:
-    """tiktoken's encoding and the id of each of its ranks, last that of `end_of_text`; None without
-    a proof."""
+    """Return tiktoken's encoding and the id of each rank, last that of `end_of_text`; None without
+    a proof that it encodes alike."""
     from tokenizers import Tokenizer, models
 
     content = json.loads(inner.to_str())
@@ -77,7 +77,7 @@ def as_tiktoken(
 
 
 def _plain(content: dict[str, Any]) -> bool:
-    """Byte-level BPE, split as GPT-2 does, and nothing else that changes what is encoded."""
+    """Return True for byte-level BPE, split as GPT-2 does, without more that changes the ids."""
     model = content["model"]
     splitter = content["pre_tokenizer"] or {}
     changes = (

@@ -44,8 +44,10 @@ class Copies(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The distinct texts of a source: those of the training split first, of which there are
-    `train`, then validation, then near copies of these; and the fingerprint of the source."""
+    """The distinct texts of a source, and its fingerprint.
+
+    The first `train` are those of the training split; validation and near copies of these follow.
+    """
 
     documents: list[Document]
     train: int
@@ -61,7 +63,7 @@ def distinct(
     kept: int,
     fingerprint: str,
 ) -> Text:
-    """The text of `documents`, of which the first `train` are for training and the first `kept`
+    """Merge equal texts of `documents`: the first `train` are for training and the first `kept`
     are not dropped, without what is equal. `clusters` has the first of each one's cluster."""
     found: list[Document] = []
     places: dict[int, list[Place]] = {}

@@ -1,6 +1,7 @@
-"""How well counts of a few tokens in a row, and what a piece of text has said before, predict the
-validation tokens, of how much text: what the difficulty of a text is known by before a model has
-read it."""
+"""How well n-gram counts and a cache of the text so far predict the validation tokens.
+
+The difficulty of a text is known by these before a model has read it.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ MANY = 6
 
 
 def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple[Counted, ...]:
-    """Of counts over a sixteenth, a quarter and all of so many tokens of `train`, how well they
-    predict `val`; of fewer where there are not so many."""
+    """Measure how well counts over a sixteenth, a quarter and all of at most `tokens` tokens of
+    `train` predict `val`."""
     pieces = _drawn(train, min(tokens, MOST_TOKENS))
     held_out = _drawn(val, VAL_TOKENS)
     if not (len(pieces) and len(held_out)):
@@ -62,7 +63,7 @@ def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple
 
 
 def _drawn(tokens: Tokens, count: float) -> Tokens:
-    """At most so many tokens (int64), in pieces of all over, in a seeded order, (pieces, PIECE)."""
+    """Draw at most `count` tokens (int64) as pieces in a seeded order, (pieces, PIECE)."""
     pieces = tokens[: len(tokens) // PIECE * PIECE].reshape(-1, PIECE)
     order = np.random.default_rng(SEED).permutation(len(pieces))[: int(count) // PIECE]
     return pieces[order].astype(np.int64)
@@ -80,7 +81,7 @@ class Grams(NamedTuple):
 
 
 def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int) -> Probabilities:
-    """Of each token of `val` (int64), by interpolated Kneser-Ney counts of `train`, which has
+    """Predict each token of `val` (int64) by interpolated Kneser-Ney counts of `train`, which has
     `order` tokens or more.
 
     p_n(w|h) = max(c(hw) - d, 0) / c(h) + d N(h) / c(h) p_(n-1)(w|h'), for n = 1 to `order`, where c
@@ -112,7 +113,8 @@ def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int)
 
 
 def _longer(grams: Grams, train: Tokens, val: Tokens, vocab_size: int) -> Grams:
-    """One token longer: these are the tokens that come behind each."""
+    """Extend the grams to those that are one token longer; `train` and `val` are the tokens behind
+    each."""
     own = grams.own[: len(train)] * vocab_size + train
     seen, first, numbers = np.unique(own, return_index=True, return_inverse=True)
     before = grams.other[: len(val)]
@@ -124,8 +126,8 @@ def _longer(grams: Grams, train: Tokens, val: Tokens, vocab_size: int) -> Grams:
 
 
 def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
-    """Of each token by counts of its own piece so far, 0 where they know nothing: of the tokens,
-    and of what followed the token before it (Kuhn and De Mori 1990)."""
+    """Predict each token by counts of its own piece so far (Kuhn and De Mori 1990), 0 where they
+    have none: of the tokens, and of what followed the token before it."""
     single = np.zeros(pieces.shape)
     pair = np.zeros(pieces.shape)
     earlier = np.tril(np.ones((PIECE, PIECE), bool), -1)
@@ -140,7 +142,7 @@ def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
 
 
 def mixed_nats(counts: Probabilities, cached: tuple[Probabilities, Probabilities]) -> float:
-    """Cross-entropy under the mixture of the three that predicts best, nats a token."""
+    """Return the cross-entropy under the mixture of the three that predicts best, nats a token."""
     every = np.stack([counts, *cached])
     shares = np.full(3, 1 / 3)
     for _ in range(ROUNDS):

@@ -43,13 +43,13 @@ U64 = npt.NDArray[np.uint64]
 
 
 def text_hash(text: str) -> int:
-    """64 bits of the text's BLAKE2b: equal for equal texts, and what the split goes by."""
+    """Return 64 bits of the text's BLAKE2b: equal for equal texts, and what the split goes by."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def shingles(text: str) -> U32:
-    """Sorted distinct hashes of the text's word triples, lower case; of a text of fewer words, of
-    all its words."""
+    """Return the sorted distinct hashes of the text's word triples, lower case; of a text of fewer
+    words, of all its words."""
     words = _WORD.findall(text.lower()) or [text]
     hashes = np.array([zlib.crc32(word.encode()) for word in words], np.uint64)
     width = min(SHINGLE_WORDS, len(words))
@@ -63,8 +63,8 @@ def shingles(text: str) -> U32:
 
 
 def jaccard(a: U32, b: U32) -> float:
-    """Jaccard similarity of two shingle sets; of truncated ones, estimated on their common
-    range."""
+    """Return the Jaccard similarity of two shingle sets; of truncated ones, estimated on their
+    common range."""
     if len(a) == MAX_SHINGLES or len(b) == MAX_SHINGLES:
         top = min(s[-1] for s in (a, b) if len(s) == MAX_SHINGLES)
         a = a[a <= top]
@@ -91,7 +91,7 @@ def sign(stem: Path) -> None:
 
 
 def _bands(sets: list[U32]) -> U64:
-    """[BANDS, documents]: one hash of ROWS minima of permuted shingles each."""
+    """Return [BANDS, documents]: one hash of ROWS minima of permuted shingles each."""
     block = np.concatenate(sets)
     starts = np.cumsum([0, *(len(s) for s in sets[:-1])])
     bands = np.zeros((BANDS, len(sets)), np.uint64)
@@ -114,7 +114,7 @@ class Shards:
         self._ends: U32 = np.concatenate(ends)
 
     def marks(self, row: int) -> U64:
-        """Of every document the text hash (row 0) or the hash of band `row`, from 1."""
+        """Return every document's text hash (row 0), or its hash of band `row`, from 1."""
         return np.concatenate(
             [
                 np.array(np.load(stem.with_suffix(".marks.npy"), mmap_mode="r")[row])
@@ -132,8 +132,8 @@ class Shards:
 
 
 def clusters(shards: Shards) -> npt.NDArray[np.int64]:
-    """For each document the first document of its cluster of exact and near duplicates (itself if
-    it has none)."""
+    """Return for each document the first of its cluster of exact and near duplicates (itself if it
+    has none)."""
     parent = np.arange(len(shards.sizes))
     for copies in _buckets(shards.marks(0)):
         parent[copies] = copies[0]
@@ -147,7 +147,7 @@ def clusters(shards: Shards) -> npt.NDArray[np.int64]:
 
 
 def _buckets(marks: U64) -> Iterator[npt.NDArray[np.int64]]:
-    """Groups of two or more documents with the same mark, each in ascending order."""
+    """Yield groups of two or more documents with the same mark, each in ascending order."""
     order = np.argsort(marks, kind="stable")
     ordered = marks[order]
     edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1

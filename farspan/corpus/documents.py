@@ -28,18 +28,18 @@ _OUTER = "\ufeff \t\n\v\f"
 
 
 def clean(text: str) -> str:
-    """Text that UTF-8 can hold, with Unix line ends, without byte-order mark, NUL or outer blank
-    space."""
+    """Return text that UTF-8 can hold, with Unix line ends, without byte-order mark, NUL or outer
+    blank space."""
     return unix(text).strip(_OUTER)
 
 
 def unix(text: str) -> str:
-    """Text that UTF-8 can hold, with Unix line ends and without NUL."""
+    """Return text that UTF-8 can hold, with Unix line ends and without NUL."""
     return encodable(text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
 def parts(blocks: Iterable[str]) -> Iterator[str]:
-    """A stream of text in parts of at most PART_CHARS characters, cut at a paragraph, a line or a
+    """Split a stream of text in parts of at most PART_CHARS, cut at a paragraph, a line or a
     space."""
     held = ""
     for block in blocks:
@@ -55,13 +55,13 @@ def parts(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def numbered(title: str, number: int) -> str:
-    """The title of part `number`, from 1, of a document."""
+    """Return the title of part `number`, from 1, of a document."""
     return title if number == 1 else f"{title} (part {number})"
 
 
 def cut(document: Document) -> Iterator[Document]:
-    """The document cleaned, in parts that are not blank, each with the line and page that it begins
-    on, and the headings in it and above it."""
+    """Clean a document and cut it in parts that are not blank, each with the line and page it
+    begins on, and the headings in it and above it."""
     title = " ".join(clean(document.title).split())
     origin = encodable(document.origin)
     title = title[:MAX_TITLE_CHARS]
@@ -97,12 +97,12 @@ def cut(document: Document) -> Iterator[Document]:
 
 
 def _after(text: str, line: int, page: int) -> tuple[int, int]:
-    """Line and page of what follows a text that begins on these; 0 stays 0."""
+    """Return line and page of what follows a text that begins on these; 0 stays 0."""
     return line and line + text.count("\n"), page and page + text.count("\f")
 
 
 def divide(document: Document, at: int) -> tuple[Document, Document]:
-    """A document in two, cut at a character that neither side is blank around; the second part has
+    """Cut a document in two at a character that neither side is blank around; the second part has
     a title of its own, and the line and page that it begins on."""
     head = document.text[:at]
     tail = document.text[at:]
@@ -139,7 +139,7 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
 
 
 def open_zst(path: Path) -> io.BufferedReader:
-    """The decompressed bytes of a .zst file of any number of frames, as a stream."""
+    """Open the decompressed bytes of a .zst file of any number of frames, as a stream."""
     reader = zstandard.ZstdDecompressor().stream_reader(
         path.open("rb"), read_across_frames=True, closefd=True
     )
@@ -147,7 +147,7 @@ def open_zst(path: Path) -> io.BufferedReader:
 
 
 def read_lines(path: Path) -> Iterator[Document]:
-    """The documents that `write_documents` wrote."""
+    """Yield the documents that `write_documents` wrote."""
     decoder = msgspec.json.Decoder(Document)
     with open_zst(path) as lines:
         for line in lines:
@@ -155,12 +155,12 @@ def read_lines(path: Path) -> Iterator[Document]:
 
 
 def read_documents(folder: Path) -> Iterator[Document]:
-    """The kept documents of a prepared corpus, in the order of its token files: all of train, then
-    all of val."""
+    """Yield the kept documents of a prepared corpus in the order of its token files: all of train,
+    then all of val."""
     return read_lines(folder / DOCUMENTS)
 
 
 def read_copies(folder: Path) -> Iterator[Document]:
-    """The documents of a prepared corpus that were dropped as copies of kept ones, in the order of
-    the source."""
+    """Yield the documents of a prepared corpus that were dropped as copies of kept ones, in the
+    order of the source."""
     return read_lines(folder / COPIES)

@@ -1,5 +1,7 @@
-"""How well counting predicts the validation tokens: the yardsticks printed beside a model's
-loss."""
+"""Cross-entropy of the validation tokens under unigram and bigram counts.
+
+A model's loss is printed with these yardsticks.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ _PRIOR_COUNTS = (3, 10, 30, 100, 300, 1000, 3000)
 
 
 def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float]:
-    """(unigram, bigram) cross-entropy of `val` under the counts of `train`, nats a token: of all of
-    it where it has EXACT_TOKENS at most.
+    """Return the (unigram, bigram) cross-entropy of `val` under the counts of `train`, in nats a
+    token: of all of it where it has EXACT_TOKENS at most.
 
     Unigram: p1(b) = (count(b) + 1) / (N + V). Bigram, Dirichlet-smoothed towards it: p(b|a) =
     (count(ab) + w p1(b)) / (count(a) + w), for the w of a few that fits best. Bigrams are counted
@@ -44,7 +46,7 @@ def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float
 def entropies_of(
     train: Tokens, contexts: Array, targets: Array, vocab_size: int
 ) -> tuple[float, float]:
-    """As `entropies`, of these tokens (n,) alone, each after its context (n,)."""
+    """Return `entropies` of these tokens (n,) alone, each after its context (n,)."""
     pairs = contexts.astype(np.int64) * vocab_size + targets
     return _crossed(_blocks(train, _FEW_TRAIN_TOKENS, _LARGE_BLOCK), pairs, targets, vocab_size)
 
@@ -52,7 +54,7 @@ def entropies_of(
 def _crossed(
     train: Iterable[Array], held_out: Array, targets: Array, vocab_size: int
 ) -> tuple[float, float]:
-    """Of single tokens and of pairs, under the counts of blocks of tokens."""
+    """Return the cross-entropy of single tokens and of pairs under the counts of token blocks."""
     wanted, times = np.unique(held_out, return_counts=True)
     singles = np.zeros(vocab_size, np.int64)
     pairs = np.zeros(len(wanted), np.int64)
@@ -80,8 +82,8 @@ def _crossed(
 
 
 def _blocks(tokens: Tokens, limit: int, size: int) -> Iterator[Array]:
-    """The tokens in blocks of `size`; of more than `limit` tokens, evenly spread blocks of that
-    sum."""
+    """Yield the tokens in blocks of `size`; of more than `limit` tokens, evenly spread blocks of
+    that sum."""
     stride = max(1, -(-len(tokens) // limit))
     for start in range(0, len(tokens), size)[::stride]:
         yield np.asarray(tokens[start : start + size]).astype(np.int64)

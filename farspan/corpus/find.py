@@ -18,7 +18,7 @@ CORPORA = "corpora"
 
 
 def find_corpus(recorded: Path, digest: str) -> Path | None:
-    """The folder of the corpus with this hash; None where no whole one is there.
+    """Return the folder of the corpus with this hash; None where no whole one is there.
 
     The cache of today comes first: what `farspan prepare` has mended lies there.
     """
@@ -29,8 +29,8 @@ def find_corpus(recorded: Path, digest: str) -> Path | None:
 
 
 def require_corpus(run: RunFolder, digest: str) -> Path:
-    """The folder of a run's corpus. Raises Refusal (path-missing, or corpus-damaged where a file of
-    it has another size)."""
+    """Return the folder of a run's corpus. Raises Refusal (path-missing, or corpus-damaged if a
+    file of it has another size)."""
     recorded = load(run.record, RunRecord).corpus_folder
     folder = find_corpus(recorded, digest)
     if folder is None:
@@ -39,7 +39,7 @@ def require_corpus(run: RunFolder, digest: str) -> Path:
 
 
 def missing_corpus(run: RunFolder, digest: str, recorded: Path) -> Refusal:
-    """The refusal of a run whose corpus is nowhere."""
+    """Return the refusal of a run whose corpus is nowhere."""
     lacking = "is damaged" if recorded.exists() else "is not there"
     places = [str(folder) for folder in _cached(digest)]
     return Refusal(
@@ -52,7 +52,7 @@ def missing_corpus(run: RunFolder, digest: str, recorded: Path) -> Refusal:
 
 
 def is_corpus(folder: Path, digest: str) -> bool:
-    """Whether a folder holds the corpus with this hash, and token files of the right sizes."""
+    """Check that a folder holds the corpus with this hash, and token files of the right sizes."""
     with suppress(Refusal, OSError):
         manifest = load(folder / "corpus.json", CorpusManifest)
         return manifest.hash == digest and is_whole(folder, manifest)
@@ -60,17 +60,18 @@ def is_corpus(folder: Path, digest: str) -> bool:
 
 
 def mending_command(run: RunFolder, folder: Path) -> str:
-    """The command that mends a damaged corpus of a run: a copy is sent again by the next start."""
+    """Return the command that mends a damaged corpus of a run: the next start sends a copy
+    again."""
     return run.resume() if folder.name.startswith(SENT) else run.prepare_command()
 
 
 def sent_name(digest: str) -> str:
-    """The folder of a copy in a cache."""
+    """Return the name of the folder of a copy in a cache."""
     return f"{SENT}{digest}"
 
 
 def _cached(digest: str) -> Iterator[Path]:
-    """Where the corpus lies in the cache of this machine, prepared or sent, if anywhere."""
+    """Yield where the corpus may lie in the cache of this machine, prepared or sent."""
     with suppress(RuntimeError):  # A user without a home folder has no cache in it.
         corpora = cache_folder() / CORPORA
         yield corpora / digest

@@ -1,6 +1,6 @@
 """Readers of formats that unpack to any size, in a process of bounded memory and computation.
 
-A page of a Parquet file or a stream of a PDF may say that it holds gigabytes, and the libraries
+A page of a Parquet file or a stream of a PDF may claim to hold gigabytes, and the libraries
 believe it. Only the system can bound what they take.
 """
 
@@ -67,8 +67,8 @@ class GuardedReader:
         self._channel: Channel | None = None
 
     def read(self, reader: Reader, file: Path) -> Iterator[Document | Skipped]:
-        """The documents of a file. Raises UnreadableFile for one that takes too much, or that the
-        reader cannot read."""
+        """Yield the documents of a file. Raises UnreadableFile for one that takes too much, or that
+        the reader cannot read."""
         if self._channel is None:
             self._process, self._channel = start_beside(_serve, *self._limits)
         channel = self._channel
@@ -152,7 +152,8 @@ def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) ->
 
 
 def _encodable(document: Document) -> Document:
-    """A document that can be sent: UTF-8 has no halves of surrogate pairs."""
+    """Replace halves of surrogate pairs, which UTF-8 cannot hold, so that a document can be
+    sent."""
     metadata = {encodable(key): encodable(value) for key, value in document.metadata.items()}
     return msgspec.structs.replace(
         document,

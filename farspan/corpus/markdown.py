@@ -1,7 +1,7 @@
 """The headings of Markdown, line by line, as CommonMark 0.31 has them.
 
-Fenced and indented code, HTML blocks, list items and paragraphs above a rule are told apart. Front
-matter is no part of the text, and headings in quotations are left out.
+Fenced and indented code, HTML blocks, list items and paragraphs above a rule are distinguished.
+Front matter is no part of the text, and headings in quotations are left out.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class MarkdownOutline(Outline):
                 self._is_item_empty = False
 
     def _read_leaf(self, column: int, text: str, start: int) -> None:
-        """Look at what a line holds behind its indent, in as many list items as begin on it."""
+        """Look at what a line holds behind its indent, also within list items that begin on it."""
         for _ in range(_MAX_NESTED_ITEMS):
             if column - self._item_column >= _CODE_INDENT:
                 if self._is_in_paragraph:
@@ -203,7 +203,7 @@ class MarkdownOutline(Outline):
         return False
 
     def _is_plain(self, column: int, text: str) -> bool:
-        """True for a line that begins nothing but a paragraph."""
+        """Return True for a line that begins nothing but a paragraph."""
         outer = max((item for item in self._items if item <= column), default=0)
         return column - outer >= _CODE_INDENT or not (
             _LIST_MARKER.match(text)
@@ -215,7 +215,8 @@ class MarkdownOutline(Outline):
         )
 
     def _begins_item(self, text: str, marker: re.Match[str]) -> bool:
-        """False for a number or an empty mark that goes on with a paragraph (CommonMark 5.2)."""
+        """Return False for a number or an empty mark that continues a paragraph (CommonMark
+        5.2)."""
         may_interrupt = marker.end() < len(text) and marker[1] in (None, "1")
         return may_interrupt or not self._is_in_paragraph
 
@@ -264,7 +265,7 @@ class MarkdownOutline(Outline):
 
 
 def _html_ends(text: str) -> tuple[str, ...]:
-    """What ends the HTML block of kinds 1 to 5 that begins with this line; nothing without one."""
+    """Return the ends of the HTML block of kinds 1 to 5 that this line begins; () without one."""
     return next((ends for begin, ends in _HTML_ENDS if begin.match(text)), ())
 
 
@@ -274,7 +275,7 @@ def _contains(text: str, marks: tuple[str, ...]) -> bool:
 
 
 def _is_break(text: str) -> bool:
-    """True for three or more of one of these marks, and blanks."""
+    """Return True for three or more of one of these marks, and blanks."""
     mark = text[0]
     return mark in "-*_" and text.count(mark) >= _MIN_MARKS and not text.strip(f"{mark} \t")
 
@@ -285,7 +286,7 @@ class _Atx(NamedTuple):
 
 
 def _atx(text: str) -> _Atx | None:
-    """A heading of one to six `#`, with an empty title where it says nothing."""
+    """Return a heading of one to six `#`; its title is empty where nothing follows them."""
     level = len(text) - len(text.lstrip("#"))
     if level > 6 or not (level == len(text) or text[level] in " \t"):
         return None
@@ -296,7 +297,7 @@ def _atx(text: str) -> _Atx | None:
 
 
 def _fence_length(text: str) -> int:
-    """The marks of a line that opens a fenced block; 0 for another line."""
+    """Count the marks of a line that opens a fenced block; 0 for another line."""
     mark = text[0]
     length = len(text) - len(text.lstrip(mark))
     is_fence = length >= _MIN_MARKS and not (mark == "`" and "`" in text[length:])
@@ -304,7 +305,7 @@ def _fence_length(text: str) -> int:
 
 
 def _indented(line: str) -> tuple[int, str]:
-    """The column that the text of a line begins at, and that text."""
+    """Return the column that the text of a line begins at, and that text."""
     text = line.lstrip(" \t")
     indent = line[: len(line) - len(text)]
     return len(indent.expandtabs(_TAB_COLUMNS)), text

@@ -42,8 +42,8 @@ class Sections:
         self._ahead.append(heading)
 
     def take(self, begin: int, end: int) -> tuple[Heading, ...]:
-        """Headings of the part between two places, counted from its begin. Those that it stands
-        under come first, with the place ABOVE."""
+        """Return the headings between two places, counted from the first. Those that the part
+        stands under come first, with the place ABOVE."""
         while self._ahead and self._ahead[0].start < begin:
             self._pass(self._ahead.popleft())
         taken = [replace(heading, start=ABOVE) for heading in self._above]
@@ -84,7 +84,7 @@ class Outline(ABC):
             self._read_held()
 
     def take(self, begin: int, end: int) -> tuple[Heading, ...]:
-        """Headings of the part of the text between two places, as of `Sections`."""
+        """Return the headings of the part of the text between two places, as of `Sections`."""
         if self._held and self._at < end:
             self._read_held()
         self._decide()
@@ -118,7 +118,7 @@ class Outline(ABC):
 
 
 def path(headings: Iterable[Heading]) -> list[Heading]:
-    """The headings that what follows the last of them stands under, outermost first."""
+    """Return the headings that apply below the last of them, outermost first."""
     above: list[Heading] = []
     for heading in headings:
         while above and above[-1].level >= heading.level:
@@ -128,7 +128,7 @@ def path(headings: Iterable[Heading]) -> list[Heading]:
 
 
 def read_outline(text: str, outline: Outline) -> tuple[Heading, ...]:
-    """All headings of a text, of an outline that has read nothing."""
+    """Return all headings of a text, by an outline that has read nothing."""
     outline.add(text)
     return outline.take(0, len(text))
 
@@ -160,7 +160,7 @@ class UnderlinedOutline(Outline):
         """Settle nothing: an underline is decided by the line above it."""
 
     def _is_title(self, rule: str) -> bool:
-        """True if the line before is a title above this rule: a paragraph of its own."""
+        """Return True if the line before is a title above this rule: a paragraph of its own."""
         title = self._before
         has_overline = self._second == rule
         return (

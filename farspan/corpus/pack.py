@@ -1,8 +1,8 @@
 """Stages that go shard by shard: spool a source to shards, encode a shard, join the shards to token
 files.
 
-A shard is about SHARD_BYTES of text. Each stage writes its files beside the shard and one marker
-last, so that work that was interrupted goes on after the last finished shard.
+A shard is about SHARD_BYTES of text. Each stage writes its files next to the shard and one marker
+last, so that interrupted work resumes after the last finished shard.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def spool(source: Source, work: Path) -> list[FinishedShard]:
 
 
 def _content(document: Document) -> bytes:
-    """All of a document but its place, so that a corpus keeps its hash when places come to be
+    """Encode all of a document but its place, so that a corpus keeps its hash when places become
     known."""
     names = ("title", "text", "origin", "metadata")
     content = {name: getattr(document, name) for name in names}
@@ -74,7 +74,7 @@ def _content(document: Document) -> bytes:
 
 
 def _shardful(documents: Iterator[Document]) -> list[Document]:
-    """The next documents, until they hold SHARD_BYTES of text."""
+    """Return the next documents, until they hold SHARD_BYTES of text."""
     held = []
     size = 0
     while size < SHARD_BYTES and (document := next(documents, None)):
@@ -103,7 +103,7 @@ def _once(function: Callable[..., None], stem: Path, *rest: object) -> None:
 
 
 def chosen(stem: Path, fate: int) -> Iterator[Document]:
-    """The documents of a shard that have this fate, DROPPED, TRAIN or VAL."""
+    """Yield the documents of a shard that have this fate, DROPPED, TRAIN or VAL."""
     fates, cuts = np.load(stem.with_suffix(".fates.npy"))
     documents = read_lines(stem.with_suffix(".docs"))
     for document, its, at in zip(documents, fates, cuts, strict=True):
@@ -117,12 +117,12 @@ def chosen(stem: Path, fate: int) -> Iterator[Document]:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(file: Path) -> tokenizers.Tokenizer:
-    """Remembered: a worker encodes many shards with one tokenizer."""
+    """Load a tokenizer once: a worker encodes many shards with it."""
     return tokenizers.load(file)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type of stored token ids."""
+    """Return the type of stored token ids."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 

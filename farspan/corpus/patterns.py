@@ -45,8 +45,8 @@ _PROBE_BYTES = 1 << 30
 
 
 def unsafe_pattern(content: dict[str, Any], *, cpu_s: int = PROBE_CPU_S) -> str | None:
-    """The first unknown expression of a tokenizer.json whose expressions do not all end on hard
-    texts; None if they do."""
+    """Return the first unknown expression of a tokenizer.json whose expressions do not all end on
+    hard texts; None if they do."""
     parts = {name: content.get(name) for name in _PARTS}
     unknown = [pattern for pattern in _patterns(parts) if pattern not in KNOWN_PATTERNS]
     if not unknown:
@@ -63,7 +63,7 @@ def unsafe_pattern(content: dict[str, Any], *, cpu_s: int = PROBE_CPU_S) -> str 
 
 
 def _patterns(part: Any) -> Iterator[str]:
-    """Every regular expression within a part of a tokenizer.json."""
+    """Yield every regular expression within a part of a tokenizer.json."""
     values = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     if isinstance(part, dict) and isinstance(part.get("Regex"), str):
         yield part["Regex"]
@@ -94,7 +94,7 @@ def _try_patterns(channel: Channel, content: str, cpu_s: int) -> None:
 
 
 def _hard_texts() -> Iterator[str]:
-    """Runs of a character or two and of sentences, each alone and with other characters behind."""
+    """Yield runs of a character or two and of sentences, alone and with other characters behind."""
     characters = f"{string.printable}é中\u3000\u0301"
     pairs = ("ab", "a ", "a1", "1.", "1,", "Aa", "\r\n", " \n", "'s", "a'", ".\n", "中a")
     sentences = "The quick brown fox, aged 12, didn't jump over 3.14 lazy dogs; see (a) and [b].\n"

@@ -58,8 +58,8 @@ Say = Callable[[str], None]
 
 
 def auto_vocab(text_bytes: int) -> int:
-    """4,096 tokens below 4 MiB of text, doubled for every eightfold: 8,192 to 32 MiB, and so on to
-    65,536."""
+    """Return 4,096 tokens below 4 MiB of text, doubled for every eightfold: 8,192 to 32 MiB, and so
+    on to 65,536."""
     steps = sum(text_bytes >= limit for limit in (4 << 20, 32 << 20, 256 << 20, 2 << 30))
     return 4096 << steps
 
@@ -104,7 +104,7 @@ def prepare(
 
 
 def silent(line: str) -> None:
-    """Say nothing."""
+    """Drop a progress message."""
 
 
 def read_text(
@@ -116,8 +116,8 @@ def read_text(
     workers: int,
     say: Say,
 ) -> Text:
-    """Every text that the source of the corpus with this hash holds today, copies too, split as a
-    corpus is.
+    """Read every text that the source of the corpus with this hash holds today, copies too, split
+    as a corpus is.
 
     Where the source is as it was, this is the corpus's own text. Refuses what cannot be read.
     """
@@ -226,7 +226,7 @@ def _build(
 
 
 def _with_checksums(split: Split, stem: Path) -> Split:
-    """A split with the checksums of its files `stem`.bin and `stem`.idx."""
+    """Return a split with the checksums of its files `stem`.bin and `stem`.idx."""
     return msgspec.structs.replace(
         split,
         token_checksums=checksums_of(stem.with_suffix(".bin")),
@@ -235,7 +235,7 @@ def _with_checksums(split: Split, stem: Path) -> Split:
 
 
 def _is_sound(folder: Path, manifest: CorpusManifest) -> bool:
-    """Whether a folder holds every byte of a corpus that was just made."""
+    """Check that a folder holds every byte of a corpus that was just made."""
     if not _has_all_files(folder):
         return False
     try:
@@ -284,7 +284,8 @@ def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.
 
 
 def _nothing_read(source: Source, data: DataConfig) -> Refusal:
-    """The refusal of a source without text; where files are damaged, they are what to mend."""
+    """Return the refusal of a source without text; where files are damaged, it asks to mend
+    them."""
     kinds = by_kind(source.skipped.entries())
     kinds.sort(key=lambda kind: not kind.bad)
     is_bad = bool(kinds) and kinds[0].bad
@@ -303,7 +304,7 @@ def _nothing_read(source: Source, data: DataConfig) -> Refusal:
 
 
 def _refuse_bad(skipped: Iterable[Skipped | str], data: DataConfig) -> None:
-    """Raises Refusal (source-unreadable) that counts and names what cannot be read, if anything."""
+    """Raise Refusal (source-unreadable) that counts and names what cannot be read, if anything."""
     bad = [entry for entry in skipped if isinstance(entry, Skipped) and entry.bad]
     if not bad:
         return
@@ -327,8 +328,8 @@ def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
 def _known(
     root: Path, key: str, say: Say, *, verified: bool = False
 ) -> tuple[Path, CorpusManifest] | None:
-    """The corpus that `key` led to before, if it is still there and whole; with `verified` only
-    where every block has the bytes that were prepared."""
+    """Find the corpus that `key` led to before, if it is still there and whole; with `verified`
+    only where every block has the bytes that were prepared."""
     pointer = root / f".key-{key}"
     if not pointer.exists() or not is_content_hash(name := pointer.read_text()):
         return None
@@ -355,7 +356,7 @@ def _known(
 
 @contextlib.contextmanager
 def _locked(work: Path, say: Say) -> Iterator[None]:
-    """One process at a time works in a folder; the lock goes with its process, however that
+    """Let one process at a time work in a folder; the lock goes with its process, however that
     ends."""
     with open_own(work / "lock", "ab") as lock:
         try:
@@ -392,8 +393,7 @@ def _require_space(folder: Path, text_bytes: int) -> None:
 
 
 def _file_digest(path: str | Path | None) -> str:
-    """Content of a tokenizer file and the config beside it, or of the JSON and text files in its
-    folder.
+    """Hash a tokenizer file and the config next to it, or the JSON and text files of its folder.
 
     Empty for a hub id.
     """

@@ -25,7 +25,7 @@ _STARTING = threading.Lock()
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Count the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -53,8 +53,8 @@ class _Context(SpawnContext):
 
 
 def spawned(count: int) -> ProcessPoolExecutor:
-    """A pool of up to `count` new processes. They end with this one however it ends, also when it
-    is killed."""
+    """Open a pool of up to `count` new processes. They end with this one however it ends, also when
+    it is killed."""
     with _STARTING, safe_path_environment():  # Its locks start a process of their own.
         return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start)
 
@@ -67,11 +67,11 @@ class Channel:
         self._stream = end.makefile("rb")
 
     def send(self, content: bytes) -> None:
-        """Raises OSError where nobody is left to read it."""
+        """Send bytes. Raises OSError where the other end is gone."""
         self._socket.sendall(len(content).to_bytes(8, "little") + content)
 
     def receive(self) -> bytes:
-        """What the other end sent. Raises EOFError where it is gone."""
+        """Return the bytes that the other end sent. Raises EOFError where it is gone."""
         length = self._stream.read(8)
         size = int.from_bytes(length, "little")
         content = self._stream.read(size)
@@ -85,7 +85,8 @@ class Channel:
 
 
 def start_beside(target: Callable[..., None], *arguments: object) -> tuple[ChildProcess, Channel]:
-    """One new process that runs `target(channel, *arguments)`, and this end of the channel.
+    """Start a new process that runs `target(channel, *arguments)`. Returns this end of the channel
+    too.
 
     It ends with this process however this one ends.
     """
@@ -127,7 +128,8 @@ def limit_cpu(seconds: int) -> None:
 
 
 def _data_bytes() -> int:
-    """Bytes of data that this process has mapped. Raises OSError where the system does not say."""
+    """Return the bytes of data that this process has mapped. Raises OSError where the system does
+    not report it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "VmData":

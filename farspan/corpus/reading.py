@@ -70,7 +70,8 @@ _DECLARATION = re.compile(
 
 
 class UnreadableFile(Exception):
-    """A file that cannot be read as what its name says. `reason` is the same for all of a kind."""
+    """A file that cannot be read as what its name promises. `reason` is the same for all of a
+    kind."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
@@ -79,7 +80,7 @@ class UnreadableFile(Exception):
 
 
 def find_encoding(file: Path, *, page: bool = False) -> str:
-    """The encoding of a text file, which is read to its end for this.
+    """Detect the encoding of a text file, which is read to its end for this.
 
     `page`: an HTML page, which may declare its encoding. Raises UnreadableFile for a damaged
     archive and for what is no text.
@@ -110,7 +111,7 @@ def find_encoding(file: Path, *, page: bool = False) -> str:
 
 
 def open_utf8(file: Path, encoding: str) -> IO[bytes]:
-    """The text of a file as a stream of valid UTF-8 bytes."""
+    """Open the text of a file as a stream of valid UTF-8 bytes."""
     stream = unpack(file)
     if encoding == UTF8:
         return stream
@@ -118,7 +119,7 @@ def open_utf8(file: Path, encoding: str) -> IO[bytes]:
 
 
 def read_text(file: Path, encoding: str) -> Iterator[str]:
-    """A text file in pieces of bounded size."""
+    """Yield a text file in pieces of bounded size."""
     decoder = codecs.getincrementaldecoder(UTF8)()
     with open_utf8(file, encoding) as stream:
         for chunk in iter(partial(stream.read, CHUNK_BYTES), b""):
@@ -135,7 +136,7 @@ def read_whole(file: Path, encoding: str) -> str:
 
 
 def bounded_lines(stream: IO[bytes], most: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes | None]:
-    """The lines of a stream, None for one of more than `most` bytes, of which none are kept."""
+    """Yield the lines of a stream; None for a line of more than `most` bytes, which is dropped."""
     while line := stream.readline(most + 1):
         if len(line) <= most:
             yield line
@@ -146,13 +147,13 @@ def bounded_lines(stream: IO[bytes], most: int = MAX_DOCUMENT_BYTES) -> Iterator
 
 
 def unpack(file: Path) -> IO[bytes]:
-    """The bytes of a file, unpacked where its name ends in .gz or .zst."""
+    """Open the bytes of a file, unpacked where its name ends in .gz or .zst."""
     opener = _OPENERS.get(file.suffix.lower())
     return opener(file) if opener else file.open("rb")
 
 
 def _open_whole_zst(file: Path) -> IO[bytes]:
-    """Raises EOFError for a file that ends within a frame, which the library reads as its end."""
+    """Raise EOFError for a file that ends within a frame, which the library reads as its end."""
     with file.open("rb") as packed:
         size = packed.seek(0, io.SEEK_END)
         packed.seek(0)
@@ -201,7 +202,7 @@ _OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": _open_gz, ".zst": _op
 
 @contextmanager
 def _refusing_damage() -> Iterator[None]:
-    """Within, what the readers of archives raise for a damaged one becomes UnreadableFile."""
+    """Turn what the readers of archives raise for a damaged one into UnreadableFile."""
     try:
         yield
     except EOFError:
@@ -215,7 +216,7 @@ def _refusing_damage() -> Iterator[None]:
 
 
 def first_words(error: Exception) -> str:
-    """What an error says, in one line of bounded length."""
+    """Return an error's message in one line of bounded length."""
     return " ".join(str(error).split())[:300]
 
 
@@ -250,7 +251,7 @@ class _Recoded(io.RawIOBase):
 
 
 def _declared(head: bytes) -> str | None:
-    """The encoding that a page declares, if Python has it."""
+    """Return the encoding that a page declares, if Python has it."""
     declaration = _DECLARATION.search(head[:4096])
     if declaration is None:
         return None
@@ -267,7 +268,7 @@ def _declared(head: bytes) -> str | None:
 
 
 def _guess(file: Path) -> str:
-    """The encoding of a text that is not UTF-8, by its lines that are not ASCII."""
+    """Guess the encoding of a text that is not UTF-8, by its lines that are not ASCII."""
     from charset_normalizer import from_bytes
 
     sample = _sample(file)
@@ -289,7 +290,7 @@ def _guess(file: Path) -> str:
 
 
 def _sample(file: Path) -> bytes:
-    """The first lines of a file that are not ASCII."""
+    """Return the first lines of a file that are not ASCII."""
     lines: list[bytes] = []
     size = 0
     with unpack(file) as stream:

@@ -42,7 +42,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_json_rows(file: Path, encoding: str) -> Iterator[Document | Skipped]:
-    """An object a line, or a JSON array of objects, or objects over several lines each."""
+    """Read an object a line, or a JSON array of objects, or objects over several lines each."""
     has_no_lines = _has_no_lines(file, encoding)
     with open_utf8(file, encoding) as stream:
         rows = json_values(stream) if has_no_lines else bounded_lines(stream)
@@ -58,7 +58,7 @@ def read_json_rows(file: Path, encoding: str) -> Iterator[Document | Skipped]:
 
 
 def _has_no_lines(file: Path, encoding: str) -> bool:
-    """True for a JSON array, and for a first object that goes over several lines."""
+    """Return True for a JSON array, and for a first object that goes over several lines."""
     with open_utf8(file, encoding) as stream:
         begin = stream.read(CHUNK_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip(_BLANK)
     if begin.startswith(b"["):
@@ -95,7 +95,7 @@ def _json_row(row: bytes, file: Path, number: int) -> Document | Skipped:
 
 
 def json_values(stream: IO[bytes], most: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes | None]:
-    """The elements of a JSON array, or of objects on end; None for one of more than `most` bytes.
+    """Yield elements of a JSON array, or objects on end; None for one of more than `most` bytes.
 
     What is no JSON comes out as a piece that is none either.
     """
@@ -166,7 +166,7 @@ class _Value:
             self._bytes += piece
 
     def take(self) -> bytes | None:
-        """The value, None if it was too long; what is added next begins another one."""
+        """Return the value, None if it was too long; what is added next begins another one."""
         value = None if self._is_too_long else bytes(self._bytes)
         self._bytes = bytearray()
         self._is_too_long = False
@@ -179,7 +179,7 @@ class _Value:
 def row_document(
     row: dict[str, Any], file: Path, number: int, *, origin: str = "", title: str = ""
 ) -> Document | Skipped:
-    """A row as a document: text column, title, every other scalar as metadata."""
+    """Turn a row into a document: text column, title, every other scalar as metadata."""
     field = next((field for field in TEXT_FIELDS if isinstance(row.get(field), str)), None)
     if field is None:
         columns = ", ".join(str(name)[:100] for name in [*row][:_COLUMNS_SHOWN])
@@ -207,9 +207,9 @@ def row_document(
 
 
 def read_parquet(file: Path) -> Iterator[Document | Skipped]:
-    """The rows of a Parquet file. Raises UnreadableFile if no column can hold the text.
+    """Yield the rows of a Parquet file. Raises UnreadableFile if no column can hold the text.
 
-    To be run where memory is bounded: a page of a few bytes may say that it holds gigabytes.
+    To be run where memory is bounded: a page of a few bytes may claim to hold gigabytes.
     """
     from pyarrow import parquet
 
@@ -230,7 +230,7 @@ def read_parquet(file: Path) -> Iterator[Document | Skipped]:
 def _read_row_group(
     table: Any, group: int, columns: list[str], file: Path, first: int, count: int
 ) -> Iterator[Document | Skipped]:
-    """`count` rows, of which `first` is the number of the first; fewer at a time where memory is
+    """Yield the `count` rows of a row group, numbered from `first`; fewer at a time where memory is
     short."""
     done = 0
     for at_a_time in _PARQUET_ROWS:
@@ -257,7 +257,8 @@ def _is_text(kind: Any) -> bool:
 
 
 def _is_scalar(kind: Any) -> bool:
-    """True for what becomes the text or metadata of a document; lists and objects do not."""
+    """Return True for what becomes the text or metadata of a document; not for lists and
+    objects."""
     from pyarrow import types
 
     value = kind.value_type if types.is_dictionary(kind) else kind

@@ -51,8 +51,8 @@ class Decision(NamedTuple):
         return hashlib.sha256(self.fates.tobytes() + cuts).hexdigest()
 
     def corpus_clusters(self) -> Numbers:
-        """The first document of each one's cluster, by numbers in the corpus: training documents
-        come first, then validation, then dropped ones. What is cut counts as two."""
+        """Return the first document of each one's cluster, by numbers in the corpus: training
+        documents come first, then validation, then dropped ones. What is cut counts as two."""
         tailed = np.flatnonzero(self.cuts)
         documents = np.concatenate([np.arange(len(self.fates)), tailed])
         is_tail = np.arange(len(documents)) >= len(self.fates)
@@ -107,12 +107,12 @@ def decide(stems: list[Path], data: DataConfig, *, must_split: bool) -> Decision
 
 
 def below_share(keys: dedup.U64, share: float) -> npt.NDArray[np.bool_]:
-    """Which documents (N) have a key in the lowest `share` of all 64-bit hashes."""
+    """Mark the documents (N) that have a key in the lowest `share` of all 64-bit hashes."""
     return keys < np.uint64(min(share * 2.0**64, 2.0**64 - 2**12))
 
 
 def of_least_hash(keys: dedup.U64) -> npt.NDArray[np.bool_]:
-    """Which documents (N) have the least key; none where all have the same."""
+    """Mark the documents (N) that have the least key; none where all have the same."""
     least: npt.NDArray[np.bool_] = keys == keys.min()
     return least & (not least.all())
 
@@ -127,8 +127,11 @@ class _Kept(NamedTuple):
 def _texts_to_cut(
     stems: list[Path], keys: dedup.U64, dropped: npt.NDArray[np.bool_]
 ) -> list[list[_Kept]]:
-    """Texts whose ends are to be held out, each as its parts: where all documents are copies of one
-    another each of them, where all are parts of one document of the source that. Else none."""
+    """Return the texts whose ends are to be held out, each as its parts.
+
+    Each document where all are copies of one another; the source's document where all are parts of
+    it. Else none.
+    """
     clusters = len(np.unique(keys))
     has_copies = clusters < np.count_nonzero(~dropped)
     if clusters > 1 and has_copies:
@@ -172,7 +175,7 @@ def _hold_out_end(texts: list[list[_Kept]], fates: Fates, cuts: Numbers, share: 
 
 
 def place_to_cut(text: str, target: int, reach: int) -> int:
-    """The character from which to cut a text in two that say something: the best place at most
+    """Return the character from which to cut a text in two parts with text: the best place at most
     `reach` characters from `target`. 0 for a text that cannot be cut."""
     first = len(text) - len(text.lstrip())
     last = len(text.rstrip()) - 1

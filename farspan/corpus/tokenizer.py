@@ -45,11 +45,11 @@ class Tokenizer:
         self.engine = "tiktoken" if self._fast else "tokenizers"
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without an end-of-text token."""
+        """Return the ids of `text`, without an end-of-text token."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without end-of-text tokens."""
+        """Return the ids of each text, without end-of-text tokens."""
         tokens, lengths = self.encode_joined(texts)
         ends = np.cumsum(lengths)
         return [
@@ -58,8 +58,8 @@ class Tokenizer:
         ]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], list[int]]:
-        """All texts' ids in one array, an end-of-text token after each, and the length of each with
-        that token."""
+        """Return all texts' ids in one array, an end-of-text token after each, and the length of
+        each with that token."""
         texts = [encodable(text) for text in texts]
         if self._fast is None or any(SEPARATOR in text for text in texts):
             encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
@@ -73,11 +73,11 @@ class Tokenizer:
         return id_of_rank[ranks], np.diff(ends, prepend=0).tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
     def save(self, file: Path) -> None:
-        """Write a tokenizer file, and beside it `tokenizer_config.json`."""
+        """Write a tokenizer file, and next to it `tokenizer_config.json`."""
         write_atomically(file, self._inner.to_str(pretty=True).encode())
         config = {
             "eos_token": self._inner.id_to_token(self.end_of_text),
@@ -87,8 +87,8 @@ class Tokenizer:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens where the texts
-    run out of pairs."""
+    """Train a byte-level BPE with GPT-2's splitting rule; it has fewer than `vocab_size` tokens
+    where the texts run out of pairs."""
     from tokenizers import models, pre_tokenizers, trainers
 
     inner = _byte_level(models.BPE())
@@ -103,8 +103,8 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load(where: Path | str) -> Tokenizer:
-    """A tokenizer.json, a folder with one or with GPT-2's vocab.json and merges.txt, or the id of a
-    hub repository.
+    """Load a tokenizer.json, a folder with one or with GPT-2's vocab.json and merges.txt, or the id
+    of a hub repository.
 
     Refuses a path that does not exist, a file that is no tokenizer, one without an end-of-text
     token, and a hub id that cannot be fetched.
@@ -176,15 +176,15 @@ def _read(path: Path) -> tokenizers.Tokenizer:
 
 
 def _fetch(name: str) -> Path:
-    """A hub repository's tokenizer.json, from the hub or its cache."""
+    """Download a hub repository's tokenizer.json, or find it in the hub's cache."""
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(name, "tokenizer.json"))
 
 
 def checked_json(file: Path) -> str:
-    """The text of a tokenizer.json; raises ValueError for one that is too long, or whose regular
-    expressions may not end."""
+    """Return the text of a tokenizer.json; raises ValueError for one that is too long, or whose
+    regular expressions may not end."""
     with file.open("rb") as content:
         text = content.read(MAX_FILE_BYTES + 1)
     if len(text) > MAX_FILE_BYTES:
@@ -196,7 +196,7 @@ def checked_json(file: Path) -> str:
 
 
 def _check_ids(inner: tokenizers.Tokenizer) -> None:
-    """Raises ValueError unless the ids are 0, 1, 2 and so on, as those of a model's table are."""
+    """Raise ValueError unless the ids are 0, 1, 2 and so on, as those of a model's table are."""
     if not inner.get_vocab_size(with_added_tokens=False):
         raise ValueError("it has no tokens for text")
     ids = sorted(set(inner.get_vocab(with_added_tokens=True).values()))
@@ -208,8 +208,8 @@ def _check_ids(inner: tokenizers.Tokenizer) -> None:
 
 
 def _end_of_text(inner: tokenizers.Tokenizer, path: Path | None) -> int:
-    """Id of the token that ends a document: what tokenizer_config.json says, else the first
-    well-known one."""
+    """Return the id of the token that ends a document: the one in tokenizer_config.json, else the
+    first well-known one."""
     named: Any = None
     if (
         path

@@ -105,7 +105,7 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
         remedy: str = PREPARE,
     ) -> TokenFile:
         """Map `split` of the corpus in `folder`. Raises Refusal (corpus-damaged) for files whose
-        sizes are not what the manifest says; `remedy` is the command that mends that."""
+        sizes are not those of the manifest; `remedy` is the command that mends that."""
         expected = manifest.train if split == "train" else manifest.val
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
         return cls(
@@ -122,7 +122,7 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def document(self, index: int) -> npt.NDArray[Any]:
-        """Tokens of one document, its end-of-text token included."""
+        """Return the tokens of one document, its end-of-text token included."""
         start, end = self.offsets[index : index + 2]
         tokens: npt.NDArray[Any] = self.tokens[start:end]
         return tokens
@@ -135,18 +135,18 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checksum(block: bytes | memoryview) -> bytes:
-    """What the manifest holds of a block of a token file."""
+    """Return the checksum that the manifest holds for a block of a token file."""
     return hashlib.sha256(block).digest()[:CHECKSUM_BYTES]
 
 
 def checksums_of(path: Path) -> bytes:
-    """The checksums of all blocks of a token file, one after the other."""
+    """Return the checksums of all blocks of a token file, one after the other."""
     with path.open("rb") as file:
         return b"".join(map(checksum, iter(lambda: file.read(BLOCK_BYTES), b"")))
 
 
 def is_whole(folder: Path, manifest: CorpusManifest) -> bool:
-    """Whether both splits are in `folder` and of the sizes that the manifest says."""
+    """Check that both splits are in `folder` and of the manifest's sizes."""
     try:
         for split in SPLITS:
             TokenFile.open(folder, split, manifest)
@@ -169,8 +169,8 @@ def _disown(folder: Path) -> None:
 
 
 def fingerprint(tokens: Tokens) -> int:
-    """48 bits of a split's bytes: of their checksums, where there are none of all bytes of a small
-    split, else of evenly spaced blocks."""
+    """Hash a split to 48 bits: its checksums; without these, all bytes of a small split, else
+    evenly spaced blocks."""
     digest = hashlib.blake2b(digest_size=6)
     if isinstance(tokens, VerifiedArray):
         digest.update(tokens.checksums)

@@ -21,8 +21,8 @@ Written = npt.NDArray[np.integer[Any]]
 
 
 def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> float:
-    """The share of `written` tokens that are part of `least` or more on end which stand so in
-    `corpus`; 0 of fewer."""
+    """Return the share of `written` tokens that are part of `least` or more on end which stand so
+    in `corpus`; 0 of fewer."""
     if len(written) < least or len(corpus) < least:
         return 0.0
     wanted: dict[int, list[int]] = {}
@@ -43,7 +43,7 @@ def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> floa
 
 
 def _hashes(tokens: Written, least: int) -> npt.NDArray[np.uint64]:
-    """Of every `least` tokens on end one number, by which they are found."""
+    """Hash every `least` tokens on end by a polynomial, as in Rabin and Karp's search."""
     count = len(tokens) - least + 1
     wide = tokens.astype(np.uint64) + np.uint64(1)
     total = np.zeros(count, np.uint64)

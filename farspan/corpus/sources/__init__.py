@@ -30,21 +30,21 @@ class Source(Protocol):
     recoded: SkipLog
 
     def fingerprint(self) -> str:
-        """A cheap word for the present content, such as a hash of paths, sizes and times; reads no
-        text."""
+        """Return a cheap mark of the present content, such as a hash of paths, sizes and times;
+        reads no text."""
 
     def documents(self) -> Iterator[Document]: ...
 
 
 def available() -> list[str]:
-    """Names of the sources there are, without importing them."""
+    """List the sources' names without importing them."""
     return sorted(
         module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
     )
 
 
 def open_source(spec: str) -> Source:
-    """The source that `spec` names; refuses what does not exist."""
+    """Open the source that `spec` names; refuses what does not exist."""
     name, colon, location = spec.partition(":")
     name = "huggingface" if name == "hf" else name
     if name not in available() or (not colon and _is_path(name, spec)):
@@ -69,5 +69,5 @@ def _refuse_misspelt(spec: str) -> None:
 
 
 def _is_path(name: str, spec: str) -> bool:
-    """Whether the bare name of a source that needs a location is meant as a path of that name."""
+    """Return True if the bare name of a source that needs a location is meant as a path."""
     return name == "folder" or (name == "huggingface" and Path(spec).exists())

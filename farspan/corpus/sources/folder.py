@@ -50,8 +50,8 @@ _READ_AS = {
 
 
 def open_source(location: str) -> Folder:
-    """The files under `location`; refuses a path that does not exist or has no file that can be
-    read."""
+    """Open the files under `location`; refuses a path that does not exist or has no file that can
+    be read."""
     try:
         path = Path(location).expanduser()
     except RuntimeError:
@@ -120,7 +120,7 @@ class Folder:
                     yield from self._read(file, suffix, guarded)
 
     def _read(self, file: Path, suffix: str, guarded: GuardedReader) -> Iterator[Document]:
-        """The documents of a file; logs it, or rows of it, where they cannot be read."""
+        """Yield the documents of a file; logs it, or rows of it, where they cannot be read."""
         is_empty = True
         try:
             if suffix in _GUARDED_READERS:
@@ -163,7 +163,7 @@ class Folder:
 
 
 def _walk(path: Path) -> Iterator[Path | Skipped]:
-    """Files under `path` in sorted order, and what may not be read. Each folder is gone through
+    """Yield the files under `path` in sorted order, and what may not be read. Each folder is listed
     once, also where links lead to it; one inside `path` in its own place."""
     if path.is_file():
         yield path
@@ -172,7 +172,7 @@ def _walk(path: Path) -> Iterator[Path | Skipped]:
 
 
 def _walk_folder(folder: Path, root: Path, seen: set[tuple[int, int]]) -> Iterator[Path | Skipped]:
-    """A folder's entries at a time, so that memory does not grow with the number of files."""
+    """Yield a folder's files one at a time, so that memory does not grow with their number."""
     try:
         about = folder.stat()
         place = (about.st_dev, about.st_ino)
@@ -205,33 +205,33 @@ def _walk_folder(folder: Path, root: Path, seen: set[tuple[int, int]]) -> Iterat
 
 
 def _has_own_place(folder: Path, root: Path) -> bool:
-    """True for a folder that is gone through without a link: inside `root`, and not hidden."""
+    """Return True for a folder that is reached without a link: inside `root`, and not hidden."""
     if not folder.is_relative_to(root):
         return False
     return not any(name.startswith(".") for name in folder.relative_to(root).parts)
 
 
 def _suffix(file: Path) -> str:
-    """The end of the name that says what is in the file, such as `.txt` or `.jsonl.gz`."""
+    """Return the end of the name that tells the kind of file, such as `.txt` or `.jsonl.gz`."""
     name = file.name.lower()
     return next((suffix for suffix in _READERS if name.endswith(suffix)), file.suffix.lower())
 
 
 def _missing_extra(suffix: str) -> str | None:
-    """The command that installs what files of this kind need, if that is not there."""
+    """Return the command that installs what files of this kind need, if that is not there."""
     library, extra = _NEEDS[suffix]
     return install_command(extra) if importlib.util.find_spec(library) is None else None
 
 
 def _lacking(suffix: str) -> str:
-    """What the fingerprint has of a kind of file that needs an extra: the same wherever farspan is
+    """Return what the fingerprint has of files that need an extra: the same wherever farspan is
     installed."""
     return f"pip install 'farspan[{_NEEDS[suffix][1]}]'"
 
 
 def _plain(file: Path, encoding: str) -> Iterator[Document]:
-    """A text file, in parts if it is long, titled by what it names as its title, its first heading,
-    or its name."""
+    """Read a text file, in parts if it is long, titled by what it names as its title, its first
+    heading, or its name."""
     make_outline = _OUTLINES.get(file.suffix.lower())
     outline = make_outline() if make_outline else None
     title = file.stem
@@ -260,7 +260,7 @@ def _plain(file: Path, encoding: str) -> Iterator[Document]:
 
 
 def _outlined(file: Path, encoding: str, outline: Outline | None) -> Iterator[str]:
-    """The text of a file in pieces, which the outline has read."""
+    """Yield the text of a file in pieces, after the outline has read each."""
     line_ends = io.IncrementalNewlineDecoder(None, translate=True)
     for text in read_text(file, encoding):
         if outline:

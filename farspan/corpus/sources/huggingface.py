@@ -18,8 +18,8 @@ from farspan.domain.problems import Refusal
 
 
 def open_source(location: str) -> HuggingFace:
-    """The training split of a dataset; refuses when `datasets` is not installed or a local folder
-    is not there."""
+    """Open the training split of a dataset; refuses if `datasets` is not installed or a local
+    folder is not there."""
     if importlib.util.find_spec("datasets") is None:
         raise Refusal(
             "extra-missing",
@@ -109,7 +109,7 @@ class HuggingFace:
 
 
 def _no_text(origin: str, row: Skipped) -> Refusal:
-    """The refusal of a dataset whose rows, which all have the same columns, have none of text."""
+    """Return the refusal of a dataset whose rows, which all have the same columns, have no text."""
     return Refusal(
         "source-unreadable",
         what="the dataset has no known column of text",

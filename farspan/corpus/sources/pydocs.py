@@ -56,7 +56,8 @@ class PyDocs:
         return f"pydocs 1 python {sys.version} torch {torch}"
 
     def documents(self) -> Iterator[Document]:
-        """Topics, then everything else by name; a name that is documented twice is taken once."""
+        """Yield topics, then everything else by name; a name that is documented twice is taken
+        once."""
         from pydoc_data.topics import topics
 
         for topic, text in sorted(topics.items()):
@@ -71,7 +72,7 @@ def open_source(location: str) -> PyDocs:
 
 
 def _docstrings() -> dict[str, str]:
-    """Public qualified name -> docstring, of all that is parsed or imported."""
+    """Map public qualified names to docstrings, of all that is parsed or imported."""
     files = list(_files())
     with spawned(min(4, os.cpu_count() or 1)) as pool:
         parsed = list(pool.map(_parse, *zip(*files, strict=True), chunksize=64))
@@ -87,8 +88,8 @@ def _docstrings() -> dict[str, str]:
 
 
 def _files() -> Iterator[tuple[str, str]]:
-    """(path, module name) of every Python file; stubs first, since torch's carry the filled-in
-    texts."""
+    """Yield (path, module name) of every Python file; stubs first, since torch's carry the
+    filled-in texts."""
     roots = [(Path(sysconfig.get_path("stdlib")), "")]
     if (torch := importlib.util.find_spec("torch")) and torch.origin:
         roots.append((Path(torch.origin).parent, "torch"))
@@ -105,7 +106,7 @@ def _files() -> Iterator[tuple[str, str]]:
 
 
 def _parse(path: str, module: str) -> tuple[_Pairs, _Pairs]:
-    """What a file documents, as (qualified name, docstring), and what it imports, as (name there,
+    """Return what a file documents, as (qualified name, docstring), and imports, as (name there,
     name here)."""
     with warnings.catch_warnings(action="ignore"):
         try:
@@ -117,8 +118,8 @@ def _parse(path: str, module: str) -> tuple[_Pairs, _Pairs]:
 
 
 def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """(qualified name, docstring) of a module, class or function and of all that its top level
-    defines."""
+    """Yield (qualified name, docstring) of a module, class or function and of all that its top
+    level defines."""
     if text := ast.get_docstring(node, clean=False):  # type: ignore[arg-type]
         yield name, text
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -183,8 +184,8 @@ def _top_level(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _public_names(imports: set[tuple[str, str]]) -> dict[str, str]:
-    """Where a definition lives -> the shortest name it is imported by; `x.*` -> the module that has
-    all of x."""
+    """Map where a definition lives to the shortest name it is imported by; `x.*` to the module that
+    has all of x."""
     public = {"torch._C.TensorBase": "torch.Tensor", "torch._C._VariableFunctions.*": "torch"}
     for definition, imported_as in sorted(imports, key=lambda pair: (pair[1].count("."), pair[1])):
         if imported_as.split(".")[0] == definition.split(".")[0] and imported_as.count(
@@ -215,8 +216,8 @@ def _shortened(name: str, public: dict[str, str], modules: set[str]) -> str:
 
 
 def _imported() -> _Pairs:
-    """Docstrings of the modules that have no Python source, under the names their objects give
-    themselves."""
+    """Return the docstrings of modules without Python source, under the names that their objects
+    give themselves."""
     docs: list[tuple[str, str | None]] = []
     for name in sorted(sys.stdlib_module_names):
         spec = (
