@@ -12,28 +12,28 @@ from farspan.corpus.outline import MAX_HEADING_CHARS, MAX_UNDERLINED_CHARS
 from farspan.domain.corpus import Heading
 
 
-def _tags(names: str) -> frozenset[str]:
+def _split_tags(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
 #: What is shown on lines of its own: a paragraph apart, or on the next line. All else stays in the
 #: line, as the standard has it of elements that it does not know (WHATWG HTML, 15.3).
-_PARAGRAPHS = _tags(
+_PARAGRAPHS = _split_tags(
     "address article aside blockquote body caption center dialog dir dl fieldset figcaption figure"
     " footer form frameset head header hgroup hr html legend listing main menu nav ol p pre search"
     " section details summary table tbody tfoot thead ul xmp h1 h2 h3 h4 h5 h6"
 )
-_LINES = _tags("br dd div dt li optgroup option td th tr")
+_LINES = _split_tags("br dd div dt li optgroup option td th tr")
 #: Cells of formulas, which stand side by side.
 _CELLS = frozenset(("mtd", "mtr", "mlabeledtr"))
 #: What is not shown, or not as part of the text.
-_HIDDEN = _tags("script style noscript iframe noembed noframes template svg nav title")
+_HIDDEN = _split_tags("script style noscript iframe noembed noframes template svg nav title")
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 #: Elements without content, which have no end tag.
 _VOID = frozenset(("br", "hr"))
 #: What ends a drawing that was never closed (WHATWG HTML, 13.2.6.5).
 _NOT_IN_SVG = (
-    _PARAGRAPHS | _LINES | _tags("b big code em i img s small span strong sub sup tt u")
+    _PARAGRAPHS | _LINES | _split_tags("b big code em i img s small span strong sub sup tt u")
 ) - frozenset(("title",))
 #: Parts of a drawing that hold HTML.
 _HTML_IN_SVG = ("foreignobject", "desc")
@@ -77,7 +77,7 @@ class _Open(NamedTuple):
     headings: int
 
 
-class _Found(NamedTuple):
+class _PlacedHeading(NamedTuple):
     """A heading, which is the piece of text of this number."""
 
     piece: int
@@ -91,7 +91,7 @@ class _Reader:
     def __init__(self) -> None:
         self._title = ""
         self._pieces: list[str] = []
-        self._headings: list[_Found] = []
+        self._headings: list[_PlacedHeading] = []
         self._open: list[str] = []
         self._counts: Counter[str] = Counter()
         self._noted: list[_Open] = []
@@ -101,7 +101,7 @@ class _Reader:
             self._close_drawing()
         if tag in _HEADINGS:
             self._close_heading()
-        self._break(tag)
+        self._add_break(tag)
         if tag not in _CONTAINERS:
             return
         if tag in _HIDDEN or tag in _HEADINGS or tag == "pre":
@@ -114,8 +114,8 @@ class _Reader:
             # Any of their end tags ends a heading.
             tag = next((noted.tag for noted in self._noted[-1:] if noted.tag in _HEADINGS), tag)
         if self._counts[tag]:
-            self._close(tag)
-        self._break(tag)
+            self._close_element(tag)
+        self._add_break(tag)
 
     def add_text(self, text: str) -> None:
         if text and not self._counts["pre"]:
@@ -130,10 +130,10 @@ class _Reader:
             self._leave_open(self._noted.pop())
         self._headings.sort()
         first = next((heading.title for heading in self._headings if heading.level == 1), "")
-        text, headings = _join(self._pieces, self._headings)
+        text, headings = _join_pieces(self._pieces, self._headings)
         return Page(self._title or first, text, headings)
 
-    def _break(self, tag: str) -> None:
+    def _add_break(self, tag: str) -> None:
         if tag in _CELLS:
             self.add_text(" ")
             return
@@ -142,7 +142,7 @@ class _Reader:
         if line_end and not (self._pieces and self._pieces[-1] == "\n\n"):
             self._pieces.append(line_end)
 
-    def _close(self, tag: str, *, is_whole: bool = True) -> None:
+    def _close_element(self, tag: str, *, is_whole: bool = True) -> None:
         """Close the innermost element of this name, and what is open in it."""
         name = ""
         while name != tag:
@@ -151,22 +151,22 @@ class _Reader:
             if self._noted and self._noted[-1].depth == len(self._open):
                 noted = self._noted.pop()
                 if name == tag and is_whole:
-                    self._take(noted)
+                    self._take_content(noted)
                 else:
                     self._leave_open(noted)
 
     def _close_heading(self) -> None:
         """End an open heading where the next one begins."""
         if self._noted and self._noted[-1].tag in _HEADINGS:
-            self._close(self._noted[-1].tag, is_whole=False)
+            self._close_element(self._noted[-1].tag, is_whole=False)
 
     def _close_drawing(self) -> None:
         """End an open drawing where text begins, but for its parts that hold text."""
         if not any(self._counts[tag] for tag in _HTML_IN_SVG):
             while self._counts["svg"]:
-                self._close("svg", is_whole=False)
+                self._close_element("svg", is_whole=False)
 
-    def _take(self, noted: _Open) -> None:
+    def _take_content(self, noted: _Open) -> None:
         """Take the content of an element that is whole for what it is."""
         if noted.tag in _HEADINGS:
             self._unmark_headings(noted)
@@ -201,7 +201,7 @@ class _Reader:
             # The numbers of the pieces behind it stay what they are.
             blank = [""] * (len(content) - 1)
             self._pieces[noted.pieces : end] = [f"{'#' * level} {title}", *blank]
-            self._headings.append(_Found(noted.pieces, level, title))
+            self._headings.append(_PlacedHeading(noted.pieces, level, title))
 
     def _unmark_headings(self, noted: _Open) -> None:
         """Make text of the headings in an element."""
@@ -210,7 +210,7 @@ class _Reader:
         del self._headings[noted.headings :]
 
 
-def _join(pieces: list[str], found: list[_Found]) -> tuple[str, tuple[Heading, ...]]:
+def _join_pieces(pieces: list[str], found: list[_PlacedHeading]) -> tuple[str, tuple[Heading, ...]]:
     """Join pieces to a text without blanks at line ends or repeated blank lines, and find
     the places of its headings, each a line of its own."""
     text = "".join(pieces)

@@ -31,7 +31,7 @@ def hub() -> Iterator[str | None]:
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    fault = "HF_HUB_OFFLINE is set" if before else _unreachable(constants.ENDPOINT)
+    fault = "HF_HUB_OFFLINE is set" if before else _find_fault(constants.ENDPOINT)
     constants.HF_HUB_OFFLINE = before or fault is not None
     try:
         yield fault
@@ -39,7 +39,7 @@ def hub() -> Iterator[str | None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _unreachable(endpoint: str) -> str | None:
+def _find_fault(endpoint: str) -> str | None:
     """Return why nothing answers at a URL, or at its proxy; None where something does."""
     url = urllib.parse.urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
@@ -47,11 +47,11 @@ def _unreachable(endpoint: str) -> str | None:
         url = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
     host = url.hostname or ""
     port = url.port or (80 if url.scheme == "http" else 443)
-    fault = _in_time(
+    fault = _fault_in_time(
         lambda: socket.create_connection((host, port), timeout=_CONNECT_S).close(), _CONNECT_S
     )
     if fault is None and not url.scheme.startswith("socks"):  # Which urllib does not speak.
-        fault = _in_time(lambda: _ask(endpoint), _ANSWER_S)
+        fault = _fault_in_time(lambda: _send_head(endpoint), _ANSWER_S)
     return (
         f"{host}:{port} cannot be reached ({fault}), and the cache does not have it"
         if fault
@@ -59,7 +59,7 @@ def _unreachable(endpoint: str) -> str | None:
     )
 
 
-def _in_time(attempt: Callable[[], None], seconds: float) -> str | None:
+def _fault_in_time(attempt: Callable[[], None], seconds: float) -> str | None:
     """Return why an attempt fails, or does not end in time; None where it succeeds."""
     faults = [f"nothing answers within {seconds:g} s"]
 
@@ -80,7 +80,7 @@ def _in_time(attempt: Callable[[], None], seconds: float) -> str | None:
     return next(iter(faults), None)
 
 
-def _ask(endpoint: str) -> None:
+def _send_head(endpoint: str) -> None:
     """Ask a URL for anything; raises OSError where nothing answers, or only that it cannot now."""
     question = urllib.request.Request(endpoint, method="HEAD")
     try:

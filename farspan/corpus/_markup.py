@@ -81,7 +81,7 @@ def _close_open_parts(page: str) -> str:
         at = special.end()
         if begin == "<!--":
             # `<!-->` is a whole comment.
-            end = _find(page, "-->", at - 2, absent)
+            end = _find_mark(page, "-->", at - 2, absent)
             if end < 0:
                 pieces.append(page[copied : special.start()])
                 shown = _TAG_MARK.search(page, at)
@@ -90,7 +90,7 @@ def _close_open_parts(page: str) -> str:
             else:
                 at = end + 3
         elif begin == "<![cdata[":
-            end = _find(page, "]]>", at, absent)
+            end = _find_mark(page, "]]>", at, absent)
             # A section that is never closed is part of the page.
             content = html.escape(page[at:end], quote=False) if end >= 0 else ""
             pieces += (page[copied : special.start()], content)
@@ -118,7 +118,7 @@ def _close_open_parts(page: str) -> str:
     return "".join((*pieces, page[copied:]))
 
 
-def _find(page: str, mark: str, at: int, absent: set[str]) -> int:
+def _find_mark(page: str, mark: str, at: int, absent: set[str]) -> int:
     """Return the place of a mark, -1 without one; an absent mark is not looked for again."""
     place = -1 if mark in absent else page.find(mark, at)
     if place < 0:

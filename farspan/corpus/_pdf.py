@@ -106,7 +106,7 @@ def join_broken_words(text: str) -> str:
         position = found.start()
         right = _LETTERS.match(text, found.end(), found.end() + MAX_WORD_CHARS)
         assert right is not None
-        middle = _middle(joined.last_word(), right[0], words)
+        middle = _joining_mark(joined.last_word(), right[0], words)
         if middle is not None:
             joined.join(middle, found["end"].lstrip("\n \t") or "\n")
             position = found.end()
@@ -117,7 +117,7 @@ def join_broken_words(text: str) -> str:
 _PLAIN_HYPHENS = str.maketrans(dict.fromkeys(_HYPHENS, "-"))
 
 
-def _middle(left: str, right: str, words: set[str]) -> str | None:
+def _joining_mark(left: str, right: str, words: set[str]) -> str | None:
     """Return what joins two halves of a word in one line: nothing or a hyphen. None where they
     are two words."""
     compound, _, last = left.rpartition("-")
@@ -156,14 +156,14 @@ class _Joined:
             rest = blank.start() if is_line_end else blank.end()
             piece = piece[: blank.start()] + end + piece[rest:]
             self._end = ""
-        self._append(piece)
+        self._append_piece(piece)
 
     def join(self, middle: str, end: str) -> None:
         """Join the word whose second part is added next; `end` is that of its line."""
-        self._append(middle)
+        self._append_piece(middle)
         self._end = "\f" if "\f" in (end, self._end) else end
 
-    def _append(self, piece: str) -> None:
+    def _append_piece(self, piece: str) -> None:
         self._pieces.append(piece)
         self._tail = (self._tail + piece[-MAX_WORD_CHARS:])[-MAX_WORD_CHARS:]
 

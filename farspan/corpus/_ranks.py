@@ -53,7 +53,7 @@ def as_tiktoken(
     from tokenizers import Tokenizer, models
 
     content = json.loads(inner.to_str())
-    if not _plain(content):
+    if not _is_gpt2_bpe(content):
         return None
     vocab: dict[str, int] = content["model"]["vocab"]
     merges = [(left, right) for left, right in content["model"]["merges"]]
@@ -76,7 +76,7 @@ def as_tiktoken(
     return encoding, np.array([*(vocab[token] for token in tokens), end_of_text], np.uint32)
 
 
-def _plain(content: dict[str, Any]) -> bool:
+def _is_gpt2_bpe(content: dict[str, Any]) -> bool:
     """Return True for byte-level BPE, split as GPT-2 does, without more that changes the ids."""
     model = content["model"]
     splitter = content["pre_tokenizer"] or {}

@@ -75,7 +75,7 @@ def distinct(
         number = by_text.setdefault(digest, len(found))
         numbers.append(number)
         if number < len(found):
-            places.setdefault(number, []).append(_place(document))
+            places.setdefault(number, []).append(_place_of(document))
             continue
         found.append(document)
         trained += row < train
@@ -89,7 +89,7 @@ def distinct(
     return Text(found, trained, fingerprint, copies)
 
 
-def _place(document: Document) -> Place:
+def _place_of(document: Document) -> Place:
     return Place(
         title=document.title,
         origin=document.origin,

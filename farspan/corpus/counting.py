@@ -39,8 +39,8 @@ MANY = 6
 def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple[Counted, ...]:
     """Measure how well counts over a sixteenth, a quarter and all of at most `tokens` tokens of
     `train` predict `val`."""
-    pieces = _drawn(train, min(tokens, MOST_TOKENS))
-    held_out = _drawn(val, VAL_TOKENS)
+    pieces = _draw_pieces(train, min(tokens, MOST_TOKENS))
+    held_out = _draw_pieces(val, VAL_TOKENS)
     if not (len(pieces) and len(held_out)):
         return ()
     cached = cache_probabilities(held_out)
@@ -62,7 +62,7 @@ def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple
     return tuple(found)
 
 
-def _drawn(tokens: Tokens, count: float) -> Tokens:
+def _draw_pieces(tokens: Tokens, count: float) -> Tokens:
     """Draw at most `count` tokens (int64) as pieces in a seeded order, (pieces, PIECE)."""
     pieces = tokens[: len(tokens) // PIECE * PIECE].reshape(-1, PIECE)
     order = np.random.default_rng(SEED).permutation(len(pieces))[: int(count) // PIECE]
@@ -92,7 +92,7 @@ def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int)
     nothing = np.zeros(1, np.int64)
     levels = [Grams(nothing, nothing, np.zeros(len(train), np.int64), np.zeros(len(val), np.int64))]
     for n in range(1, order + 1):
-        levels.append(_longer(levels[-1], train[n - 1 :], val[n - 1 :], vocab_size))
+        levels.append(_extend_grams(levels[-1], train[n - 1 :], val[n - 1 :], vocab_size))
     probability = np.full(len(val), 1.0 / vocab_size)
     for n, (before, grams) in enumerate(itertools.pairwise(levels), 1):
         # A number per gram: its places, or the distinct tokens before it, which are as many as
@@ -112,7 +112,7 @@ def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int)
     return probability
 
 
-def _longer(grams: Grams, train: Tokens, val: Tokens, vocab_size: int) -> Grams:
+def _extend_grams(grams: Grams, train: Tokens, val: Tokens, vocab_size: int) -> Grams:
     """Extend the grams to those that are one token longer; `train` and `val` are the tokens behind
     each."""
     own = grams.own[: len(train)] * vocab_size + train

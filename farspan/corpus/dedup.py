@@ -81,7 +81,7 @@ def sign(stem: Path) -> None:
     hashes = np.array([text_hash(text) for text in texts], np.uint64)
     kept = [s[:MAX_SHINGLES] for s in sets]
     ends = np.cumsum([len(s) for s in kept], dtype=np.uint32)
-    marks = np.vstack([hashes, _bands(sets)])
+    marks = np.vstack([hashes, _hash_bands(sets)])
     with open_own(stem.with_suffix(".marks.npy"), "wb") as file:
         np.save(file, marks)
     with open_own(stem.with_suffix(".shingles"), "wb") as file:
@@ -90,7 +90,7 @@ def sign(stem: Path) -> None:
         np.save(file, ends)
 
 
-def _bands(sets: list[U32]) -> U64:
+def _hash_bands(sets: list[U32]) -> U64:
     """Return [BANDS, documents]: one hash of ROWS minima of permuted shingles each."""
     block = np.concatenate(sets)
     starts = np.cumsum([0, *(len(s) for s in sets[:-1])])
@@ -135,18 +135,18 @@ def clusters(shards: Shards) -> npt.NDArray[np.int64]:
     """Return for each document the first of its cluster of exact and near duplicates (itself if it
     has none)."""
     parent = np.arange(len(shards.sizes))
-    for copies in _buckets(shards.marks(0)):
+    for copies in _group_by_mark(shards.marks(0)):
         parent[copies] = copies[0]
     distinct = parent == np.arange(len(parent))
     for band in range(1, 1 + BANDS):
-        for bucket in _buckets(shards.marks(band)):
-            _merge(shards, parent, bucket[distinct[bucket]])
+        for bucket in _group_by_mark(shards.marks(band)):
+            _merge_bucket(shards, parent, bucket[distinct[bucket]])
     for document in range(len(parent)):  # a parent comes before its child, so one pass flattens
         parent[document] = parent[parent[document]]
     return parent
 
 
-def _buckets(marks: U64) -> Iterator[npt.NDArray[np.int64]]:
+def _group_by_mark(marks: U64) -> Iterator[npt.NDArray[np.int64]]:
     """Yield groups of two or more documents with the same mark, each in ascending order."""
     order = np.argsort(marks, kind="stable")
     ordered = marks[order]
@@ -158,9 +158,11 @@ def _buckets(marks: U64) -> Iterator[npt.NDArray[np.int64]]:
         yield order[start:end]
 
 
-def _merge(shards: Shards, parent: npt.NDArray[np.int64], bucket: npt.NDArray[np.int64]) -> None:
+def _merge_bucket(
+    shards: Shards, parent: npt.NDArray[np.int64], bucket: npt.NDArray[np.int64]
+) -> None:
     """Join the clusters of verified near duplicates among the documents of a bucket."""
-    if len({_root(parent, int(member)) for member in bucket}) < 2:
+    if len({_find_root(parent, int(member)) for member in bucket}) < 2:
         return
     members = bucket[np.argsort(shards.sizes[bucket], kind="stable")]
     for place, member in enumerate(members):
@@ -168,12 +170,12 @@ def _merge(shards: Shards, parent: npt.NDArray[np.int64], bucket: npt.NDArray[np
         for other in members[place + 1 : place + 1 + WINDOW]:
             if len(mine) < THRESHOLD * shards.sizes[other]:
                 break
-            low, high = sorted((_root(parent, int(member)), _root(parent, int(other))))
+            low, high = sorted((_find_root(parent, int(member)), _find_root(parent, int(other))))
             if low != high and jaccard(mine, shards.shingles(int(other))) >= THRESHOLD:
                 parent[high] = low
 
 
-def _root(parent: npt.NDArray[np.int64], document: int) -> int:
+def _find_root(parent: npt.NDArray[np.int64], document: int) -> int:
     while (above := int(parent[document])) != document:
         parent[document] = parent[above]
         document = above

@@ -80,7 +80,7 @@ def cut(document: Document) -> Iterator[Document]:
         blank += part[:skipped]
         headings = sections.take(at + skipped, at + len(part))
         at += len(part)
-        line, page = _after(blank, line, page)
+        line, page = _place_after(blank, line, page)
         # Some blank space, such as U+3000, is not what `clean` takes away; a part of nothing else
         # says nothing.
         if part.strip():
@@ -96,7 +96,7 @@ def cut(document: Document) -> Iterator[Document]:
         blank = part[skipped:]
 
 
-def _after(text: str, line: int, page: int) -> tuple[int, int]:
+def _place_after(text: str, line: int, page: int) -> tuple[int, int]:
     """Return line and page of what follows a text that begins on these; 0 stays 0."""
     return line and line + text.count("\n"), page and page + text.count("\f")
 
@@ -107,7 +107,7 @@ def divide(document: Document, at: int) -> tuple[Document, Document]:
     head = document.text[:at]
     tail = document.text[at:]
     skipped = len(tail) - len(tail.lstrip(_OUTER))
-    line, page = _after(document.text[: at + skipped], document.line, document.page)
+    line, page = _place_after(document.text[: at + skipped], document.line, document.page)
     sections = Sections(document.headings or ())
     head_headings = sections.take(0, at)
     tail_headings = sections.take(at + skipped, len(document.text))

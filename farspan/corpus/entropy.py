@@ -36,10 +36,10 @@ def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float
     (count(ab) + w p1(b)) / (count(a) + w), for the w of a few that fits best. Bigrams are counted
     only for the pairs that occur in `val`: exact, without a table of V^2.
     """
-    held_out = list(_blocks(val, EXACT_TOKENS, _BLOCK))
-    pairs = np.concatenate([_pairs(block, vocab_size) for block in held_out])
-    return _crossed(
-        _blocks(train, _TRAIN_TOKENS, _BLOCK), pairs, np.concatenate(held_out), vocab_size
+    held_out = list(_spread_blocks(val, EXACT_TOKENS, _BLOCK))
+    pairs = np.concatenate([_pair_ids(block, vocab_size) for block in held_out])
+    return _cross_entropies(
+        _spread_blocks(train, _TRAIN_TOKENS, _BLOCK), pairs, np.concatenate(held_out), vocab_size
     )
 
 
@@ -48,10 +48,12 @@ def entropies_of(
 ) -> tuple[float, float]:
     """Return `entropies` of these tokens (n,) alone, each after its context (n,)."""
     pairs = contexts.astype(np.int64) * vocab_size + targets
-    return _crossed(_blocks(train, _FEW_TRAIN_TOKENS, _LARGE_BLOCK), pairs, targets, vocab_size)
+    return _cross_entropies(
+        _spread_blocks(train, _FEW_TRAIN_TOKENS, _LARGE_BLOCK), pairs, targets, vocab_size
+    )
 
 
-def _crossed(
+def _cross_entropies(
     train: Iterable[Array], held_out: Array, targets: Array, vocab_size: int
 ) -> tuple[float, float]:
     """Return the cross-entropy of single tokens and of pairs under the counts of token blocks."""
@@ -60,7 +62,7 @@ def _crossed(
     pairs = np.zeros(len(wanted), np.int64)
     for block in train:
         singles += np.bincount(block, minlength=vocab_size)
-        block_pairs = np.sort(_pairs(block, vocab_size))
+        block_pairs = np.sort(_pair_ids(block, vocab_size))
         pairs += np.searchsorted(block_pairs, wanted, side="right") - np.searchsorted(
             block_pairs, wanted, side="left"
         )
@@ -81,7 +83,7 @@ def _crossed(
     return unigram, min(bigrams)
 
 
-def _blocks(tokens: Tokens, limit: int, size: int) -> Iterator[Array]:
+def _spread_blocks(tokens: Tokens, limit: int, size: int) -> Iterator[Array]:
     """Yield the tokens in blocks of `size`; of more than `limit` tokens, evenly spread blocks of
     that sum."""
     stride = max(1, -(-len(tokens) // limit))
@@ -89,5 +91,5 @@ def _blocks(tokens: Tokens, limit: int, size: int) -> Iterator[Array]:
         yield np.asarray(tokens[start : start + size]).astype(np.int64)
 
 
-def _pairs(block: Array, vocab_size: int) -> Array:
+def _pair_ids(block: Array, vocab_size: int) -> Array:
     return block[:-1] * vocab_size + block[1:]

@@ -22,7 +22,7 @@ def find_corpus(recorded: Path, digest: str) -> Path | None:
 
     The cache of today comes first: what `farspan prepare` has mended lies there.
     """
-    for folder in (*_cached(digest), recorded):
+    for folder in (*_cached_folders(digest), recorded):
         if is_corpus(folder, digest):
             return folder
     return None
@@ -41,7 +41,7 @@ def require_corpus(run: RunFolder, digest: str) -> Path:
 def missing_corpus(run: RunFolder, digest: str, recorded: Path) -> Refusal:
     """Return the refusal of a run whose corpus is nowhere."""
     lacking = "is damaged" if recorded.exists() else "is not there"
-    places = [str(folder) for folder in _cached(digest)]
+    places = [str(folder) for folder in _cached_folders(digest)]
     return Refusal(
         "path-missing",
         what="the corpus of this run is not there",
@@ -70,7 +70,7 @@ def sent_name(digest: str) -> str:
     return f"{SENT}{digest}"
 
 
-def _cached(digest: str) -> Iterator[Path]:
+def _cached_folders(digest: str) -> Iterator[Path]:
     """Yield where the corpus may lie in the cache of this machine, prepared or sent."""
     with suppress(RuntimeError):  # A user without a home folder has no cache in it.
         corpora = cache_folder() / CORPORA

@@ -70,7 +70,7 @@ class GuardedReader:
         """Yield the documents of a file. Raises UnreadableFile for one that takes too much, or that
         the reader cannot read."""
         if self._channel is None:
-            self._process, self._channel = start_beside(_serve, *self._limits)
+            self._process, self._channel = start_beside(_serve_requests, *self._limits)
         channel = self._channel
         request = _Request(reader.__module__, reader.__qualname__, os.fsencode(file))
         is_whole = False
@@ -106,7 +106,7 @@ class GuardedReader:
         self._process = self._channel = None
 
 
-def _serve(channel: Channel, memory_bytes: int, cpu_s: int) -> None:
+def _serve_requests(channel: Channel, memory_bytes: int, cpu_s: int) -> None:
     """Read the files that are asked for until nobody asks any more."""
     silence_errors()
     limit_memory(memory_bytes)
@@ -137,7 +137,7 @@ def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) ->
     for item in reader(file):
         limit_cpu(cpu_s)
         if isinstance(item, Document):
-            batch.documents.append(_encodable(item))
+            batch.documents.append(_make_encodable(item))
             chars += len(item.text)
         elif item is not None:
             path = encodable(item.path or "")
@@ -151,7 +151,7 @@ def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) ->
     channel.send(msgspec.msgpack.encode(batch))
 
 
-def _encodable(document: Document) -> Document:
+def _make_encodable(document: Document) -> Document:
     """Replace halves of surrogate pairs, which UTF-8 cannot hold, so that a document can be
     sent."""
     metadata = {encodable(key): encodable(value) for key, value in document.metadata.items()}

@@ -81,7 +81,7 @@ class MarkdownOutline(Outline):
         #: True below a quoted paragraph, which lines without a mark continue.
         self._is_quoted = False
 
-    def _read(self, line: str, start: int) -> None:
+    def _read_line(self, line: str, start: int) -> None:
         if self._is_in_paragraph and line[:1].isalpha():
             # Most lines: nothing but a paragraph begins so.
             self._add_paragraph(line, start)
@@ -92,11 +92,11 @@ class MarkdownOutline(Outline):
             if line in _FRONT_ENDS[self._front[0][0]]:
                 self._end_front()
             elif start > MAX_FRONT_CHARS:
-                self._decide()
+                self._decide_pending()
         elif line in _FRONT_ENDS:
             self._front.append((line, start))
         elif line:
-            self._decide()
+            self._decide_pending()
             self._read_block(line, start)
 
     def _end_front(self) -> None:
@@ -106,22 +106,22 @@ class MarkdownOutline(Outline):
         # Comments may come before the first key.
         first = next((line for line in inner if not line.startswith("#")), "")
         if not _FRONT_KEYS[self._front[0][0]].match(first):
-            self._decide()
+            self._decide_pending()
             return
         self._front = None
         for line in inner:
             named = _FRONT_TITLE.match(line)
             if named and not self.title:
-                self.title = _unquoted(named[1])
+                self.title = _strip_quotes(named[1])
 
-    def _decide(self) -> None:
+    def _decide_pending(self) -> None:
         lines = self._front or ()
         self._front = None
         for line, start in lines:
             self._read_block(line, start)
 
     def _read_block(self, line: str, start: int) -> None:
-        column, text = _indented(line)
+        column, text = _split_indent(line)
         start += len(line) - len(text)
         if text and column < self._item_column:
             if self._is_in_paragraph and self._is_plain(column, text):
@@ -138,7 +138,7 @@ class MarkdownOutline(Outline):
             if self._ends_fence(column, text):
                 self._fence = None
         elif self._html_ends is not None:
-            if _contains(text, self._html_ends) if self._html_ends else not text:
+            if _contains_any(text, self._html_ends) if self._html_ends else not text:
                 self._html_ends = None
         elif text:
             self._is_item_empty = False
@@ -162,7 +162,7 @@ class MarkdownOutline(Outline):
             if marker is None or not self._begins_item(text, marker):
                 break
             self._end_paragraph()
-            width, rest = _indented(text[marker.end() :])
+            width, rest = _split_indent(text[marker.end() :])
             is_code = width > _CODE_INDENT or not rest
             self._items.append(column + marker.end() + (1 if is_code else width))
             column += marker.end() + width
@@ -170,7 +170,7 @@ class MarkdownOutline(Outline):
             if not text:
                 self._is_item_empty = True
                 return
-        heading = _atx(text) if text[0] == "#" else None
+        heading = _parse_atx(text) if text[0] == "#" else None
         length = _fence_length(text) if text[0] in "`~" else 0
         if heading is not None:
             self._end_paragraph()
@@ -208,7 +208,7 @@ class MarkdownOutline(Outline):
         return column - outer >= _CODE_INDENT or not (
             _LIST_MARKER.match(text)
             or _is_break(text)
-            or _atx(text)
+            or _parse_atx(text)
             or (text[0] in "`~" and _fence_length(text))
             or text[0] == ">"
             or (text[0] == "<" and (_HTML_BLOCK.match(text) or _html_ends(text)))
@@ -223,7 +223,7 @@ class MarkdownOutline(Outline):
     def _begins_html(self, text: str) -> bool:
         """Open the HTML block that begins with this line, if one does."""
         ends = _html_ends(text)
-        if ends and _contains(text[2:], ends):
+        if ends and _contains_any(text[2:], ends):
             return True
         is_tag = not self._is_in_paragraph and not self._is_quoted and _HTML_TAG.match(text)
         if ends or is_tag or _HTML_BLOCK.match(text):
@@ -269,7 +269,7 @@ def _html_ends(text: str) -> tuple[str, ...]:
     return next((ends for begin, ends in _HTML_ENDS if begin.match(text)), ())
 
 
-def _contains(text: str, marks: tuple[str, ...]) -> bool:
+def _contains_any(text: str, marks: tuple[str, ...]) -> bool:
     small = text.lower()
     return any(mark in small for mark in marks)
 
@@ -285,7 +285,7 @@ class _Atx(NamedTuple):
     title: str
 
 
-def _atx(text: str) -> _Atx | None:
+def _parse_atx(text: str) -> _Atx | None:
     """Return a heading of one to six `#`; its title is empty where nothing follows them."""
     level = len(text) - len(text.lstrip("#"))
     if level > 6 or not (level == len(text) or text[level] in " \t"):
@@ -304,13 +304,13 @@ def _fence_length(text: str) -> int:
     return length if is_fence else 0
 
 
-def _indented(line: str) -> tuple[int, str]:
+def _split_indent(line: str) -> tuple[int, str]:
     """Return the column that the text of a line begins at, and that text."""
     text = line.lstrip(" \t")
     indent = line[: len(line) - len(text)]
     return len(indent.expandtabs(_TAB_COLUMNS)), text
 
 
-def _unquoted(value: str) -> str:
+def _strip_quotes(value: str) -> str:
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
     return value[1:-1] if quoted else value

@@ -45,15 +45,15 @@ class Sections:
         """Return the headings between two places, counted from the first. Those that the part
         stands under come first, with the place ABOVE."""
         while self._ahead and self._ahead[0].start < begin:
-            self._pass(self._ahead.popleft())
+            self._pass_heading(self._ahead.popleft())
         taken = [replace(heading, start=ABOVE) for heading in self._above]
         while self._ahead and self._ahead[0].start < end:
             heading = self._ahead.popleft()
             taken.append(replace(heading, start=heading.start - begin))
-            self._pass(heading)
+            self._pass_heading(heading)
         return tuple(taken)
 
-    def _pass(self, heading: Heading) -> None:
+    def _pass_heading(self, heading: Heading) -> None:
         self._above = path((*self._above, heading))
 
 
@@ -87,7 +87,7 @@ class Outline(ABC):
         """Return the headings of the part of the text between two places, as of `Sections`."""
         if self._held and self._at < end:
             self._read_held()
-        self._decide()
+        self._decide_pending()
         return self._sections.take(begin, end)
 
     def _read_held(self) -> None:
@@ -101,14 +101,14 @@ class Outline(ABC):
     def _begin_line(self, line: str) -> None:
         text = line.lstrip(_BYTE_ORDER_MARK) if self._at == 0 else line
         self._is_blank = not text
-        self._read(text.rstrip(), self._at + len(line) - len(text))
+        self._read_line(text.rstrip(), self._at + len(line) - len(text))
 
     @abstractmethod
-    def _read(self, line: str, start: int) -> None:
+    def _read_line(self, line: str, start: int) -> None:
         """Look at a line, which has no blank space at its end."""
 
     @abstractmethod
-    def _decide(self) -> None:
+    def _decide_pending(self) -> None:
         """Settle what depends on lines to come as if none came."""
 
     def _add_heading(self, start: int, level: int, title: str) -> None:
@@ -144,7 +144,7 @@ class UnderlinedOutline(Outline):
         self._second = self._before = ""
         self._before_at = 0
 
-    def _read(self, line: str, start: int) -> None:
+    def _read_line(self, line: str, start: int) -> None:
         if _is_rule(line) and self._is_title(line):
             is_overlined = self._second == line
             style = line[0] * (1 + is_overlined)
@@ -156,7 +156,7 @@ class UnderlinedOutline(Outline):
         self._before = line
         self._before_at = start + len(line) - len(line.lstrip())
 
-    def _decide(self) -> None:
+    def _decide_pending(self) -> None:
         """Settle nothing: an underline is decided by the line above it."""
 
     def _is_title(self, rule: str) -> bool:

@@ -53,17 +53,17 @@ def spool(source: Source, work: Path) -> list[FinishedShard]:
         shards.append(load(marker, FinishedShard))
     parts = (part for document in source.documents() for part in cut(document))
     rest = itertools.islice(parts, sum(shard.documents for shard in shards), None)
-    while documents := _shardful(rest):
+    while documents := _take_shard(rest):
         stem = work / f"{len(shards):05}"
         write_documents(stem.with_suffix(".docs"), documents)
-        digest = hashlib.sha256(b"".join(map(_content, documents))).hexdigest()
+        digest = hashlib.sha256(b"".join(map(_encode_content, documents))).hexdigest()
         text_bytes = sum(len(document.text.encode()) for document in documents)
         shards.append(FinishedShard(documents=len(documents), text_bytes=text_bytes, digest=digest))
         save(shards[-1], stem.with_suffix(".shard"))
     return shards
 
 
-def _content(document: Document) -> bytes:
+def _encode_content(document: Document) -> bytes:
     """Encode all of a document but its place, so that a corpus keeps its hash when places become
     known."""
     names = ("title", "text", "origin", "metadata")
@@ -73,7 +73,7 @@ def _content(document: Document) -> bytes:
     return msgspec.json.encode(content)
 
 
-def _shardful(documents: Iterator[Document]) -> list[Document]:
+def _take_shard(documents: Iterator[Document]) -> list[Document]:
     """Return the next documents, until they hold SHARD_BYTES of text."""
     held = []
     size = 0
@@ -86,7 +86,7 @@ def _shardful(documents: Iterator[Document]) -> list[Document]:
 def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], workers: int) -> None:
     """Call `function(stem, ...)` for every job, in `workers` processes; those done before are left
     alone."""
-    run = functools.partial(_once, function)
+    run = functools.partial(_run_once, function)
     if workers == 1:
         for job in jobs:
             run(*job)
@@ -95,7 +95,7 @@ def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], worke
             list(pool.map(run, *zip(*jobs, strict=True)))
 
 
-def _once(function: Callable[..., None], stem: Path, *rest: object) -> None:
+def _run_once(function: Callable[..., None], stem: Path, *rest: object) -> None:
     marker = stem.with_suffix(f".{function.__name__}.done")
     if not marker.exists():
         function(stem, *rest)
@@ -116,7 +116,7 @@ def chosen(stem: Path, fate: int) -> Iterator[Document]:
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(file: Path) -> tokenizers.Tokenizer:
+def _load_tokenizer(file: Path) -> tokenizers.Tokenizer:
     """Load a tokenizer once: a worker encodes many shards with it."""
     return tokenizers.load(file)
 
@@ -129,7 +129,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def encode_shard(stem: Path, tokenizer_file: Path) -> None:
     """Encode the kept documents: each split's tokens (.bin), documents (.zst), and their tokens and
     UTF-8 bytes (.sizes.npy [2, documents])."""
-    tokenizer = _tokenizer(tokenizer_file)
+    tokenizer = _load_tokenizer(tokenizer_file)
     dtype = token_dtype(tokenizer.vocab_size)
     for split, fate in _SPLITS.items():
         documents = list(chosen(stem, fate))

@@ -48,7 +48,7 @@ def unsafe_pattern(content: dict[str, Any], *, cpu_s: int = PROBE_CPU_S) -> str 
     """Return the first unknown expression of a tokenizer.json whose expressions do not all end on
     hard texts; None if they do."""
     parts = {name: content.get(name) for name in _PARTS}
-    unknown = [pattern for pattern in _patterns(parts) if pattern not in KNOWN_PATTERNS]
+    unknown = [pattern for pattern in _find_patterns(parts) if pattern not in KNOWN_PATTERNS]
     if not unknown:
         return None
     process, channel = start_beside(_try_patterns, json.dumps(_tiny_tokenizer(parts)), cpu_s)
@@ -62,13 +62,13 @@ def unsafe_pattern(content: dict[str, Any], *, cpu_s: int = PROBE_CPU_S) -> str 
     return None if has_ended else unknown[0]
 
 
-def _patterns(part: Any) -> Iterator[str]:
+def _find_patterns(part: Any) -> Iterator[str]:
     """Yield every regular expression within a part of a tokenizer.json."""
     values = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     if isinstance(part, dict) and isinstance(part.get("Regex"), str):
         yield part["Regex"]
     for value in values:
-        yield from _patterns(value)
+        yield from _find_patterns(value)
 
 
 def _tiny_tokenizer(parts: dict[str, Any]) -> dict[str, Any]:

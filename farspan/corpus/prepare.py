@@ -81,8 +81,8 @@ def prepare(
     does not fit, and a disk with too little room.
     """
     source = open_source(data.source)
-    key = _key(source, data, tokenizer)
-    if prepared := _known(root, key, say, verified=verified):
+    key = _corpus_key(source, data, tokenizer)
+    if prepared := _find_prepared(root, key, say, verified=verified):
         if data.bad == "refuse":
             _refuse_bad(prepared[1].skipped, data)
         return prepared
@@ -91,13 +91,13 @@ def prepare(
     refuse_link(work)
     work.mkdir(exist_ok=True)
     os.utime(work)  # Before the sweep, which takes work of old: this is gone on with.
-    _sweep(root, time.time())
+    _remove_abandoned(root, time.time())
     _require_space(root, source.size_bytes)
-    with _locked(work, say):
+    with _lock_folder(work, say):
         # Another process may have made it meanwhile.
-        prepared = _known(root, key, silent, verified=verified)
+        prepared = _find_prepared(root, key, silent, verified=verified)
         if prepared is None:
-            prepared = _build(source, data, tokenizer, work, workers, say)
+            prepared = _build_corpus(source, data, tokenizer, work, workers, say)
             write_atomically(root / f".key-{key}", prepared[1].hash.encode())
     shutil.rmtree(work, ignore_errors=True)
     return prepared
@@ -123,7 +123,7 @@ def read_text(
     """
     source = open_source(data.source)
     fingerprint = source.fingerprint()
-    known = _known(root, _key(source, data, tokenizer), silent)
+    known = _find_prepared(root, _corpus_key(source, data, tokenizer), silent)
     if known is not None and known[1].hash == digest:
         prepared, manifest = known
         for kinds in manifest.skipped_kinds:
@@ -134,7 +134,7 @@ def read_text(
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
         stems = [
             Path(folder) / f"{number:05}"
-            for number in range(len(_spool(source, data, Path(folder), say)))
+            for number in range(len(_spool_source(source, data, Path(folder), say)))
         ]
         for skipped in by_kind(source.skipped.entries()):
             say(f"skipped {skipped}")
@@ -153,21 +153,21 @@ def read_text(
     )
 
 
-def _key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
+def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
     share = parse_fraction(data.val)
     return content_hash(
         _FORMAT, source.fingerprint(), share, data.dedup, tokenizer, _file_digest(tokenizer.use)
     )
 
 
-def _build(
+def _build_corpus(
     source: Source, data: DataConfig, config: TokenizerConfig, work: Path, workers: int, say: Say
 ) -> tuple[Path, CorpusManifest]:
     tokenizer_file = work / "tokenizer.json"
     final = work / "final"
     if config.use:
         _copy_tokenizer(config.use, config.vocab, tokenizer_file)
-    shards = _spool(source, data, work, say)
+    shards = _spool_source(source, data, work, say)
     stems = [work / f"{number:05}" for number in range(len(shards))]
     pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
     decision = decide(stems, data, must_split=True)
@@ -267,7 +267,9 @@ def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Pa
     words.save(tokenizer_file)
 
 
-def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.FinishedShard]:
+def _spool_source(
+    source: Source, data: DataConfig, work: Path, say: Say
+) -> list[pack.FinishedShard]:
     """Spool the source; refuses one without text, and a disk too small for the rest of the work."""
     say(f"reading {data.source}")
     shards = pack.spool(source, work)
@@ -325,7 +327,7 @@ def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
     tokenizers.train(texts, vocab_size).save(tokenizer_file)
 
 
-def _known(
+def _find_prepared(
     root: Path, key: str, say: Say, *, verified: bool = False
 ) -> tuple[Path, CorpusManifest] | None:
     """Find the corpus that `key` led to before, if it is still there and whole; with `verified`
@@ -355,7 +357,7 @@ def _known(
 
 
 @contextlib.contextmanager
-def _locked(work: Path, say: Say) -> Iterator[None]:
+def _lock_folder(work: Path, say: Say) -> Iterator[None]:
     """Let one process at a time work in a folder; the lock goes with its process, however that
     ends."""
     with open_own(work / "lock", "ab") as lock:
@@ -367,7 +369,7 @@ def _locked(work: Path, say: Say) -> Iterator[None]:
         yield
 
 
-def _sweep(root: Path, now: float) -> None:
+def _remove_abandoned(root: Path, now: float) -> None:
     """Remove what abandoned work has left: it is days old, and nobody holds its lock."""
     for work in root.glob(".work-*"):
         # Another process may be removing it; what cannot be removed is left.

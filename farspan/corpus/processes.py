@@ -56,7 +56,7 @@ def spawned(count: int) -> ProcessPoolExecutor:
     """Open a pool of up to `count` new processes. They end with this one however it ends, also when
     it is killed."""
     with _STARTING, safe_path_environment():  # Its locks start a process of their own.
-        return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start)
+        return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start_worker)
 
 
 class Channel:
@@ -99,7 +99,7 @@ def start_beside(target: Callable[..., None], *arguments: object) -> tuple[Child
 
 
 def _run_beside(target: Callable[..., None], end: socket.socket, *arguments: object) -> None:
-    _start()
+    _start_worker()
     target(Channel(end), *arguments)
 
 
@@ -137,7 +137,7 @@ def _data_bytes() -> int:
     raise OSError("no VmData")
 
 
-def _start() -> None:
+def _start_worker() -> None:
     escape_library_messages()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_parent, daemon=True).start()

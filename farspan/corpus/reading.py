@@ -106,8 +106,8 @@ def find_encoding(file: Path, *, page: bool = False) -> str:
         return UTF8
     if b"\0" in head:
         raise UnreadableFile("binary data, not text")
-    declared = _declared(head) if page else None
-    return declared or _guess(file)
+    declared = _declared_encoding(head) if page else None
+    return declared or _guess_encoding(file)
 
 
 def open_utf8(file: Path, encoding: str) -> IO[bytes]:
@@ -250,7 +250,7 @@ class _Recoded(io.RawIOBase):
         super().close()
 
 
-def _declared(head: bytes) -> str | None:
+def _declared_encoding(head: bytes) -> str | None:
     """Return the encoding that a page declares, if Python has it."""
     declaration = _DECLARATION.search(head[:4096])
     if declaration is None:
@@ -267,11 +267,11 @@ def _declared(head: bytes) -> str | None:
     return None if codec.name.startswith("utf") else _DECLARED.get(codec.name, codec.name)
 
 
-def _guess(file: Path) -> str:
+def _guess_encoding(file: Path) -> str:
     """Guess the encoding of a text that is not UTF-8, by its lines that are not ASCII."""
     from charset_normalizer import from_bytes
 
-    sample = _sample(file)
+    sample = _read_sample(file)
     text = sample.decode(UTF8, "replace")
     damaged = text.count("\ufffd")
     whole = sum(not character.isascii() for character in text) - damaged
@@ -289,7 +289,7 @@ def _guess(file: Path) -> str:
     return _GUESSED[min(ranked)[2]]
 
 
-def _sample(file: Path) -> bytes:
+def _read_sample(file: Path) -> bytes:
     """Return the first lines of a file that are not ASCII."""
     lines: list[bytes] = []
     size = 0

@@ -120,10 +120,10 @@ def load(where: Path | str) -> Tokenizer:
     fault = None
     try:
         if local:
-            inner = _read(path)
+            inner = _read_tokenizer(path)
         else:
             with hub() as fault:
-                inner = _read(_fetch(str(where)))
+                inner = _read_tokenizer(_fetch_file(str(where)))
         end_of_text = _end_of_text(inner, path if local else None)
         _check_ids(inner)
         return Tokenizer(inner, end_of_text)
@@ -156,7 +156,7 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
     return inner
 
 
-def _read(path: Path) -> tokenizers.Tokenizer:
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Inner
     from tokenizers import models
 
@@ -175,7 +175,7 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     return inner
 
 
-def _fetch(name: str) -> Path:
+def _fetch_file(name: str) -> Path:
     """Download a hub repository's tokenizer.json, or find it in the hub's cache."""
     from huggingface_hub import hf_hub_download
 

@@ -59,14 +59,14 @@ class VerifiedArray:
         first = start * size // BLOCK_BYTES
         last = -(-stop * size // BLOCK_BYTES)
         if self._verified.find(0, first, last) >= 0:
-            self._verify(first, last)
+            self._verify_blocks(first, last)
         return self.unverified[part]
 
     def verify(self) -> None:
         """Verify every block. Raises Refusal (corpus-damaged)."""
-        self._verify(0, len(self._verified))
+        self._verify_blocks(0, len(self._verified))
 
-    def _verify(self, first: int, last: int) -> None:
+    def _verify_blocks(self, first: int, last: int) -> None:
         """Verify the blocks `first` to `last - 1` that were not read before."""
         for block in range(first, last):
             if self._verified[block]:
@@ -75,8 +75,8 @@ class VerifiedArray:
             content = self._bytes[start : start + BLOCK_BYTES]
             at = block * CHECKSUM_BYTES
             if checksum(content.data) != self.checksums[at : at + CHECKSUM_BYTES]:
-                _disown(self._path.parent)
-                raise _damaged(
+                _disown_copy(self._path.parent)
+                raise _damaged_file(
                     self._path,
                     f"the block at byte {start} (of {len(content)} bytes) has another checksum "
                     "than when it was prepared",
@@ -109,10 +109,10 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
         expected = manifest.train if split == "train" else manifest.val
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
         return cls(
-            tokens=_mapped(
+            tokens=_map_file(
                 folder / f"{split}.bin", dtype, expected.tokens, expected.token_checksums, remedy
             ),
-            offsets=_mapped(
+            offsets=_map_file(
                 folder / f"{split}.idx",
                 np.dtype("<i8"),
                 expected.documents + 1,
@@ -161,7 +161,7 @@ def verify(folder: Path, manifest: CorpusManifest, remedy: str = PREPARE) -> Non
         TokenFile.open(folder, split, manifest, remedy).verify()
 
 
-def _disown(folder: Path) -> None:
+def _disown_copy(folder: Path) -> None:
     """Make a copy that another host sent count as none, so that it is sent again."""
     if folder.name.startswith(SENT):
         with suppress(OSError):
@@ -182,7 +182,7 @@ def fingerprint(tokens: Tokens) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _mapped(
+def _map_file(
     path: Path,
     dtype: np.dtype[Any],
     count: int,
@@ -193,13 +193,13 @@ def _mapped(
     expected = count * dtype.itemsize
     if size != expected:
         has = "it is not there" if size is None else f"it has {size} bytes"
-        raise _damaged(path, f"{has} and should have {expected}", remedy)
+        raise _damaged_file(path, f"{has} and should have {expected}", remedy)
     values = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     if checksums is msgspec.UNSET:
         return values
     blocks = -(-expected // BLOCK_BYTES)
     if len(checksums) != blocks * CHECKSUM_BYTES:
-        raise _damaged(
+        raise _damaged_file(
             path,
             f"its manifest has {len(checksums)} bytes of checksums for {blocks} blocks",
             remedy,
@@ -207,7 +207,7 @@ def _mapped(
     return VerifiedArray(values, checksums, path, remedy)
 
 
-def _damaged(path: Path, fact: str, remedy: str) -> Refusal:
+def _damaged_file(path: Path, fact: str, remedy: str) -> Refusal:
     return Refusal(
         "corpus-damaged",
         what="a token file of the corpus is damaged",

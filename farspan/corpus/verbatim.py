@@ -26,7 +26,7 @@ def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> floa
     if len(written) < least or len(corpus) < least:
         return 0.0
     wanted: dict[int, list[int]] = {}
-    for i, value in enumerate(_hashes(written, least).tolist()):
+    for i, value in enumerate(_hash_runs(written, least).tolist()):
         wanted.setdefault(value, []).append(i)
     # Most of a corpus differs already in the last bits.
     likely = np.zeros(1 << 16, dtype=bool)
@@ -34,7 +34,7 @@ def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> floa
     likely[[value % len(likely) for value in wanted]] = True
     for start in range(0, len(corpus) - least + 1, PART):
         part = np.asarray(corpus[start : start + PART + least - 1])
-        hashes = _hashes(part, least)
+        hashes = _hash_runs(part, least)
         for place in np.flatnonzero(likely[hashes.astype(np.uint16)]).tolist():
             for i in wanted.get(int(hashes[place]), ()):
                 if np.array_equal(part[place : place + least], written[i : i + least]):
@@ -42,7 +42,7 @@ def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> floa
     return float(found.mean())
 
 
-def _hashes(tokens: Written, least: int) -> npt.NDArray[np.uint64]:
+def _hash_runs(tokens: Written, least: int) -> npt.NDArray[np.uint64]:
     """Hash every `least` tokens on end by a polynomial, as in Rabin and Karp's search."""
     count = len(tokens) - least + 1
     wide = tokens.astype(np.uint64) + np.uint64(1)

@@ -16,7 +16,7 @@ import pytest
 
 from farspan.corpus import _hub
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus._hub import _unreachable
+from farspan.corpus._hub import _find_fault
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
@@ -133,18 +133,18 @@ def test_a_hub_is_asked_for_where_a_proxy_leads_to_it(
     with answering(Here) as open_url:
         for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        assert _unreachable(open_url) is None and _unreachable(closed)
+        assert _find_fault(open_url) is None and _find_fault(closed)
         with answering(Away) as away:
-            assert "HTTP 503" in str(_unreachable(away))
+            assert "HTTP 503" in str(_find_fault(away))
         with monkeypatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as silent:
             patch.setattr(_hub, "_ANSWER_S", 0.5)
             assert "nothing answers" in str(
-                _unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}")
+                _find_fault(f"http://127.0.0.1:{silent.getsockname()[1]}")
             )
-        assert _unreachable("http://no-such-host.invalid")
+        assert _find_fault("http://no-such-host.invalid")
         monkeypatch.setenv("http_proxy", open_url)
-        assert _unreachable("http://no-such-host.invalid") is None
+        assert _find_fault("http://no-such-host.invalid") is None
         monkeypatch.setenv("http_proxy", closed)
-        assert _unreachable("http://no-such-host.invalid")
+        assert _find_fault("http://no-such-host.invalid")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        assert _unreachable(open_url) is None
+        assert _find_fault(open_url) is None

@@ -82,23 +82,23 @@ class Folder:
         counts: Counter[str] = Counter()
         # Names are bytes to the system, and not all of them UTF-8.
         digest = hashlib.sha256(os.fsencode(path.absolute()))
-        for file in _walk(path):
+        for file in _walk_source(path):
             if isinstance(file, Skipped):
                 self.skipped.add(file)
                 continue
-            suffix = _suffix(file)
+            suffix = _find_suffix(file)
             counts[suffix] += 1
             if suffix in _READERS:
                 stat = file.stat()
                 self.size_bytes += stat.st_size
                 # With the extra that is asked for, the same files hold more than without it.
-                lacking = _lacking(suffix) if suffix in self._missing else ""
+                lacking = _extra_mark(suffix) if suffix in self._missing else ""
                 about = f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{lacking}"
                 about += f"{_READ_AS.get(suffix, '')}\n"
                 digest.update(os.fsencode(file) + about.encode())
         self._digest = digest.hexdigest()
         if not any(suffix in _READERS and suffix not in self._missing for suffix in counts):
-            raise self._nothing(counts)
+            raise self._no_readable_file(counts)
 
     def fingerprint(self) -> str:
         return self._digest
@@ -107,19 +107,19 @@ class Folder:
         self.skipped.clear()
         self.recoded.clear()
         with contextlib.closing(GuardedReader()) as guarded:
-            for file in _walk(self.path):
+            for file in _walk_source(self.path):
                 if isinstance(file, Skipped):
                     self.skipped.add(file)
                     continue
-                suffix = _suffix(file)
+                suffix = _find_suffix(file)
                 if suffix not in _READERS:
                     self.skipped.add(Skipped.file(file, "not a kind of file that can be read"))
                 elif suffix in self._missing:
                     self.skipped.add(Skipped.file(file, f"needs {self._missing[suffix]}"))
                 else:
-                    yield from self._read(file, suffix, guarded)
+                    yield from self._read_file(file, suffix, guarded)
 
-    def _read(self, file: Path, suffix: str, guarded: GuardedReader) -> Iterator[Document]:
+    def _read_file(self, file: Path, suffix: str, guarded: GuardedReader) -> Iterator[Document]:
         """Yield the documents of a file; logs it, or rows of it, where they cannot be read."""
         is_empty = True
         try:
@@ -147,7 +147,7 @@ class Folder:
                 scan = ", perhaps a scan" if suffix == ".pdf" else ""
                 self.skipped.add(Skipped.file(file, f"no text in it{scan}"))
 
-    def _nothing(self, counts: Counter[str]) -> Refusal:
+    def _no_readable_file(self, counts: Counter[str]) -> Refusal:
         kinds = [f"{number} {suffix or '(none)'}" for suffix, number in counts.most_common(8)]
         # Such as a folder that may not be opened.
         kinds += map(str, self.skipped.entries()[:NAMES_SHOWN])
@@ -162,7 +162,7 @@ class Folder:
         )
 
 
-def _walk(path: Path) -> Iterator[Path | Skipped]:
+def _walk_source(path: Path) -> Iterator[Path | Skipped]:
     """Yield the files under `path` in sorted order, and what may not be read. Each folder is listed
     once, also where links lead to it; one inside `path` in its own place."""
     if path.is_file():
@@ -211,7 +211,7 @@ def _has_own_place(folder: Path, root: Path) -> bool:
     return not any(name.startswith(".") for name in folder.relative_to(root).parts)
 
 
-def _suffix(file: Path) -> str:
+def _find_suffix(file: Path) -> str:
     """Return the end of the name that tells the kind of file, such as `.txt` or `.jsonl.gz`."""
     name = file.name.lower()
     return next((suffix for suffix in _READERS if name.endswith(suffix)), file.suffix.lower())
@@ -223,13 +223,13 @@ def _missing_extra(suffix: str) -> str | None:
     return install_command(extra) if importlib.util.find_spec(library) is None else None
 
 
-def _lacking(suffix: str) -> str:
+def _extra_mark(suffix: str) -> str:
     """Return what the fingerprint has of files that need an extra: the same wherever farspan is
     installed."""
     return f"pip install 'farspan[{_NEEDS[suffix][1]}]'"
 
 
-def _plain(file: Path, encoding: str) -> Iterator[Document]:
+def _read_plain(file: Path, encoding: str) -> Iterator[Document]:
     """Read a text file, in parts if it is long, titled by what it names as its title, its first
     heading, or its name."""
     make_outline = _OUTLINES.get(file.suffix.lower())
@@ -238,7 +238,7 @@ def _plain(file: Path, encoding: str) -> Iterator[Document]:
     line = 1
     page = 0
     at = 0
-    for number, text in enumerate(parts(_outlined(file, encoding, outline)), 1):
+    for number, text in enumerate(parts(_read_outlined(file, encoding, outline)), 1):
         # A text with form feeds, as `pdftotext` writes it, has pages.
         page = page or int("\f" in text)
         headings: tuple[Heading, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -259,7 +259,7 @@ def _plain(file: Path, encoding: str) -> Iterator[Document]:
         page = page and page + text.count("\f")
 
 
-def _outlined(file: Path, encoding: str, outline: Outline | None) -> Iterator[str]:
+def _read_outlined(file: Path, encoding: str, outline: Outline | None) -> Iterator[str]:
     """Yield the text of a file in pieces, after the outline has read each."""
     line_ends = io.IncrementalNewlineDecoder(None, translate=True)
     for text in read_text(file, encoding):
@@ -268,7 +268,7 @@ def _outlined(file: Path, encoding: str, outline: Outline | None) -> Iterator[st
         yield text
 
 
-def _html(file: Path, encoding: str) -> Iterator[Document]:
+def _read_page(file: Path, encoding: str) -> Iterator[Document]:
     from farspan.corpus._html import read_html
 
     page = read_html(read_whole(file, encoding))
@@ -277,7 +277,7 @@ def _html(file: Path, encoding: str) -> Iterator[Document]:
     )
 
 
-def _pdf(file: Path) -> Iterator[Document | None]:
+def _read_pdf(file: Path) -> Iterator[Document | None]:
     import pypdf
 
     from farspan.corpus._pdf import join_broken_words, pdf_title
@@ -303,11 +303,11 @@ def _pdf(file: Path) -> Iterator[Document | None]:
 _OUTLINES: dict[str, Callable[[], Outline]] = {".md": MarkdownOutline, ".rst": UnderlinedOutline}
 #: Readers of text, given a file and its encoding; they also give the rows that they leave out.
 _TEXT_READERS: dict[str, Callable[[Path, str], Iterator[Document | Skipped]]] = {
-    ".txt": _plain,
-    ".md": _plain,
-    ".rst": _plain,
-    ".html": _html,
-    ".htm": _html,
+    ".txt": _read_plain,
+    ".md": _read_plain,
+    ".rst": _read_plain,
+    ".html": _read_page,
+    ".htm": _read_page,
     ".jsonl": read_json_rows,
     ".jsonl.gz": read_json_rows,
     ".jsonl.zst": read_json_rows,
@@ -317,5 +317,5 @@ _TEXT_READERS: dict[str, Callable[[Path, str], Iterator[Document | Skipped]]] = 
 }
 _PAGES = (".html", ".htm")
 #: Readers of what unpacks to any size.
-_GUARDED_READERS: dict[str, Reader] = {".parquet": read_parquet, ".pdf": _pdf}
+_GUARDED_READERS: dict[str, Reader] = {".parquet": read_parquet, ".pdf": _read_pdf}
 _READERS = (*_TEXT_READERS, *_GUARDED_READERS)

@@ -64,7 +64,7 @@ class HuggingFace:
     def documents(self) -> Iterator[Document]:
         self.skipped.clear()
         place = Path(f"hf:{self.name}")
-        for number, row in enumerate(self._rows()):
+        for number, row in enumerate(self._read_rows()):
             origin = f"hf:{self.name}:{number}"
             title = f"{self.name} {number}"
             document = row_document(row, place, number, origin=origin, title=title)
@@ -75,7 +75,7 @@ class HuggingFace:
                 raise _no_text(origin, document)
             self.skipped.add(document)
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _read_rows(self) -> Iterator[dict[str, Any]]:
         import datasets  # type: ignore[import-untyped]
 
         fault = None

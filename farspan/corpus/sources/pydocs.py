@@ -62,7 +62,7 @@ class PyDocs:
 
         for topic, text in sorted(topics.items()):
             yield Document(title=topic, text=text, origin=f"pydoc_data.topics:{topic}")
-        for title, text in sorted(_docstrings().items()):
+        for title, text in sorted(_collect_docstrings().items()):
             if title not in topics:
                 yield Document(title=title, text=inspect.cleandoc(text), origin=title)
 
@@ -71,23 +71,23 @@ def open_source(location: str) -> PyDocs:
     return PyDocs()
 
 
-def _docstrings() -> dict[str, str]:
+def _collect_docstrings() -> dict[str, str]:
     """Map public qualified names to docstrings, of all that is parsed or imported."""
-    files = list(_files())
+    files = list(_find_files())
     with spawned(min(4, os.cpu_count() or 1)) as pool:
-        parsed = list(pool.map(_parse, *zip(*files, strict=True), chunksize=64))
+        parsed = list(pool.map(_parse_file, *zip(*files, strict=True), chunksize=64))
     public = _public_names({pair for _, imports in parsed for pair in imports})
     modules = {module for _, module in files}
     docstrings: dict[str, str] = {}
-    for docs in (*(docs for docs, _ in parsed), _imported()):
+    for docs in (*(docs for docs, _ in parsed), _import_docstrings()):
         for name, text in docs:
-            title = _shortened(name, public, modules)
+            title = _shorten_name(name, public, modules)
             if not title.startswith("_") and not title.rpartition(".")[2].startswith("_"):
                 docstrings.setdefault(title, text)
     return docstrings
 
 
-def _files() -> Iterator[tuple[str, str]]:
+def _find_files() -> Iterator[tuple[str, str]]:
     """Yield (path, module name) of every Python file; stubs first, since torch's carry the
     filled-in texts."""
     roots = [(Path(sysconfig.get_path("stdlib")), "")]
@@ -105,7 +105,7 @@ def _files() -> Iterator[tuple[str, str]]:
                 yield str(path), ".".join(names)
 
 
-def _parse(path: str, module: str) -> tuple[_Pairs, _Pairs]:
+def _parse_file(path: str, module: str) -> tuple[_Pairs, _Pairs]:
     """Return what a file documents, as (qualified name, docstring), and imports, as (name there,
     name here)."""
     with warnings.catch_warnings(action="ignore"):
@@ -114,10 +114,10 @@ def _parse(path: str, module: str) -> tuple[_Pairs, _Pairs]:
         except SyntaxError:  # a template, or written for another Python
             return [], []
     package = module.split(".") if Path(path).stem == "__init__" else module.split(".")[:-1]
-    return list(_definitions(tree, module)), list(_imports(tree, module, package))
+    return list(_find_definitions(tree, module)), list(_find_imports(tree, module, package))
 
 
-def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+def _find_definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     """Yield (qualified name, docstring) of a module, class or function and of all that its top
     level defines."""
     if text := ast.get_docstring(node, clean=False):  # type: ignore[arg-type]
@@ -126,12 +126,12 @@ def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
         return
     for child in _top_level(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _definitions(child, f"{name}.{child.name}")
+            yield from _find_definitions(child, f"{name}.{child.name}")
         elif isinstance(child, ast.Expr | ast.Assign):
-            yield from _assigned(child, name)
+            yield from _assigned_docstring(child, name)
 
 
-def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[str, str]]:
+def _assigned_docstring(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[str, str]]:
     """`f.__doc__ = x`; torch's `add_docstr(torch.abs, x)`, `add_docstr_all("abs", x)`, `f =
     _add_docstr(…)`."""
     value = statement.value
@@ -162,7 +162,7 @@ def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[s
     )
 
 
-def _imports(tree: ast.Module, module: str, package: list[str]) -> Iterator[tuple[str, str]]:
+def _find_imports(tree: ast.Module, module: str, package: list[str]) -> Iterator[tuple[str, str]]:
     """`from x import y as z` at the top level, as (x.y, module.z); `from x import *` as (x.*,
     module)."""
     for node in _top_level(tree):
@@ -195,7 +195,7 @@ def _public_names(imports: set[tuple[str, str]]) -> dict[str, str]:
     return public
 
 
-def _shortened(name: str, public: dict[str, str], modules: set[str]) -> str:
+def _shorten_name(name: str, public: dict[str, str], modules: set[str]) -> str:
     """`torch.nn.modules.linear.Linear.forward` -> `torch.nn.Linear.forward`; each step takes away a
     part."""
     parts = name.split(".")
@@ -211,11 +211,11 @@ def _shortened(name: str, public: dict[str, str], modules: set[str]) -> str:
         ):
             shorter = public.get(f"{prefix}.*")
         if shorter is not None:
-            return _shortened(".".join([shorter, *rest]), public, modules)
+            return _shorten_name(".".join([shorter, *rest]), public, modules)
     return name
 
 
-def _imported() -> _Pairs:
+def _import_docstrings() -> _Pairs:
     """Return the docstrings of modules without Python source, under the names that their objects
     give themselves."""
     docs: list[tuple[str, str | None]] = []
