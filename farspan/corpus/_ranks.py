@@ -41,8 +41,11 @@ SEPARATOR = "\0"
 def byte_characters() -> dict[str, int]:
     """Return GPT-2's printable stand-in for each byte: character -> byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    byte_of = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    for place, byte in enumerate(others):
+        byte_of[chr(256 + place)] = byte
+    return byte_of
 
 
 def as_tiktoken(
@@ -56,24 +59,28 @@ def as_tiktoken(
     if not _is_gpt2_bpe(content):
         return None
     vocab: dict[str, int] = content["model"]["vocab"]
-    merges = [(left, right) for left, right in content["model"]["merges"]]
+    merges = [tuple(pair) for pair in content["model"]["merges"]]
     byte_of = byte_characters()
-    tokens = [*byte_of, *(left + right for left, right in merges)]
+    tokens = [*byte_of, *map("".join, merges)]
+    if len(set(tokens)) < len(tokens):
+        return None
+    # The proof: BPE of each token's own bytes gives that token.
     bare = Tokenizer(models.BPE(vocab, merges))
     encodings = bare.encode_batch_fast(tokens, add_special_tokens=False)
-    if len(set(tokens)) < len(tokens) or [e.ids for e in encodings] != [
-        [vocab.get(token)] for token in tokens
-    ]:
-        return None
+    for token, encoding in zip(tokens, encodings, strict=True):
+        if encoding.ids != [vocab.get(token)]:
+            return None
     import tiktoken
 
-    ranks = {
-        bytes(byte_of[character] for character in token): rank for rank, token in enumerate(tokens)
-    }
-    encoding = tiktoken.Encoding(
-        "farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={SEPARATOR: len(ranks)}
+    ranks = {}
+    for rank, token in enumerate(tokens):
+        ranks[bytes(map(byte_of.__getitem__, token))] = rank
+    special = {SEPARATOR: len(ranks)}
+    fast = tiktoken.Encoding(
+        "farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
-    return encoding, np.array([*(vocab[token] for token in tokens), end_of_text], np.uint32)
+    ids = [vocab[token] for token in tokens]
+    return fast, np.array([*ids, end_of_text], np.uint32)
 
 
 def _is_gpt2_bpe(content: dict[str, Any]) -> bool:
@@ -87,12 +94,10 @@ def _is_gpt2_bpe(content: dict[str, Any]) -> bool:
         "byte_fallback",
         "ignore_merges",
     )
-    return (
-        model["type"] == "BPE"
-        and not any(model.get(change) for change in changes)
-        and content["normalizer"] is None
-        and splitter.get("type") == "ByteLevel"
-        and not splitter["add_prefix_space"]
-        and splitter.get("use_regex", True)
-        and all(token["special"] for token in content["added_tokens"])
-    )
+    if model["type"] != "BPE" or any(map(model.get, changes)):
+        return False
+    if content["normalizer"] is not None or splitter.get("type") != "ByteLevel":
+        return False
+    if splitter["add_prefix_space"] or not splitter.get("use_regex", True):
+        return False
+    return all(token["special"] for token in content["added_tokens"])

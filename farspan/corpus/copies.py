@@ -65,38 +65,34 @@ def distinct(
 ) -> Text:
     """Merge equal texts of `documents`: the first `train` are for training and the first `kept`
     are not dropped, without what is equal. `clusters` has the first of each one's cluster."""
-    found: list[Document] = []
+    texts: list[Document] = []
     places: dict[int, list[Place]] = {}
     numbers: list[int] = []
     by_text: dict[bytes, int] = {}
     trained = distinct_kept = 0
     for row, document in enumerate(documents):
         digest = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
-        number = by_text.setdefault(digest, len(found))
+        number = by_text.setdefault(digest, len(texts))
         numbers.append(number)
-        if number < len(found):
-            places.setdefault(number, []).append(_place_of(document))
+        if number < len(texts):
+            place = Place(
+                title=document.title,
+                origin=document.origin,
+                metadata=document.metadata,
+                line=document.line,
+                page=document.page,
+            )
+            places.setdefault(number, []).append(place)
             continue
-        found.append(document)
+        texts.append(document)
         trained += row < train
         distinct_kept += row < kept
-    firsts = list(range(len(found)))
+    # A text's cluster is that of its first document, which comes last here.
+    firsts = list(range(len(texts)))
     for row, number in reversed(list(enumerate(numbers))):
         firsts[number] = numbers[clusters[row]]
-    copies = Copies(
-        distinct_kept, firsts, {number: tuple(several) for number, several in places.items()}
-    )
-    return Text(found, trained, fingerprint, copies)
-
-
-def _place_of(document: Document) -> Place:
-    return Place(
-        title=document.title,
-        origin=document.origin,
-        metadata=document.metadata,
-        line=document.line,
-        page=document.page,
-    )
+    exact = {number: tuple(several) for number, several in places.items()}
+    return Text(texts, trained, fingerprint, Copies(distinct_kept, firsts, exact))
 
 
 def read_distinct(prepared: Path, manifest: CorpusManifest, fingerprint: str) -> Text:
@@ -104,10 +100,6 @@ def read_distinct(prepared: Path, manifest: CorpusManifest, fingerprint: str) ->
     documents = list(read_documents(prepared))
     kept = len(documents)
     documents += read_copies(prepared)
-    return distinct(
-        documents,
-        np.load(prepared / CLUSTERS).tolist(),
-        train=manifest.train.documents,
-        kept=kept,
-        fingerprint=fingerprint,
-    )
+    clusters = np.load(prepared / CLUSTERS).tolist()
+    train = manifest.train.documents
+    return distinct(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from farspan.corpus.documents import read_lines
+from farspan.corpus.documents import read_lines, write_array
 from farspan.domain.own_files import open_own
 
 THRESHOLD = 0.8
@@ -33,9 +33,8 @@ WINDOW = 32
 
 # A word, or one character of a script written without spaces.
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+")
-_SEEDS = np.frombuffer(
-    hashlib.shake_128(b"farspan minhash").digest(8 * BANDS * ROWS), "<u4"
-).reshape(2, -1)
+_RANDOM_BYTES = hashlib.shake_128(b"farspan minhash").digest(8 * BANDS * ROWS)
+_SEEDS = np.frombuffer(_RANDOM_BYTES, "<u4").reshape(2, -1)
 _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
 
 U32 = npt.NDArray[np.uint32]
@@ -56,17 +55,20 @@ def shingles(text: str) -> U32:
     count = len(words) - width + 1
     mixed = np.zeros(count, np.uint64)
     for place in range(width):
-        mixed = (mixed ^ hashes[place : place + count]) * _PRIMES[place]
+        mixed ^= hashes[place : place + count]
+        mixed *= _PRIMES[place]
         mixed ^= mixed >> np.uint64(29)
-    distinct: U32 = np.unique((mixed >> np.uint64(32)).astype(np.uint32))
+    high = mixed >> np.uint64(32)
+    distinct: U32 = np.unique(high.astype(np.uint32))
     return distinct
 
 
 def jaccard(a: U32, b: U32) -> float:
     """Return the Jaccard similarity of two shingle sets; of truncated ones, estimated on their
     common range."""
-    if len(a) == MAX_SHINGLES or len(b) == MAX_SHINGLES:
-        top = min(s[-1] for s in (a, b) if len(s) == MAX_SHINGLES)
+    truncated = [s for s in (a, b) if len(s) == MAX_SHINGLES]
+    if truncated:
+        top = min(s[-1] for s in truncated)
         a = a[a <= top]
         b = b[b <= top]
     common = len(np.intersect1d(a, b, assume_unique=True))
@@ -76,28 +78,28 @@ def jaccard(a: U32, b: U32) -> float:
 def sign(stem: Path) -> None:
     """Write of a shard: .marks.npy [1 + BANDS, documents], text hashes and then band hashes; the
     documents' shingles one after the other (.shingles), and where each ends (.ends.npy)."""
-    texts = [document.text for document in read_lines(stem.with_suffix(".docs"))]
+    documents = read_lines(stem.with_suffix(".docs"))
+    texts = [document.text for document in documents]
     sets = [shingles(text) for text in texts]
     hashes = np.array([text_hash(text) for text in texts], np.uint64)
     kept = [s[:MAX_SHINGLES] for s in sets]
     ends = np.cumsum([len(s) for s in kept], dtype=np.uint32)
     marks = np.vstack([hashes, _hash_bands(sets)])
-    with open_own(stem.with_suffix(".marks.npy"), "wb") as file:
-        np.save(file, marks)
+    write_array(stem.with_suffix(".marks.npy"), marks)
     with open_own(stem.with_suffix(".shingles"), "wb") as file:
         file.write(np.concatenate(kept).tobytes())
-    with open_own(stem.with_suffix(".ends.npy"), "wb") as file:
-        np.save(file, ends)
+    write_array(stem.with_suffix(".ends.npy"), ends)
 
 
 def _hash_bands(sets: list[U32]) -> U64:
     """Return [BANDS, documents]: one hash of ROWS minima of permuted shingles each."""
     block = np.concatenate(sets)
-    starts = np.cumsum([0, *(len(s) for s in sets[:-1])])
+    starts = np.cumsum([0, *map(len, sets[:-1])])
     bands = np.zeros((BANDS, len(sets)), np.uint64)
     for place, (flip, scale) in enumerate(_SEEDS.T):
         band = bands[place // ROWS]
-        band ^= np.minimum.reduceat((block ^ flip) * (scale | np.uint32(1)), starts)
+        permuted = (block ^ flip) * (scale | np.uint32(1))
+        band ^= np.minimum.reduceat(permuted, starts)
         band *= _PRIMES[0]
         band ^= band >> np.uint64(32)
     return bands
@@ -109,26 +111,25 @@ class Shards:
     def __init__(self, stems: list[Path]) -> None:
         self.stems = stems
         ends = [np.load(stem.with_suffix(".ends.npy")) for stem in stems]
-        self.first = np.cumsum([0, *(len(e) for e in ends)])
-        self.sizes: U32 = np.concatenate([np.diff(e, prepend=np.uint32(0)) for e in ends])
+        self.first = np.cumsum([0, *map(len, ends)])
+        sizes = [np.diff(e, prepend=np.uint32(0)) for e in ends]
+        self.sizes: U32 = np.concatenate(sizes)
         self._ends: U32 = np.concatenate(ends)
 
     def marks(self, row: int) -> U64:
         """Return every document's text hash (row 0), or its hash of band `row`, from 1."""
-        return np.concatenate(
-            [
-                np.array(np.load(stem.with_suffix(".marks.npy"), mmap_mode="r")[row])
-                for stem in self.stems
-            ]
-        )
+        rows = []
+        for stem in self.stems:
+            marks = np.load(stem.with_suffix(".marks.npy"), mmap_mode="r")
+            rows.append(np.array(marks[row]))
+        return np.concatenate(rows)
 
     def shingles(self, document: int) -> U32:
         shard = int(np.searchsorted(self.first, document, side="right")) - 1
         size = int(self.sizes[document])
-        end = int(self._ends[document])
-        return np.fromfile(
-            self.stems[shard].with_suffix(".shingles"), np.uint32, size, offset=4 * (end - size)
-        )
+        start = int(self._ends[document]) - size
+        file = self.stems[shard].with_suffix(".shingles")
+        return np.fromfile(file, np.uint32, size, offset=4 * start)
 
 
 def clusters(shards: Shards) -> npt.NDArray[np.int64]:
@@ -162,16 +163,18 @@ def _merge_bucket(
     shards: Shards, parent: npt.NDArray[np.int64], bucket: npt.NDArray[np.int64]
 ) -> None:
     """Join the clusters of verified near duplicates among the documents of a bucket."""
-    if len({_find_root(parent, int(member)) for member in bucket}) < 2:
+    roots = {_find_root(parent, member) for member in bucket.tolist()}
+    if len(roots) < 2:
         return
-    members = bucket[np.argsort(shards.sizes[bucket], kind="stable")]
+    by_size = np.argsort(shards.sizes[bucket], kind="stable")
+    members = bucket[by_size].tolist()
     for place, member in enumerate(members):
-        mine = shards.shingles(int(member))
+        mine = shards.shingles(member)
         for other in members[place + 1 : place + 1 + WINDOW]:
             if len(mine) < THRESHOLD * shards.sizes[other]:
                 break
-            low, high = sorted((_find_root(parent, int(member)), _find_root(parent, int(other))))
-            if low != high and jaccard(mine, shards.shingles(int(other))) >= THRESHOLD:
+            low, high = sorted((_find_root(parent, member), _find_root(parent, other)))
+            if low != high and jaccard(mine, shards.shingles(other)) >= THRESHOLD:
                 parent[high] = low
 
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from farspan.corpus.outline import Sections
@@ -136,6 +139,12 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
     ):
         for document in documents:
             file.write(msgspec.json.encode(document) + b"\n")
+
+
+def write_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Write a .npy file."""
+    with open_own(path, "wb") as file:
+        np.save(file, array)
 
 
 def open_zst(path: Path) -> io.BufferedReader:

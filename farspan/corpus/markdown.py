@@ -89,8 +89,9 @@ class MarkdownOutline(Outline):
             self._read_block(line, start)
         elif self._front:
             self._front.append((line, start))
-            if line in _FRONT_ENDS[self._front[0][0]]:
-                self._end_front()
+            opening, _ = self._front[0]
+            if line in _FRONT_ENDS[opening]:
+                self._end_front(opening)
             elif start > MAX_FRONT_CHARS:
                 self._decide_pending()
         elif line in _FRONT_ENDS:
@@ -99,20 +100,19 @@ class MarkdownOutline(Outline):
             self._decide_pending()
             self._read_block(line, start)
 
-    def _end_front(self) -> None:
+    def _end_front(self, opening: str) -> None:
         """Take the lines so far for front matter, if a key is the first of them."""
-        assert self._front is not None
-        inner = [line for line, _ in self._front[1:-1]]
+        inner = [line for line, _ in (self._front or ())[1:-1]]
         # Comments may come before the first key.
         first = next((line for line in inner if not line.startswith("#")), "")
-        if not _FRONT_KEYS[self._front[0][0]].match(first):
+        if not _FRONT_KEYS[opening].match(first):
             self._decide_pending()
             return
         self._front = None
         for line in inner:
-            named = _FRONT_TITLE.match(line)
-            if named and not self.title:
-                self.title = _strip_quotes(named[1])
+            title = _FRONT_TITLE.match(line)
+            if title and not self.title:
+                self.title = _strip_quotes(title[1])
 
     def _decide_pending(self) -> None:
         lines = self._front or ()
@@ -125,7 +125,7 @@ class MarkdownOutline(Outline):
         start += len(line) - len(text)
         if text and column < self._item_column:
             if self._is_in_paragraph and self._is_plain(column, text):
-                # It goes on with the paragraph in the list item.
+                # It continues the paragraph in the list item.
                 self._add_paragraph(text, start)
                 return
             # What is open within a list item ends with it.
@@ -163,9 +163,10 @@ class MarkdownOutline(Outline):
                 break
             self._end_paragraph()
             width, rest = _split_indent(text[marker.end() :])
+            column += marker.end()
             is_code = width > _CODE_INDENT or not rest
-            self._items.append(column + marker.end() + (1 if is_code else width))
-            column += marker.end() + width
+            self._items.append(column + 1 if is_code else column + width)
+            column += width
             text = rest
             if not text:
                 self._is_item_empty = True
@@ -193,8 +194,8 @@ class MarkdownOutline(Outline):
         mark = text[0]
         if mark in "=-" and self._is_in_paragraph and text.count(mark) == len(text):
             if self._paragraph:
-                title = " ".join(self._paragraph)
-                self._add_heading(self._paragraph_at, 1 if mark == "=" else 2, title)
+                level = 1 if mark == "=" else 2
+                self._add_heading(self._paragraph_at, level, " ".join(self._paragraph))
             self._end_paragraph()
             return True
         if _is_break(text):
@@ -205,14 +206,15 @@ class MarkdownOutline(Outline):
     def _is_plain(self, column: int, text: str) -> bool:
         """Return True for a line that begins nothing but a paragraph."""
         outer = max((item for item in self._items if item <= column), default=0)
-        return column - outer >= _CODE_INDENT or not (
-            _LIST_MARKER.match(text)
-            or _is_break(text)
-            or _parse_atx(text)
-            or (text[0] in "`~" and _fence_length(text))
-            or text[0] == ">"
-            or (text[0] == "<" and (_HTML_BLOCK.match(text) or _html_ends(text)))
-        )
+        if column - outer >= _CODE_INDENT:
+            return True
+        if _LIST_MARKER.match(text) or _is_break(text) or _parse_atx(text):
+            return False
+        if text[0] in "`~":
+            return not _fence_length(text)
+        if text[0] == "<":
+            return not (_HTML_BLOCK.match(text) or _html_ends(text))
+        return text[0] != ">"
 
     def _begins_item(self, text: str, marker: re.Match[str]) -> bool:
         """Return False for a number or an empty mark that continues a paragraph (CommonMark
@@ -225,11 +227,12 @@ class MarkdownOutline(Outline):
         ends = _html_ends(text)
         if ends and _contains_any(text[2:], ends):
             return True
-        is_tag = not self._is_in_paragraph and not self._is_quoted and _HTML_TAG.match(text)
-        if ends or is_tag or _HTML_BLOCK.match(text):
+        begins = bool(ends or _HTML_BLOCK.match(text))
+        if not (begins or self._is_in_paragraph or self._is_quoted):
+            begins = _HTML_TAG.match(text) is not None
+        if begins:
             self._html_ends = ends
-            return True
-        return False
+        return begins
 
     def _ends_fence(self, column: int, text: str) -> bool:
         assert self._fence is not None
@@ -249,9 +252,11 @@ class MarkdownOutline(Outline):
         return bool(self._paragraph) or self._has_long_paragraph
 
     def _add_paragraph(self, text: str, start: int) -> None:
-        if self._has_long_paragraph or (not self._paragraph and _LINK_DEFINITION.match(text)):
+        if self._has_long_paragraph:
             return
         if not self._paragraph:
+            if _LINK_DEFINITION.match(text):
+                return
             self._paragraph_at = start
         self._paragraph.append(text)
         if start + len(text) - self._paragraph_at > MAX_UNDERLINED_CHARS:
@@ -288,20 +293,24 @@ class _Atx(NamedTuple):
 def _parse_atx(text: str) -> _Atx | None:
     """Return a heading of one to six `#`; its title is empty where nothing follows them."""
     level = len(text) - len(text.lstrip("#"))
-    if level > 6 or not (level == len(text) or text[level] in " \t"):
+    if level > 6 or text[level : level + 1].strip(" \t"):
         return None
     title = text[level:].strip()
     # The marks that close a heading stand behind a blank: `C#` is a name.
     body = title.rstrip("#")
-    return _Atx(level, body.rstrip() if not body or body[-1] in " \t" else title)
+    if not body or body[-1] in " \t":
+        title = body.rstrip()
+    return _Atx(level, title)
 
 
 def _fence_length(text: str) -> int:
     """Count the marks of a line that opens a fenced block; 0 for another line."""
     mark = text[0]
-    length = len(text) - len(text.lstrip(mark))
-    is_fence = length >= _MIN_MARKS and not (mark == "`" and "`" in text[length:])
-    return length if is_fence else 0
+    info = text.lstrip(mark)
+    length = len(text) - len(info)
+    # The language of a block in backticks has none of these.
+    is_code_span = mark == "`" and mark in info
+    return 0 if length < _MIN_MARKS or is_code_span else length
 
 
 def _split_indent(line: str) -> tuple[int, str]:
@@ -312,5 +321,5 @@ def _split_indent(line: str) -> tuple[int, str]:
 
 
 def _strip_quotes(value: str) -> str:
-    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-    return value[1:-1] if quoted else value
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    return value[1:-1] if is_quoted else value

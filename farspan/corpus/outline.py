@@ -65,7 +65,7 @@ class Outline(ABC):
         self.title = ""
         self._sections = Sections()
         #: The line that is not whole yet, and its place.
-        self._held = ""
+        self._partial_line = ""
         self._at = 0
         #: True if that line was read before its end, and if the one before it was blank.
         self._is_read = False
@@ -73,30 +73,30 @@ class Outline(ABC):
 
     def add(self, piece: str) -> None:
         """Read the next piece of the text; of a line that is too long its begin counts."""
-        lines = (self._held + piece).split("\n")
-        self._held = lines.pop()
+        lines = (self._partial_line + piece).split("\n")
+        self._partial_line = lines.pop()
         for line in lines:
             if not self._is_read and (line or not self._is_blank):
                 self._begin_line(line)
             self._is_read = False
             self._at += len(line) + 1
-        if self._is_read or len(self._held) > _MAX_LINE_CHARS:
-            self._read_held()
+        if self._is_read or len(self._partial_line) > _MAX_LINE_CHARS:
+            self._read_partial_line()
 
     def take(self, begin: int, end: int) -> tuple[Heading, ...]:
         """Return the headings of the part of the text between two places, as of `Sections`."""
-        if self._held and self._at < end:
-            self._read_held()
+        if self._partial_line and self._at < end:
+            self._read_partial_line()
         self._decide_pending()
         return self._sections.take(begin, end)
 
-    def _read_held(self) -> None:
+    def _read_partial_line(self) -> None:
         """Read the begin of a line, and what is known of the rest."""
         if not self._is_read:
-            self._begin_line(self._held)
+            self._begin_line(self._partial_line)
         self._is_read = True
-        self._at += len(self._held)
-        self._held = ""
+        self._at += len(self._partial_line)
+        self._partial_line = ""
 
     def _begin_line(self, line: str) -> None:
         text = line.lstrip(_BYTE_ORDER_MARK) if self._at == 0 else line
@@ -163,14 +163,14 @@ class UnderlinedOutline(Outline):
         """Return True if the line before is a title above this rule: a paragraph of its own."""
         title = self._before
         has_overline = self._second == rule
-        return (
-            (not self._second or has_overline)
-            and (has_overline or not title[:1].isspace())
-            and len(title) <= min(MAX_UNDERLINED_CHARS, 2 * len(rule))
-            and any(map(str.isalnum, title))
-            and not title.startswith(_NO_TITLES)
-        )
+        if not has_overline and (self._second or title[:1].isspace()):
+            return False
+        if len(title) > min(MAX_UNDERLINED_CHARS, 2 * len(rule)):
+            return False
+        return any(map(str.isalnum, title)) and not title.startswith(_NO_TITLES)
 
 
 def _is_rule(line: str) -> bool:
-    return len(line) >= _MIN_RULE_CHARS and line[0] in _RULES and line.count(line[0]) == len(line)
+    if len(line) < _MIN_RULE_CHARS or line[0] not in _RULES:
+        return False
+    return line.count(line[0]) == len(line)

@@ -19,9 +19,18 @@ import msgspec
 import numpy as np
 
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.documents import COPIES, DOCUMENTS, cut, divide, read_lines, write_documents
+from farspan.corpus.documents import (
+    COPIES,
+    DOCUMENTS,
+    cut,
+    divide,
+    read_lines,
+    write_array,
+    write_documents,
+)
 from farspan.corpus.processes import spawned
 from farspan.corpus.sources import Source
+from farspan.corpus.tokens import checksums_of
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import Document, Split
 from farspan.domain.own_files import open_own
@@ -51,23 +60,30 @@ def spool(source: Source, work: Path) -> list[FinishedShard]:
     shards: list[FinishedShard] = []
     while (marker := work / f"{len(shards):05}.shard").exists():
         shards.append(load(marker, FinishedShard))
-    parts = (part for document in source.documents() for part in cut(document))
-    rest = itertools.islice(parts, sum(shard.documents for shard in shards), None)
+    # Documents of the finished shards are read again and left out.
+    parts = itertools.chain.from_iterable(map(cut, source.documents()))
+    finished = sum(shard.documents for shard in shards)
+    rest = itertools.islice(parts, finished, None)
     while documents := _take_shard(rest):
         stem = work / f"{len(shards):05}"
         write_documents(stem.with_suffix(".docs"), documents)
         digest = hashlib.sha256(b"".join(map(_encode_content, documents))).hexdigest()
         text_bytes = sum(len(document.text.encode()) for document in documents)
-        shards.append(FinishedShard(documents=len(documents), text_bytes=text_bytes, digest=digest))
-        save(shards[-1], stem.with_suffix(".shard"))
+        shard = FinishedShard(documents=len(documents), text_bytes=text_bytes, digest=digest)
+        save(shard, stem.with_suffix(".shard"))
+        shards.append(shard)
     return shards
 
 
 def _encode_content(document: Document) -> bytes:
     """Encode all of a document but its place, so that a corpus keeps its hash when places become
     known."""
-    names = ("title", "text", "origin", "metadata")
-    content = {name: getattr(document, name) for name in names}
+    content: dict[str, object] = {
+        "title": document.title,
+        "text": document.text,
+        "origin": document.origin,
+        "metadata": document.metadata,
+    }
     if document.headings is not msgspec.UNSET:
         content["headings"] = document.headings
     return msgspec.json.encode(content)
@@ -75,12 +91,12 @@ def _encode_content(document: Document) -> bytes:
 
 def _take_shard(documents: Iterator[Document]) -> list[Document]:
     """Return the next documents, until they hold SHARD_BYTES of text."""
-    held = []
+    shard = []
     size = 0
     while size < SHARD_BYTES and (document := next(documents, None)):
-        held.append(document)
+        shard.append(document)
         size += len(document.text.encode())
-    return held
+    return shard
 
 
 def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], workers: int) -> None:
@@ -107,12 +123,15 @@ def chosen(stem: Path, fate: int) -> Iterator[Document]:
     fates, cuts = np.load(stem.with_suffix(".fates.npy"))
     documents = read_lines(stem.with_suffix(".docs"))
     for document, its, at in zip(documents, fates, cuts, strict=True):
-        pieces: tuple[Document, ...] = divide(document, int(at)) if at else (document,)
         if its == CUT:
-            pieces = {TRAIN: pieces[:1], VAL: pieces[1:]}.get(fate, ())
-        elif its != fate:
-            pieces = ()
-        yield from pieces
+            head, tail = divide(document, int(at))
+            if fate == TRAIN:
+                yield head
+            elif fate == VAL:
+                yield tail
+        elif its == fate:
+            # A copy of a text that is CUT is cut alike.
+            yield from divide(document, int(at)) if at else (document,)
 
 
 @functools.lru_cache(maxsize=1)
@@ -142,8 +161,8 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
                 lengths += more
         write_documents(stem.with_suffix(f".{split}.zst"), documents)
         text_bytes = [len(text.encode()) for text in texts]
-        with open_own(stem.with_suffix(f".{split}.sizes.npy"), "wb") as file:
-            np.save(file, np.array([lengths, text_bytes], np.int64))
+        sizes = np.array([lengths, text_bytes], np.int64)
+        write_array(stem.with_suffix(f".{split}.sizes.npy"), sizes)
 
 
 def write_copies(stem: Path) -> None:
@@ -159,19 +178,23 @@ def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
     splits = {}
     with open_own(folder / DOCUMENTS, "wb") as documents:
         for split in _SPLITS:
-            with open_own(folder / f"{split}.bin", "wb") as tokens:
+            token_file = folder / f"{split}.bin"
+            with open_own(token_file, "wb") as tokens:
                 for stem in stems:
                     tokens.write(stem.with_suffix(f".{split}.bin").read_bytes())
                     documents.write(stem.with_suffix(f".{split}.zst").read_bytes())
-            lengths, text_bytes = np.hstack(
-                [np.load(stem.with_suffix(f".{split}.sizes.npy")) for stem in stems]
-            )
+            sizes = [np.load(stem.with_suffix(f".{split}.sizes.npy")) for stem in stems]
+            lengths, text_bytes = np.hstack(sizes)
             offsets = np.concatenate([[0], np.cumsum(lengths)])
-            with open_own(folder / f"{split}.idx", "wb") as index:
+            index_file = folder / f"{split}.idx"
+            with open_own(index_file, "wb") as index:
                 index.write(offsets.astype("<i8").tobytes())
-            total_bytes = int(text_bytes.sum())
             splits[split] = Split(
-                tokens=int(offsets[-1]), documents=len(lengths), text_bytes=total_bytes
+                tokens=int(offsets[-1]),
+                documents=len(lengths),
+                text_bytes=int(text_bytes.sum()),
+                token_checksums=checksums_of(token_file),
+                offset_checksums=checksums_of(index_file),
             )
     with open_own(folder / COPIES, "wb") as copies:
         for stem in stems:

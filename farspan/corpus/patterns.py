@@ -25,15 +25,13 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
-KNOWN_PATTERNS = frozenset(
-    {
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
-        rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}",
-        rf"{_BEFORE}{_UPPER}*{_LOWER}+{_WORDS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_WORDS}?|\p{{N}}{{1,3}}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    }
-)
+KNOWN_PATTERNS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
+    rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}",
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_WORDS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_WORDS}?|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 #: Parts of a tokenizer that may hold expressions.
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 #: Characters of each text that expressions are tried on, and seconds of a core for all of them,
@@ -51,7 +49,17 @@ def unsafe_pattern(content: dict[str, Any], *, cpu_s: int = PROBE_CPU_S) -> str 
     unknown = [pattern for pattern in _find_patterns(parts) if pattern not in KNOWN_PATTERNS]
     if not unknown:
         return None
-    process, channel = start_beside(_try_patterns, json.dumps(_tiny_tokenizer(parts)), cpu_s)
+    # A tokenizer of one token, with these parts.
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "post_processor": None,
+        "added_tokens": [],
+        **parts,
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
+    process, channel = start_beside(_try_patterns, json.dumps(tokenizer), cpu_s)
     try:
         has_ended = channel.receive() == b"ended"
     except (EOFError, OSError):
@@ -64,18 +72,13 @@ def unsafe_pattern(content: dict[str, Any], *, cpu_s: int = PROBE_CPU_S) -> str 
 
 def _find_patterns(part: Any) -> Iterator[str]:
     """Yield every regular expression within a part of a tokenizer.json."""
-    values = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    if isinstance(part, dict) and isinstance(part.get("Regex"), str):
-        yield part["Regex"]
-    for value in values:
-        yield from _find_patterns(value)
-
-
-def _tiny_tokenizer(parts: dict[str, Any]) -> dict[str, Any]:
-    model: dict[str, Any] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    empty: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
-    empty["added_tokens"] = []
-    return {"version": "1.0", **empty, **parts, "model": model}
+    if isinstance(part, dict):
+        if isinstance(part.get("Regex"), str):
+            yield part["Regex"]
+        part = list(part.values())
+    if isinstance(part, list):
+        for value in part:
+            yield from _find_patterns(value)
 
 
 def _try_patterns(channel: Channel, content: str, cpu_s: int) -> None:

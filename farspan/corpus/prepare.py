@@ -20,19 +20,19 @@ import numpy as np
 from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.copies import CLUSTERS, Text, distinct, read_distinct
-from farspan.corpus.documents import COPIES, DOCUMENTS
+from farspan.corpus.documents import COPIES, DOCUMENTS, write_array
 from farspan.corpus.entropy import entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.split import decide
-from farspan.corpus.tokens import checksums_of, is_whole, verify
+from farspan.corpus.tokens import is_whole, verify
 from farspan.domain.codec import content_hash, is_content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import (
     TOKEN_FILES,
     CorpusManifest,
+    Document,
     Skipped,
-    Split,
     by_kind,
 )
 from farspan.domain.escapes import shell_word, yaml_word
@@ -60,7 +60,8 @@ Say = Callable[[str], None]
 def auto_vocab(text_bytes: int) -> int:
     """Return 4,096 tokens below 4 MiB of text, doubled for every eightfold: 8,192 to 32 MiB, and so
     on to 65,536."""
-    steps = sum(text_bytes >= limit for limit in (4 << 20, 32 << 20, 256 << 20, 2 << 30))
+    limits = (4 << 20, 32 << 20, 256 << 20, 2 << 30)
+    steps = sum(text_bytes >= limit for limit in limits)
     return 4096 << steps
 
 
@@ -98,7 +99,8 @@ def prepare(
         prepared = _find_prepared(root, key, silent, verified=verified)
         if prepared is None:
             prepared = _build_corpus(source, data, tokenizer, work, workers, say)
-            write_atomically(root / f".key-{key}", prepared[1].hash.encode())
+            pointer = root / f".key-{key}"
+            write_atomically(pointer, prepared[1].hash.encode())
     shutil.rmtree(work, ignore_errors=True)
     return prepared
 
@@ -132,32 +134,33 @@ def read_text(
     say("the text has changed since the corpus was made, or the corpus is gone")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
-        stems = [
-            Path(folder) / f"{number:05}"
-            for number in range(len(_spool_source(source, data, Path(folder), say)))
-        ]
+        work = Path(folder)
+        shards = _spool_source(source, data, work, say)
+        stems = [work / f"{number:05}" for number in range(len(shards))]
         for skipped in by_kind(source.skipped.entries()):
             say(f"skipped {skipped}")
         pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
         decision = decide(stems, data, must_split=False)
-        train, val, dropped = (
-            [document for stem in stems for document in pack.chosen(stem, fate)]
-            for fate in (pack.TRAIN, pack.VAL, pack.DROPPED)
-        )
-    return distinct(
-        [*train, *val, *dropped],
-        decision.corpus_clusters().tolist(),
-        train=len(train),
-        kept=len(train) + len(val),
-        fingerprint=fingerprint,
-    )
+        # A corpus numbers its documents in this order.
+        documents = list(_chosen_of(stems, pack.TRAIN))
+        train = len(documents)
+        documents += _chosen_of(stems, pack.VAL)
+        kept = len(documents)
+        documents += _chosen_of(stems, pack.DROPPED)
+    clusters = decision.corpus_clusters().tolist()
+    return distinct(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)
+
+
+def _chosen_of(stems: list[Path], fate: int) -> Iterator[Document]:
+    for stem in stems:
+        yield from pack.chosen(stem, fate)
 
 
 def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
+    fingerprint = source.fingerprint()
     share = parse_fraction(data.val)
-    return content_hash(
-        _FORMAT, source.fingerprint(), share, data.dedup, tokenizer, _file_digest(tokenizer.use)
-    )
+    digest = _file_digest(tokenizer.use)
+    return content_hash(_FORMAT, fingerprint, share, data.dedup, tokenizer, digest)
 
 
 def _build_corpus(
@@ -169,7 +172,8 @@ def _build_corpus(
         _copy_tokenizer(config.use, config.vocab, tokenizer_file)
     shards = _spool_source(source, data, work, say)
     stems = [work / f"{number:05}" for number in range(len(shards))]
-    pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
+    jobs = [(stem,) for stem in stems]
+    pack.each_shard(dedup.sign, jobs, workers)
     decision = decide(stems, data, must_split=True)
     if decision.exact or decision.near:
         say(
@@ -180,40 +184,44 @@ def _build_corpus(
         text_bytes = sum(shard.text_bytes for shard in shards)
         vocab = auto_vocab(text_bytes) if config.vocab == "auto" else config.vocab
         say(f"training a tokenizer of {vocab:,} tokens")
-        pack.each_shard(
-            learn, [(tokenizer_file, vocab, stems[:: -(-text_bytes // _SAMPLE_BYTES)])], workers
-        )
+        # Shards spread over the corpus that hold about _SAMPLE_BYTES.
+        stride = -(-text_bytes // _SAMPLE_BYTES)
+        pack.each_shard(learn, [(tokenizer_file, vocab, stems[::stride])], workers)
     words = tokenizers.load(tokenizer_file)
-    vocab_size = config.vocab if config.use and config.vocab != "auto" else words.vocab_size
+    vocab_size = words.vocab_size
+    if config.use and config.vocab != "auto":
+        vocab_size = config.vocab
     say(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
     pack.each_shard(pack.encode_shard, [(stem, tokenizer_file) for stem in stems], workers)
-    pack.each_shard(pack.write_copies, [(stem,) for stem in stems], workers)
-    splits = {
-        split: _with_checksums(found, final / split)
-        for split, found in pack.join_shards(stems, final).items()
-    }
-    with open_own(final / CLUSTERS, "wb") as file:
-        np.save(file, decision.corpus_clusters())
+    pack.each_shard(pack.write_copies, jobs, workers)
+    splits = pack.join_shards(stems, final)
+    write_array(final / CLUSTERS, decision.corpus_clusters())
     words.save(final / "tokenizer.json")
     dtype = pack.token_dtype(words.vocab_size)
-    train, val = (np.memmap(final / f"{split}.bin", dtype, "r") for split in ("train", "val"))
+    train = np.memmap(final / "train.bin", dtype, "r")
+    val = np.memmap(final / "val.bin", dtype, "r")
     unigram, bigram = entropies(train, val, vocab_size)
     # The end of text is not in tokenizer.json: two tokenizers may differ in nothing else.
+    shard_digests = [shard.digest for shard in shards]
     coded = (_file_digest(tokenizer_file), vocab_size, words.end_of_text)
+    digest = content_hash(_FORMAT, shard_digests, decision.digest, *coded)
+    dtype_name: Literal["uint16", "uint32"] = "uint16" if dtype.itemsize == 2 else "uint32"
+    skipped = source.skipped.entries()
+    recoded = source.recoded.entries() or msgspec.UNSET
     manifest = CorpusManifest(
-        hash=content_hash(_FORMAT, [s.digest for s in shards], decision.digest, *coded),
+        hash=digest,
         source=data.source,
         vocab_size=vocab_size,
         end_of_text=words.end_of_text,
-        dtype="uint16" if dtype.itemsize == 2 else "uint32",
+        dtype=dtype_name,
         train=splits["train"],
         val=splits["val"],
         unigram_nats=unigram,
         bigram_nats=bigram,
         exact_duplicates=decision.exact,
         near_duplicates=decision.near,
-        skipped=source.skipped.entries(),
-        recoded=source.recoded.entries() or msgspec.UNSET,
+        skipped=skipped,
+        recoded=recoded,
     )
     save(manifest, final / "corpus.json")
     folder = work.parent / manifest.hash
@@ -223,15 +231,6 @@ def _build_corpus(
     if not folder.exists():
         os.replace(final, folder)
     return folder, manifest
-
-
-def _with_checksums(split: Split, stem: Path) -> Split:
-    """Return a split with the checksums of its files `stem`.bin and `stem`.idx."""
-    return msgspec.structs.replace(
-        split,
-        token_checksums=checksums_of(stem.with_suffix(".bin")),
-        offset_checksums=checksums_of(stem.with_suffix(".idx")),
-    )
 
 
 def _is_sound(folder: Path, manifest: CorpusManifest) -> bool:
@@ -323,7 +322,7 @@ def _refuse_bad(skipped: Iterable[Skipped | str], data: DataConfig) -> None:
 def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
     """Train on the training documents of these shards; in a process of its own, whose memory goes
     with it."""
-    texts = (document.text for stem in stems for document in pack.chosen(stem, pack.TRAIN))
+    texts = (document.text for document in _chosen_of(stems, pack.TRAIN))
     tokenizers.train(texts, vocab_size).save(tokenizer_file)
 
 
@@ -333,9 +332,9 @@ def _find_prepared(
     """Find the corpus that `key` led to before, if it is still there and whole; with `verified`
     only where every block has the bytes that were prepared."""
     pointer = root / f".key-{key}"
-    if not pointer.exists() or not is_content_hash(name := pointer.read_text()):
-        return None
-    if not (folder := root / name).exists():
+    digest = pointer.read_text() if pointer.exists() else ""
+    folder = root / digest
+    if not is_content_hash(digest) or not folder.exists():
         return None
     if not _has_all_files(folder):
         say(f"the corpus in {folder} lacks files: preparing it again")
@@ -374,7 +373,8 @@ def _remove_abandoned(root: Path, now: float) -> None:
     for work in root.glob(".work-*"):
         # Another process may be removing it; what cannot be removed is left.
         with contextlib.suppress(OSError):
-            if now - work.lstat().st_mtime > _ABANDONED_S and not work.is_symlink():
+            age_s = now - work.lstat().st_mtime
+            if age_s > _ABANDONED_S and not work.is_symlink():
                 with open_own(work / "lock", "ab") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(work)

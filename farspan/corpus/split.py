@@ -8,6 +8,7 @@ leave a side empty, the cluster of least hash is held out; of a single text, its
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.corpus import dedup, pack
-from farspan.corpus.documents import read_lines
+from farspan.corpus.documents import read_lines, write_array
 from farspan.domain.config import DataConfig
 from farspan.domain.escapes import shell_word, yaml_word
-from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
 from farspan.domain.units import parse_fraction
 
@@ -47,8 +47,10 @@ class Decision(NamedTuple):
 
     @property
     def digest(self) -> str:
-        cuts = self.cuts.tobytes() if self.cuts.any() else b""
-        return hashlib.sha256(self.fates.tobytes() + cuts).hexdigest()
+        digest = hashlib.sha256(self.fates.tobytes())
+        if self.cuts.any():
+            digest.update(self.cuts.tobytes())
+        return digest.hexdigest()
 
     def corpus_clusters(self) -> Numbers:
         """Return the first document of each one's cluster, by numbers in the corpus: training
@@ -57,7 +59,8 @@ class Decision(NamedTuple):
         documents = np.concatenate([np.arange(len(self.fates)), tailed])
         is_tail = np.arange(len(documents)) >= len(self.fates)
         fates = self.fates[documents]
-        sides = np.select([fates == pack.DROPPED, fates == pack.VAL, is_tail], [2, 1, 1], 0)
+        is_val = (fates == pack.VAL) | is_tail
+        sides = np.select([fates == pack.DROPPED, is_val], [2, 1], 0)
         order = np.lexsort((is_tail, documents, sides))
         numbers = np.empty(len(order), np.int64)
         numbers[order] = np.arange(len(order))
@@ -78,37 +81,44 @@ def decide(stems: list[Path], data: DataConfig, *, must_split: bool) -> Decision
     clusters = dedup.clusters(shards)
     texts = shards.marks(0)
     copies = clusters != np.arange(len(clusters))
-    exact = len(texts) - len(np.unique(texts)) if data.dedup else 0
-    near = int(copies.sum()) - exact if data.dedup else 0
+    exact = near = 0
+    if data.dedup:
+        exact = len(texts) - len(np.unique(texts))
+        near = int(copies.sum()) - exact
     # Every document goes by the least hash of its cluster.
     keys = texts.copy()
     np.minimum.at(keys, clusters, texts)
     keys = keys[clusters]
     share = parse_fraction(data.val)
-    by_share = below_share(keys, share)
-    is_split = bool(by_share.any() and not by_share.all())
-    held = by_share if is_split else of_least_hash(keys)
-    fates = np.where(held, np.uint8(pack.VAL), np.uint8(pack.TRAIN))
+    is_held_out = below_share(keys, share)
+    is_split = bool(is_held_out.any() and not is_held_out.all())
+    if not is_split:
+        is_held_out = of_least_hash(keys)
+    fates = np.where(is_held_out, np.uint8(pack.VAL), np.uint8(pack.TRAIN))
     dropped = copies & data.dedup
     fates[dropped] = pack.DROPPED
     cuts = np.zeros(len(fates), np.int64)
     if share and not is_split:
-        _hold_out_end(_texts_to_cut(stems, keys, dropped), fates, cuts, share)
+        texts_to_cut = _texts_to_cut(stems, keys, dropped)
+        _hold_out_end(texts_to_cut, fates, cuts, share)
         # Copies of what is cut are cut alike, so that their halves are copies too.
         for document in np.flatnonzero(cuts):
-            cuts[dropped & (texts == texts[document])] = cuts[document]
-    if must_split and (not share or not np.isin(fates, (pack.VAL, pack.CUT)).any()):
+            is_copy = dropped & (texts == texts[document])
+            cuts[is_copy] = cuts[document]
+    has_held_out = np.isin(fates, (pack.VAL, pack.CUT)).any()
+    if must_split and not (share and has_held_out):
         raise _nothing_held_out(data)
     for number, stem in enumerate(stems):
         rows = slice(shards.first[number], shards.first[number + 1])
-        with open_own(stem.with_suffix(".fates.npy"), "wb") as file:
-            np.save(file, np.stack([fates[rows].astype(np.int64), cuts[rows]]))
+        columns = np.stack([fates[rows].astype(np.int64), cuts[rows]])
+        write_array(stem.with_suffix(".fates.npy"), columns)
     return Decision(fates, cuts, clusters, exact, near)
 
 
 def below_share(keys: dedup.U64, share: float) -> npt.NDArray[np.bool_]:
     """Mark the documents (N) that have a key in the lowest `share` of all 64-bit hashes."""
-    return keys < np.uint64(min(share * 2.0**64, 2.0**64 - 2**12))
+    limit = min(share * 2.0**64, 2.0**64 - 2**12)
+    return keys < np.uint64(limit)
 
 
 def of_least_hash(keys: dedup.U64) -> npt.NDArray[np.bool_]:
@@ -139,8 +149,8 @@ def _texts_to_cut(
         return []
     parts: list[_Kept] = []
     origins: set[str] = set()
-    documents = (document for stem in stems for document in read_lines(stem.with_suffix(".docs")))
-    for number, document in enumerate(documents):
+    shards = (read_lines(stem.with_suffix(".docs")) for stem in stems)
+    for number, document in enumerate(itertools.chain.from_iterable(shards)):
         if dropped[number]:
             continue
         parts.append(_Kept(number, document.text))
@@ -184,8 +194,8 @@ def place_to_cut(text: str, target: int, reach: int) -> int:
     low = max(first + 1, target - reach)
     high = min(last, target + reach)
     for end in _ENDS:
-        places = [found.end() for found in end.finditer(text, max(0, low - 1), high)]
-        places = [place for place in places if low <= place <= high]
+        matches = end.finditer(text, max(0, low - 1), high)
+        places = [match.end() for match in matches if match.end() >= low]
         if places:
             return min(places, key=lambda place: abs(place - target))
     return min(max(target, first + 1), last)
