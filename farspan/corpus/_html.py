@@ -12,8 +12,8 @@ from farspan.corpus.outline import MAX_HEADING_CHARS, MAX_UNDERLINED_CHARS
 from farspan.domain.corpus import Heading
 
 
-def _split_tags(names: str) -> frozenset[str]:
-    return frozenset(names.split())
+def _split_tags(line: str) -> frozenset[str]:
+    return frozenset(line.split())
 
 
 #: What is shown on lines of its own: a paragraph apart, or on the next line. All else stays in the
@@ -97,10 +97,14 @@ class _Reader:
         self._noted: list[_Open] = []
 
     def start(self, tag: str) -> None:
-        if self._counts["svg"] and tag in _NOT_IN_SVG:
-            self._close_drawing()
-        if tag in _HEADINGS:
-            self._close_heading()
+        while self._counts["svg"] and tag in _NOT_IN_SVG:
+            if any(self._counts[part] for part in _HTML_IN_SVG):
+                break
+            # An open drawing ends where text begins, but for its parts that hold text.
+            self._close_element("svg", is_whole=False)
+        if tag in _HEADINGS and self._noted and self._noted[-1].tag in _HEADINGS:
+            # An open heading ends where the next one begins.
+            self._close_element(self._noted[-1].tag, is_whole=False)
         self._add_break(tag)
         if tag not in _CONTAINERS:
             return
@@ -110,9 +114,9 @@ class _Reader:
         self._counts[tag] += 1
 
     def end(self, tag: str) -> None:
-        if tag in _HEADINGS:
+        if tag in _HEADINGS and self._noted and self._noted[-1].tag in _HEADINGS:
             # Any of their end tags ends a heading.
-            tag = next((noted.tag for noted in self._noted[-1:] if noted.tag in _HEADINGS), tag)
+            tag = self._noted[-1].tag
         if self._counts[tag]:
             self._close_element(tag)
         self._add_break(tag)
@@ -154,17 +158,6 @@ class _Reader:
                     self._take_content(noted)
                 else:
                     self._leave_open(noted)
-
-    def _close_heading(self) -> None:
-        """End an open heading where the next one begins."""
-        if self._noted and self._noted[-1].tag in _HEADINGS:
-            self._close_element(self._noted[-1].tag, is_whole=False)
-
-    def _close_drawing(self) -> None:
-        """End an open drawing where text begins, but for its parts that hold text."""
-        if not any(self._counts[tag] for tag in _HTML_IN_SVG):
-            while self._counts["svg"]:
-                self._close_element("svg", is_whole=False)
 
     def _take_content(self, noted: _Open) -> None:
         """Take the content of an element that is whole for what it is."""
@@ -210,7 +203,9 @@ class _Reader:
         del self._headings[noted.headings :]
 
 
-def _join_pieces(pieces: list[str], found: list[_PlacedHeading]) -> tuple[str, tuple[Heading, ...]]:
+def _join_pieces(
+    pieces: list[str], placed: list[_PlacedHeading]
+) -> tuple[str, tuple[Heading, ...]]:
     """Join pieces to a text without blanks at line ends or repeated blank lines, and find
     the places of its headings, each a line of its own."""
     text = "".join(pieces)
@@ -220,7 +215,7 @@ def _join_pieces(pieces: list[str], found: list[_PlacedHeading]) -> tuple[str, t
         text = "".join(pieces)
     numbers: list[int] = []
     number = copied = 0
-    for heading in found:
+    for heading in placed:
         number += "".join(pieces[copied : heading.piece]).count("\n")
         numbers.append(number)
         copied = heading.piece
@@ -233,8 +228,7 @@ def _join_pieces(pieces: list[str], found: list[_PlacedHeading]) -> tuple[str, t
             kept.append(line)
             places[number] = place
             place += len(line) + 1
-    headings = tuple(
-        Heading(places[number], heading.level, heading.title)
-        for number, heading in zip(numbers, found, strict=True)
-    )
-    return "\n".join(kept).rstrip(), headings
+    headings = []
+    for number, heading in zip(numbers, placed, strict=True):
+        headings.append(Heading(places[number], heading.level, heading.title))
+    return "\n".join(kept).rstrip(), tuple(headings)

@@ -80,11 +80,12 @@ def pdf_title(metadata: str | None, text: str, stem: str) -> str:
     given = " ".join(str(metadata or "").split())
     if given and not is_default_title(given):
         return given
-    first = text.lstrip()[: 2 * _TITLE_CHARS[1]].split("\n", 1)[0].split("\f", 1)[0]
-    first = " ".join(first.split())
     least, most = _TITLE_CHARS
-    is_title = least <= len(first) <= most and len(_LETTERS.findall(first)) >= _TITLE_WORDS
-    return first if given and is_title and not is_default_title(first) else stem
+    first_line = re.split(r"[\n\f]", text.lstrip()[: 2 * most], maxsplit=1)[0]
+    first = " ".join(first_line.split())
+    is_title = least <= len(first) <= most and not is_default_title(first)
+    has_words = len(_LETTERS.findall(first)) >= _TITLE_WORDS
+    return first if given and is_title and has_words else stem
 
 
 def join_broken_words(text: str) -> str:
@@ -101,15 +102,15 @@ def join_broken_words(text: str) -> str:
     words = {word.translate(_PLAIN_HYPHENS) for word in _WORD.findall(text.lower())}
     joined = _Joined()
     position = 0
-    for found in breaks:
-        joined.add(text[position : found.start()])
-        position = found.start()
-        right = _LETTERS.match(text, found.end(), found.end() + MAX_WORD_CHARS)
-        assert right is not None
-        middle = _joining_mark(joined.last_word(), right[0], words)
+    for match in breaks:
+        joined.add(text[position : match.start()])
+        position = match.start()
+        tail = _LETTERS.match(text, match.end(), match.end() + MAX_WORD_CHARS)
+        assert tail is not None
+        middle = _joining_mark(joined.last_word(), tail[0], words)
         if middle is not None:
-            joined.join(middle, found["end"].lstrip("\n \t") or "\n")
-            position = found.end()
+            joined.join(middle, match["end"].lstrip("\n \t") or "\n")
+            position = match.end()
     joined.add(text[position:])
     return joined.text().replace("\u00ad", "-")
 
@@ -117,14 +118,14 @@ def join_broken_words(text: str) -> str:
 _PLAIN_HYPHENS = str.maketrans(dict.fromkeys(_HYPHENS, "-"))
 
 
-def _joining_mark(left: str, right: str, words: set[str]) -> str | None:
+def _joining_mark(head: str, tail: str, words: set[str]) -> str | None:
     """Return what joins two halves of a word in one line: nothing or a hyphen. None where they
     are two words."""
-    compound, _, last = left.rpartition("-")
-    if not last.isalpha() or not right.islower():
+    compound, _, last = head.rpartition("-")
+    if not last.isalpha() or not tail.islower():
         return None
-    whole = (last + right).lower()
-    hyphenated = f"{left}-{right}".lower()
+    whole = (last + tail).lower()
+    hyphenated = f"{head}-{tail}".lower()
     if whole in words:
         return ""
     if compound:
@@ -132,9 +133,9 @@ def _joining_mark(left: str, right: str, words: set[str]) -> str | None:
         return "-" if last.lower() in words else ""
     if hyphenated in words:
         return "-"
-    if right in _JOINING_WORDS:
+    if tail in _JOINING_WORDS:
         return None
-    if last.isupper() or last.lower() in _FIRST_PARTS or right in _LAST_PARTS:
+    if last.isupper() or last.lower() in _FIRST_PARTS or tail in _LAST_PARTS:
         return "-"
     return ""
 
@@ -170,9 +171,9 @@ class _Joined:
     def last_word(self) -> str:
         """Return what stands before a hyphen: letters, with those before the word's other
         hyphens."""
-        found = _LAST_WORD.search(self._tail)
-        assert found is not None
-        return found[0].translate(_PLAIN_HYPHENS)
+        match = _LAST_WORD.search(self._tail)
+        assert match is not None
+        return match[0].translate(_PLAIN_HYPHENS)
 
     def text(self) -> str:
         return "".join(self._pieces) + self._end.replace("\n", "")

@@ -44,29 +44,29 @@ def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple
     if not (len(pieces) and len(held_out)):
         return ()
     cached = cache_probabilities(held_out)
-    known = held_out.ravel()
-    found = []
+    val = held_out.ravel()
+    measured = []
     for size in sorted({max(1, len(pieces) // part) for part in (16, 4, 1)}):
-        few, many = (
-            ngram_probabilities(pieces[:size].ravel(), known, vocab_size, order)
-            for order in (FEW, MANY)
+        counted_text = pieces[:size].ravel()
+        few = ngram_probabilities(counted_text, val, vocab_size, FEW)
+        many = ngram_probabilities(counted_text, val, vocab_size, MANY)
+        counts = Counted(
+            tokens=float(size * PIECE),
+            few=-float(np.mean(np.log(few))),
+            few_again=mixed_nats(few, cached),
+            many_again=mixed_nats(many, cached),
         )
-        found.append(
-            Counted(
-                tokens=float(size * PIECE),
-                few=-float(np.mean(np.log(few))),
-                few_again=mixed_nats(few, cached),
-                many_again=mixed_nats(many, cached),
-            )
-        )
-    return tuple(found)
+        measured.append(counts)
+    return tuple(measured)
 
 
 def _draw_pieces(tokens: Tokens, count: float) -> Tokens:
     """Draw at most `count` tokens (int64) as pieces in a seeded order, (pieces, PIECE)."""
-    pieces = tokens[: len(tokens) // PIECE * PIECE].reshape(-1, PIECE)
-    order = np.random.default_rng(SEED).permutation(len(pieces))[: int(count) // PIECE]
-    return pieces[order].astype(np.int64)
+    whole = len(tokens) // PIECE
+    pieces = tokens[: whole * PIECE].reshape(-1, PIECE)
+    order = np.random.default_rng(SEED).permutation(whole)
+    drawn = pieces[order[: int(count) // PIECE]]
+    return drawn.astype(np.int64)
 
 
 class Grams(NamedTuple):
@@ -89,26 +89,30 @@ def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int)
     distinct tokens after h (Chen and Goodman 1999, equations 25 to 28). Without h in `train`, or n
     - 1 tokens before it in `val`, a token has p_(n-1).
     """
-    nothing = np.zeros(1, np.int64)
-    levels = [Grams(nothing, nothing, np.zeros(len(train), np.int64), np.zeros(len(val), np.int64))]
-    for n in range(1, order + 1):
-        levels.append(_extend_grams(levels[-1], train[n - 1 :], val[n - 1 :], vocab_size))
+    # The empty gram, of length 0, stands everywhere.
+    first = np.zeros(1, np.int64)
+    empty = Grams(first, first, np.zeros_like(train), np.zeros_like(val))
+    levels = [empty]
+    for n in range(order):
+        levels.append(_extend_grams(levels[n], train[n:], val[n:], vocab_size))
     probability = np.full(len(val), 1.0 / vocab_size)
     for n, (before, grams) in enumerate(itertools.pairwise(levels), 1):
         # A number per gram: its places, or the distinct tokens before it, which are as many as
         # longer grams end so.
         ends = grams.own if n == order else grams.own[levels[n + 1].first + 1]
         counts = np.bincount(ends, minlength=len(grams.first))
-        totals = np.bincount(grams.histories, weights=counts, minlength=len(before.first))
-        kinds = np.bincount(grams.histories[counts > 0], minlength=len(before.first))
+        num_histories = len(before.first)
+        totals = np.bincount(grams.histories, weights=counts, minlength=num_histories)
+        kinds = np.bincount(grams.histories[counts > 0], minlength=num_histories)
+        # c(hw), c(h) and N(h) for each place of `val`; 0 where they are not known.
         history = before.other[: len(grams.other)]
         total = np.where(history >= 0, totals[history], 0.0)
-        own = np.maximum(np.where(grams.other >= 0, counts[grams.other], 0) - DISCOUNT, 0.0)
+        count = np.where(grams.other >= 0, counts[grams.other], 0)
+        own = np.maximum(count - DISCOUNT, 0.0)
         lower = probability[n - 1 :]
         least = np.maximum(total, 1.0)
-        probability[n - 1 :] = np.where(
-            total > 0, own / least + DISCOUNT * kinds[history] / least * lower, lower
-        )
+        backoff = DISCOUNT * kinds[history] / least
+        probability[n - 1 :] = np.where(total > 0, own / least + backoff * lower, lower)
     return probability
 
 
@@ -120,9 +124,9 @@ def _extend_grams(grams: Grams, train: Tokens, val: Tokens, vocab_size: int) -> 
     before = grams.other[: len(val)]
     wanted = before * vocab_size + val
     at = np.minimum(np.searchsorted(seen, wanted), len(seen) - 1)
-    return Grams(
-        seen // vocab_size, first, numbers, np.where((before >= 0) & (seen[at] == wanted), at, -1)
-    )
+    is_known = (before >= 0) & (seen[at] == wanted)
+    other = np.where(is_known, at, -1)
+    return Grams(seen // vocab_size, first, numbers, other)
 
 
 def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
@@ -131,13 +135,15 @@ def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
     single = np.zeros(pieces.shape)
     pair = np.zeros(pieces.shape)
     earlier = np.tril(np.ones((PIECE, PIECE), bool), -1)
+    num_earlier = np.maximum(1, np.arange(PIECE))
     for start in range(0, len(pieces), AT_ONCE):
-        part = pieces[start : start + AT_ONCE]
+        rows = slice(start, start + AT_ONCE)
+        part = pieces[rows]
         same = (part[:, :, None] == part[:, None, :]) & earlier
-        single[start : start + AT_ONCE] = same.sum(2) / np.maximum(1, np.arange(PIECE))
+        single[rows] = same.sum(2) / num_earlier
         before = same[:, :-1, :-1]  # At [i, j]: the tokens before i + 1 and j + 1 are the same.
-        known = before.sum(2)
-        pair[start : start + AT_ONCE, 1:] = (same[:, 1:, 1:] & before).sum(2) / np.maximum(1, known)
+        repeated = same[:, 1:, 1:] & before
+        pair[rows, 1:] = repeated.sum(2) / np.maximum(1, before.sum(2))
     return single.ravel(), pair.ravel()
 
 

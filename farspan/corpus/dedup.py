@@ -1,5 +1,5 @@
-"""Which documents are copies of one another: MinHash signatures, locality-sensitive hashing, exact
-verification.
+"""Find documents that are copies of one another: MinHash signatures, locality-sensitive hashing,
+exact verification.
 
 Near duplicates share at least THRESHOLD of their word triples (Jaccard). Signatures and triples lie
 in files, one set a shard; in memory are about 40 bytes a document. Two documents of Jaccard 0.8 are

@@ -44,17 +44,21 @@ def unix(text: str) -> str:
 def parts(blocks: Iterable[str]) -> Iterator[str]:
     """Split a stream of text in parts of at most PART_CHARS, cut at a paragraph, a line or a
     space."""
-    held = ""
+    waiting = ""
     for block in blocks:
-        held += block
-        while len(held) > PART_CHARS:
-            marks = (held.rfind(mark, PART_CHARS // 2, PART_CHARS) for mark in ("\n\n", "\n", " "))
-            end = next((mark for mark in marks if mark > 0), PART_CHARS)
+        waiting += block
+        while len(waiting) > PART_CHARS:
+            end = PART_CHARS
+            for mark in ("\n\n", "\n", " "):
+                place = waiting.rfind(mark, PART_CHARS // 2, PART_CHARS)
+                if place > 0:
+                    end = place
+                    break
             # Two characters may be one line end.
-            end -= held[end - 1 : end + 1] == "\r\n"
-            yield held[:end]
-            held = held[end:]
-    yield held
+            end -= waiting[end - 1 : end + 1] == "\r\n"
+            yield waiting[:end]
+            waiting = waiting[end:]
+    yield waiting
 
 
 def numbered(title: str, number: int) -> str:
@@ -65,31 +69,29 @@ def numbered(title: str, number: int) -> str:
 def cut(document: Document) -> Iterator[Document]:
     """Clean a document and cut it in parts that are not blank, each with the line and page it
     begins on, and the headings in it and above it."""
-    title = " ".join(clean(document.title).split())
+    title = " ".join(clean(document.title).split())[:MAX_TITLE_CHARS]
     origin = encodable(document.origin)
-    title = title[:MAX_TITLE_CHARS]
     metadata = {clean(key): clean(value) for key, value in document.metadata.items()}
     whole = unix(document.text).rstrip(_OUTER)
     line = document.line
     page = document.page
-    outer = len(whole) - len(whole.lstrip(_OUTER))
-    blank = whole[:outer]
-    text = whole[outer:]
+    text = whole.lstrip(_OUTER)
+    at = len(whole) - len(text)
+    # Blank space between the part before and this one.
+    blank = whole[:at]
     sections = Sections(document.headings or ())
-    at = outer
     for number, part in enumerate(parts([text]), 1):
-        inner = part.strip("\n")
         skipped = len(part) - len(part.lstrip("\n"))
         blank += part[:skipped]
         headings = sections.take(at + skipped, at + len(part))
         at += len(part)
         line, page = _place_after(blank, line, page)
         # Some blank space, such as U+3000, is not what `clean` takes away; a part of nothing else
-        # says nothing.
+        # is left out.
         if part.strip():
             yield Document(
                 title=numbered(title, number),
-                text=inner,
+                text=part.strip("\n"),
                 origin=origin,
                 metadata=metadata,
                 line=line,
@@ -101,42 +103,41 @@ def cut(document: Document) -> Iterator[Document]:
 
 def _place_after(text: str, line: int, page: int) -> tuple[int, int]:
     """Return line and page of what follows a text that begins on these; 0 stays 0."""
-    return line and line + text.count("\n"), page and page + text.count("\f")
+    if line:
+        line += text.count("\n")
+    if page:
+        page += text.count("\f")
+    return line, page
 
 
 def divide(document: Document, at: int) -> tuple[Document, Document]:
     """Cut a document in two at a character that neither side is blank around; the second part has
     a title of its own, and the line and page that it begins on."""
-    head = document.text[:at]
-    tail = document.text[at:]
-    skipped = len(tail) - len(tail.lstrip(_OUTER))
-    line, page = _place_after(document.text[: at + skipped], document.line, document.page)
-    sections = Sections(document.headings or ())
-    head_headings = sections.take(0, at)
-    tail_headings = sections.take(at + skipped, len(document.text))
-    return (
-        msgspec.structs.replace(
-            document,
-            text=head.rstrip(_OUTER),
-            headings=document.headings and head_headings,
-        ),
-        msgspec.structs.replace(
-            document,
-            title=f"{document.title} (end)",
-            text=tail[skipped:],
-            line=line,
-            page=page,
-            headings=document.headings and tail_headings,
-        ),
+    head = document.text[:at].rstrip(_OUTER)
+    tail = document.text[at:].lstrip(_OUTER)
+    start = len(document.text) - len(tail)
+    line, page = _place_after(document.text[:start], document.line, document.page)
+    head_headings = tail_headings = document.headings
+    if document.headings:
+        sections = Sections(document.headings)
+        head_headings = sections.take(0, at)
+        tail_headings = sections.take(start, len(document.text))
+    first = msgspec.structs.replace(document, text=head, headings=head_headings)
+    second = msgspec.structs.replace(
+        document,
+        title=f"{document.title} (end)",
+        text=tail,
+        line=line,
+        page=page,
+        headings=tail_headings,
     )
+    return first, second
 
 
 def write_documents(path: Path, documents: Iterable[Document]) -> None:
     """Write one zstd frame of JSON lines; files of several frames come from joining such files."""
-    with (
-        open_own(path, "wb") as target,
-        zstandard.open(target, "wb", cctx=zstandard.ZstdCompressor(level=1)) as file,
-    ):
+    compressor = zstandard.ZstdCompressor(level=1)
+    with open_own(path, "wb") as target, zstandard.open(target, "wb", cctx=compressor) as file:
         for document in documents:
             file.write(msgspec.json.encode(document) + b"\n")
 

@@ -38,9 +38,8 @@ def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float
     """
     held_out = list(_spread_blocks(val, EXACT_TOKENS, _BLOCK))
     pairs = np.concatenate([_pair_ids(block, vocab_size) for block in held_out])
-    return _cross_entropies(
-        _spread_blocks(train, _TRAIN_TOKENS, _BLOCK), pairs, np.concatenate(held_out), vocab_size
-    )
+    blocks = _spread_blocks(train, _TRAIN_TOKENS, _BLOCK)
+    return _cross_entropies(blocks, pairs, np.concatenate(held_out), vocab_size)
 
 
 def entropies_of(
@@ -63,23 +62,18 @@ def _cross_entropies(
     for block in train:
         singles += np.bincount(block, minlength=vocab_size)
         block_pairs = np.sort(_pair_ids(block, vocab_size))
-        pairs += np.searchsorted(block_pairs, wanted, side="right") - np.searchsorted(
-            block_pairs, wanted, side="left"
-        )
+        pairs += np.searchsorted(block_pairs, wanted, side="right")
+        pairs -= np.searchsorted(block_pairs, wanted, side="left")
     logs = np.log((singles + 1) / (singles.sum() + vocab_size))
     unigram = -float(np.mean(logs[targets]))
     if not len(wanted):
         return unigram, unigram
-    first = wanted // vocab_size
-    second = wanted % vocab_size
-    bigrams = [
-        -float(
-            np.average(
-                np.log((pairs + w * np.exp(logs[second])) / (singles[first] + w)), weights=times
-            )
-        )
-        for w in _PRIOR_COUNTS
-    ]
+    first_counts = singles[wanted // vocab_size]
+    second_p1 = np.exp(logs[wanted % vocab_size])
+    bigrams = []
+    for w in _PRIOR_COUNTS:
+        probabilities = (pairs + w * second_p1) / (first_counts + w)
+        bigrams.append(-float(np.average(np.log(probabilities), weights=times)))
     return unigram, min(bigrams)
 
 

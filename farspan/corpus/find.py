@@ -1,5 +1,5 @@
-"""Where a prepared corpus lies today: in this machine's cache, by its hash, or where it was when a
-run began."""
+"""Find a prepared corpus today: in this machine's cache, by its hash, or where it was when a run
+began."""
 
 from __future__ import annotations
 

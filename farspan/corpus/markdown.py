@@ -30,6 +30,7 @@ _FRONT_ENDS = {"---": ("---", "..."), "+++": ("+++",)}
 _FRONT_KEYS = {"---": re.compile(r"[\w-]+[ \t]*:"), "+++": re.compile(r"[\w.-]+[ \t]*=|\[")}
 #: A title on one line; `>` and `|` begin one of several lines.
 _FRONT_TITLE = re.compile(r"title[ \t]*[:=][ \t]*([^\s>|].*)")
+_QUOTED = re.compile(r"\".*\"|'.*'")
 #: Kinds 1 to 5 of HTML blocks (CommonMark 4.6): how they begin, and what ends them.
 _RAW_ENDS = ("</pre>", "</script>", "</style>", "</textarea>")
 _HTML_ENDS = (
@@ -112,7 +113,9 @@ class MarkdownOutline(Outline):
         for line in inner:
             title = _FRONT_TITLE.match(line)
             if title and not self.title:
-                self.title = _strip_quotes(title[1])
+                self.title = title[1]
+                if _QUOTED.fullmatch(self.title):
+                    self.title = self.title[1:-1]
 
     def _decide_pending(self) -> None:
         lines = self._front or ()
@@ -236,11 +239,9 @@ class MarkdownOutline(Outline):
 
     def _ends_fence(self, column: int, text: str) -> bool:
         assert self._fence is not None
-        return (
-            column - self._fence.column < _CODE_INDENT
-            and len(text) >= self._fence.length
-            and text.count(self._fence.mark) == len(text)
-        )
+        if column - self._fence.column >= _CODE_INDENT or len(text) < self._fence.length:
+            return False
+        return text.count(self._fence.mark) == len(text)
 
     @property
     def _item_column(self) -> int:
@@ -318,8 +319,3 @@ def _split_indent(line: str) -> tuple[int, str]:
     text = line.lstrip(" \t")
     indent = line[: len(line) - len(text)]
     return len(indent.expandtabs(_TAB_COLUMNS)), text
-
-
-def _strip_quotes(value: str) -> str:
-    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-    return value[1:-1] if is_quoted else value

@@ -45,16 +45,13 @@ class Sections:
         """Return the headings between two places, counted from the first. Those that the part
         stands under come first, with the place ABOVE."""
         while self._ahead and self._ahead[0].start < begin:
-            self._pass_heading(self._ahead.popleft())
+            self._above = path((*self._above, self._ahead.popleft()))
         taken = [replace(heading, start=ABOVE) for heading in self._above]
         while self._ahead and self._ahead[0].start < end:
             heading = self._ahead.popleft()
             taken.append(replace(heading, start=heading.start - begin))
-            self._pass_heading(heading)
+            self._above = path((*self._above, heading))
         return tuple(taken)
-
-    def _pass_heading(self, heading: Heading) -> None:
-        self._above = path((*self._above, heading))
 
 
 class Outline(ABC):

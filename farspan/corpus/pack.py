@@ -134,10 +134,8 @@ def chosen(stem: Path, fate: int) -> Iterator[Document]:
             yield from divide(document, int(at)) if at else (document,)
 
 
-@functools.lru_cache(maxsize=1)
-def _load_tokenizer(file: Path) -> tokenizers.Tokenizer:
-    """Load a tokenizer once: a worker encodes many shards with it."""
-    return tokenizers.load(file)
+#: A worker encodes many shards with one tokenizer.
+_load_tokenizer = functools.lru_cache(maxsize=1)(tokenizers.load)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -26,7 +26,9 @@ _STARTING = threading.Lock()
 
 def usable_cores() -> int:
     """Count the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class ChildProcess(SpawnProcess):

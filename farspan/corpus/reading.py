@@ -11,7 +11,7 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -148,8 +148,10 @@ def bounded_lines(stream: IO[bytes], most: int = MAX_DOCUMENT_BYTES) -> Iterator
 
 def unpack(file: Path) -> IO[bytes]:
     """Open the bytes of a file, unpacked where its name ends in .gz or .zst."""
-    opener = _OPENERS.get(file.suffix.lower())
-    return opener(file) if opener else file.open("rb")
+    suffix = file.suffix.lower()
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(file, "rb"))
+    return _open_whole_zst(file) if suffix == ".zst" else file.open("rb")
 
 
 def _open_whole_zst(file: Path) -> IO[bytes]:
@@ -193,13 +195,6 @@ def _skip_frame(packed: IO[bytes]) -> None:
     packed.seek(4 if has_checksum else 0, io.SEEK_CUR)
 
 
-def _open_gz(file: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.GzipFile(file, "rb"))
-
-
-_OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": _open_gz, ".zst": _open_whole_zst}
-
-
 @contextmanager
 def _refusing_damage() -> Iterator[None]:
     """Turn what the readers of archives raise for a damaged one into UnreadableFile."""
@@ -227,22 +222,22 @@ class _Recoded(io.RawIOBase):
         self._stream = stream
         codec = UTF8 if encoding == DAMAGED_UTF8 else encoding
         self._decoder = codecs.getincrementaldecoder(codec)("replace")
-        self._held = b""
+        self._encoded = b""
         self._ended = False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._held and not self._ended:
+        while not self._encoded and not self._ended:
             chunk = self._stream.read(CHUNK_BYTES)
             self._ended = not chunk
             # A decoder may give halves of surrogate pairs, which UTF-8 cannot hold.
             text = self._decoder.decode(chunk, final=self._ended)
-            self._held = text.encode(UTF8, "replace")
-        count = min(len(buffer), len(self._held))
-        buffer[:count] = self._held[:count]
-        self._held = self._held[count:]
+            self._encoded = text.encode(UTF8, "replace")
+        count = min(len(buffer), len(self._encoded))
+        buffer[:count] = self._encoded[:count]
+        self._encoded = self._encoded[count:]
         return count
 
     def close(self) -> None:
@@ -278,12 +273,11 @@ def _guess_encoding(file: Path) -> str:
     if damaged <= DAMAGE * whole:
         return DAMAGED_UTF8
     matches = from_bytes(sample, cp_isolation=list(_GUESSED))
-    ranked = [
-        (match.chaos, -match.coherence, _GUESSED.index(name))
-        for match in matches
-        for name in match.could_be_from_charset
-        if name in _GUESSED
-    ]
+    ranked = []
+    for match in matches:
+        for name in match.could_be_from_charset:
+            if name in _GUESSED:
+                ranked.append((match.chaos, -match.coherence, _GUESSED.index(name)))
     if not ranked:
         raise UnreadableFile(UNKNOWN_ENCODING)
     return _GUESSED[min(ranked)[2]]

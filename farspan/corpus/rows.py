@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -182,21 +182,20 @@ def row_document(
     """Turn a row into a document: text column, title, every other scalar as metadata."""
     field = next((field for field in TEXT_FIELDS if isinstance(row.get(field), str)), None)
     if field is None:
-        columns = ", ".join(str(name)[:100] for name in [*row][:_COLUMNS_SHOWN])
-        return Skipped.row(file, number, NO_TEXT, f"its columns are {columns or 'none'}")
+        return Skipped.row(file, number, NO_TEXT, _columns_shown(row))
     text = row[field]
     # A character is a byte or more.
     if len(text) > MAX_DOCUMENT_BYTES:
         return Skipped.row(file, number, TOO_LONG)
-    metadata = {
-        str(key): str(value)
-        for key, value in row.items()
-        if key not in (field, "title") and isinstance(value, str | int | float)
-    }
+    metadata = {}
+    for key, value in row.items():
+        if key not in (field, "title") and isinstance(value, str | int | float):
+            metadata[str(key)] = str(value)
     name = row.get("title")
-    size = len(name) if isinstance(name, str) else 0
-    size += sum(len(key) + len(value) for key, value in metadata.items())
-    if size > MAX_FIELDS_BYTES:
+    fields = [*metadata, *metadata.values()]
+    if isinstance(name, str):
+        fields.append(name)
+    if sum(map(len, fields)) > MAX_FIELDS_BYTES:
         return Skipped.row(file, number, FIELDS_TOO_LONG)
     return Document(
         title=str(name or title or file.stem),
@@ -211,20 +210,32 @@ def read_parquet(file: Path) -> Iterator[Document | Skipped]:
 
     To be run where memory is bounded: a page of a few bytes may claim to hold gigabytes.
     """
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     # Pages are read one by one, not a row group's at once.
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    schema = table.schema_arrow
-    columns = [field.name for field in schema if _is_scalar(field.type)]
-    if not {*TEXT_FIELDS} & {field.name for field in schema if _is_text(field.type)}:
-        names = ", ".join(str(name)[:100] for name in schema.names[:_COLUMNS_SHOWN])
-        raise UnreadableFile(NO_TEXT, f"its columns are {names or 'none'}")
+    # Lists and objects become no part of a document.
+    texts: list[str] = []
+    scalars: list[str] = []
+    for field in table.schema_arrow:
+        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+        if types.is_string(kind) or types.is_large_string(kind):
+            texts.append(field.name)
+            scalars.append(field.name)
+        elif types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+            scalars.append(field.name)
+    if not {*TEXT_FIELDS} & {*texts}:
+        raise UnreadableFile(NO_TEXT, _columns_shown(table.schema_arrow.names))
     first = 1
     for group in range(table.num_row_groups):
         count = table.metadata.row_group(group).num_rows
-        yield from _read_row_group(table, group, columns, file, first, count)
+        yield from _read_row_group(table, group, scalars, file, first, count)
         first += count
+
+
+def _columns_shown(columns: Iterable[object]) -> str:
+    shown = (str(column)[:100] for column in itertools.islice(columns, _COLUMNS_SHOWN))
+    return f"its columns are {', '.join(shown) or 'none'}"
 
 
 def _read_row_group(
@@ -237,7 +248,7 @@ def _read_row_group(
         batches = table.iter_batches(
             batch_size=at_a_time, row_groups=[group], columns=columns, use_threads=False
         )
-        rows = (row for batch in batches for row in batch.to_pylist())
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         try:
             for row in itertools.islice(rows, done, None):
                 yield row_document(row, file, first + done)
@@ -247,21 +258,3 @@ def _read_row_group(
             # Strings that a page holds once may stand in many rows.
             continue
     yield Skipped.row(file, first + done, TOO_MUCH_MEMORY, count=max(1, count - done))
-
-
-def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    return bool(types.is_string(kind) or types.is_large_string(kind))
-
-
-def _is_scalar(kind: Any) -> bool:
-    """Return True for what becomes the text or metadata of a document; not for lists and
-    objects."""
-    from pyarrow import types
-
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    return _is_text(value) or bool(
-        types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
-    )

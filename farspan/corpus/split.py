@@ -1,4 +1,4 @@
-"""Which documents are trained on, which are held out for validation, and which are copies.
+"""Decide which documents are trained on, which are held out for validation, and which are copies.
 
 A document is held out if the least text hash of its cluster of near duplicates lies below the
 share: the same in any order, and no text has a near duplicate on the other side. Where that would
@@ -202,18 +202,16 @@ def place_to_cut(text: str, target: int, reach: int) -> int:
 
 
 def _nothing_held_out(data: DataConfig) -> Refusal:
-    if not parse_fraction(data.val):
-        return Refusal(
-            "no-documents",
-            what="the validation part of this corpus would be empty",
-            where=data.source,
-            fact=f"data.val is {data.val}: nothing is held out",
-            remedy=f"write in run.yaml: data: {{source: {yaml_word(data.source)}, val: 5%}}",
-        )
+    if parse_fraction(data.val):
+        fact = "all of its text is one character, so none of it can be held out"
+        remedy = f"add text to {shell_word(data.source)}"
+    else:
+        fact = f"data.val is {data.val}: nothing is held out"
+        remedy = f"write in run.yaml: data: {{source: {yaml_word(data.source)}, val: 5%}}"
     return Refusal(
         "no-documents",
         what="the validation part of this corpus would be empty",
         where=data.source,
-        fact="all of its text is one character, so none of it can be held out",
-        remedy=f"add text to {shell_word(data.source)}",
+        fact=fact,
+        remedy=remedy,
     )

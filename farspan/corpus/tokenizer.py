@@ -51,11 +51,13 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without end-of-text tokens."""
         tokens, lengths = self.encode_joined(texts)
-        ends = np.cumsum(lengths)
-        return [
-            tokens[end - length : end - 1].tolist()
-            for end, length in zip(ends, lengths, strict=True)
-        ]
+        batch = []
+        start = 0
+        for length in lengths:
+            end = start + length
+            batch.append(tokens[start : end - 1].tolist())
+            start = end
+        return batch
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return all texts' ids in one array, an end-of-text token after each, and the length of
@@ -63,7 +65,10 @@ class Tokenizer:
         texts = [encodable(text) for text in texts]
         if self._fast is None or any(SEPARATOR in text for text in texts):
             encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
-            ids = [part for encoding in encodings for part in (*encoding.ids, self.end_of_text)]
+            ids: list[int] = []
+            for encoding in encodings:
+                ids += encoding.ids
+                ids.append(self.end_of_text)
             return np.array(ids, np.uint32), [len(encoding) + 1 for encoding in encodings]
         # One call for all texts, whose ids never become Python objects: half as long again as a
         # call for each.
@@ -111,11 +116,9 @@ def load(where: Path | str) -> Tokenizer:
     """
     path = Path(where).expanduser()
     local = path.exists()
-    if not local and (
-        str(where).startswith((".", "/", "~"))
-        or str(where).count("/") > 1
-        or path.suffix == ".json"
-    ):
+    name = str(where)
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".json"
+    if is_path and not local:
         raise missing_path(path)
     fault = None
     try:
@@ -123,7 +126,9 @@ def load(where: Path | str) -> Tokenizer:
             inner = _read_tokenizer(path)
         else:
             with hub() as fault:
-                inner = _read_tokenizer(_fetch_file(str(where)))
+                from huggingface_hub import hf_hub_download
+
+                inner = _read_tokenizer(Path(hf_hub_download(name, "tokenizer.json")))
         end_of_text = _end_of_text(inner, path if local else None)
         _check_ids(inner)
         return Tokenizer(inner, end_of_text)
@@ -175,13 +180,6 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     return inner
 
 
-def _fetch_file(name: str) -> Path:
-    """Download a hub repository's tokenizer.json, or find it in the hub's cache."""
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(name, "tokenizer.json"))
-
-
 def checked_json(file: Path) -> str:
     """Return the text of a tokenizer.json; raises ValueError for one that is too long, or whose
     regular expressions may not end."""
@@ -211,12 +209,14 @@ def _end_of_text(inner: tokenizers.Tokenizer, path: Path | None) -> int:
     """Return the id of the token that ends a document: the one in tokenizer_config.json, else the
     first well-known one."""
     named: Any = None
-    if (
-        path
-        and (config := (path if path.is_dir() else path.parent) / "tokenizer_config.json").is_file()
-    ):
-        named = msgspec.json.decode(config.read_bytes()).get("eos_token")
-    for token in (named["content"] if isinstance(named, dict) else named, *_KNOWN_ENDS):
+    if path:
+        folder = path if path.is_dir() else path.parent
+        config = folder / "tokenizer_config.json"
+        if config.is_file():
+            named = msgspec.json.decode(config.read_bytes()).get("eos_token")
+    if isinstance(named, dict):
+        named = named["content"]
+    for token in (named, *_KNOWN_ENDS):
         if token is not None and (token_id := inner.token_to_id(token)) is not None:
             return int(token_id)
     raise ValueError(

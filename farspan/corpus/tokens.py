@@ -74,7 +74,8 @@ class VerifiedArray:
             start = block * BLOCK_BYTES
             content = self._bytes[start : start + BLOCK_BYTES]
             at = block * CHECKSUM_BYTES
-            if checksum(content.data) != self.checksums[at : at + CHECKSUM_BYTES]:
+            expected = self.checksums[at : at + CHECKSUM_BYTES]
+            if checksum(content.data) != expected:
                 _disown_copy(self._path.parent)
                 raise _damaged_file(
                     self._path,
@@ -108,18 +109,14 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
         sizes are not those of the manifest; `remedy` is the command that mends that."""
         expected = manifest.train if split == "train" else manifest.val
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        return cls(
-            tokens=_map_file(
-                folder / f"{split}.bin", dtype, expected.tokens, expected.token_checksums, remedy
-            ),
-            offsets=_map_file(
-                folder / f"{split}.idx",
-                np.dtype("<i8"),
-                expected.documents + 1,
-                expected.offset_checksums,
-                remedy,
-            ),
+        tokens = _map_file(
+            folder / f"{split}.bin", dtype, expected.tokens, expected.token_checksums, remedy
         )
+        count = expected.documents + 1
+        offsets = _map_file(
+            folder / f"{split}.idx", np.dtype("<i8"), count, expected.offset_checksums, remedy
+        )
+        return cls(tokens=tokens, offsets=offsets)
 
     def document(self, index: int) -> npt.NDArray[Any]:
         """Return the tokens of one document, its end-of-text token included."""
@@ -174,11 +171,11 @@ def fingerprint(tokens: Tokens) -> int:
     digest = hashlib.blake2b(digest_size=6)
     if isinstance(tokens, VerifiedArray):
         digest.update(tokens.checksums)
-        return int.from_bytes(digest.digest(), "big")
-    data = tokens.view(np.uint8)
-    apart = max(BLOCK, len(data) // BLOCKS)
-    for start in range(0, len(data), apart):
-        digest.update(data[start : start + BLOCK].data)
+    else:
+        data = tokens.view(np.uint8)
+        stride = max(BLOCK, len(data) // BLOCKS)
+        for start in range(0, len(data), stride):
+            digest.update(data[start : start + BLOCK].data)
     return int.from_bytes(digest.digest(), "big")
 
 

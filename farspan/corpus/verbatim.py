@@ -1,4 +1,4 @@
-"""How much of a text stands in a corpus word for word: what a model has memorized."""
+"""Measure how much of a text stands in a corpus word for word: what a model has memorized."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> floa
         wanted.setdefault(value, []).append(i)
     # Most of a corpus differs already in the last bits.
     likely = np.zeros(1 << 16, dtype=bool)
-    found = np.zeros(len(written), dtype=bool)
-    likely[[value % len(likely) for value in wanted]] = True
+    for value in wanted:
+        likely[value % len(likely)] = True
+    is_memorized = np.zeros(len(written), dtype=bool)
     for start in range(0, len(corpus) - least + 1, PART):
         part = np.asarray(corpus[start : start + PART + least - 1])
         hashes = _hash_runs(part, least)
-        for place in np.flatnonzero(likely[hashes.astype(np.uint16)]).tolist():
+        is_likely = likely[hashes.astype(np.uint16)]
+        for place in np.flatnonzero(is_likely).tolist():
+            run = part[place : place + least]
             for i in wanted.get(int(hashes[place]), ()):
-                if np.array_equal(part[place : place + least], written[i : i + least]):
-                    found[i : i + least] = True
-    return float(found.mean())
+                if np.array_equal(run, written[i : i + least]):
+                    is_memorized[i : i + least] = True
+    return float(is_memorized.mean())
 
 
 def _hash_runs(tokens: Written, least: int) -> npt.NDArray[np.uint64]:

@@ -38,9 +38,8 @@ class Source(Protocol):
 
 def available() -> list[str]:
     """List the sources' names without importing them."""
-    return sorted(
-        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
-    )
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module for module in modules if not module.startswith("_"))
 
 
 def open_source(spec: str) -> Source:

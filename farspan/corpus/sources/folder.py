@@ -78,7 +78,11 @@ class Folder:
         self.skipped = SkipLog()
         self.recoded = SkipLog()
         self.size_bytes = 0
-        self._missing = {suffix: remedy for suffix in _NEEDS if (remedy := _missing_extra(suffix))}
+        #: The command that installs what files of a kind need, where that is not there.
+        self._missing: dict[str, str] = {}
+        for suffix, (library, extra) in _NEEDS.items():
+            if importlib.util.find_spec(library) is None:
+                self._missing[suffix] = install_command(extra)
         counts: Counter[str] = Counter()
         # Names are bytes to the system, and not all of them UTF-8.
         digest = hashlib.sha256(os.fsencode(path.absolute()))
@@ -91,13 +95,17 @@ class Folder:
             if suffix in _READERS:
                 stat = file.stat()
                 self.size_bytes += stat.st_size
-                # With the extra that is asked for, the same files hold more than without it.
-                lacking = _extra_mark(suffix) if suffix in self._missing else ""
+                lacking = ""
+                if suffix in self._missing:
+                    # With this extra, the same files hold more than without it. The same text
+                    # wherever farspan is installed.
+                    lacking = f"pip install 'farspan[{_NEEDS[suffix][1]}]'"
                 about = f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{lacking}"
                 about += f"{_READ_AS.get(suffix, '')}\n"
                 digest.update(os.fsencode(file) + about.encode())
         self._digest = digest.hexdigest()
-        if not any(suffix in _READERS and suffix not in self._missing for suffix in counts):
+        readable = {*_READERS} - {*self._missing}
+        if readable.isdisjoint(counts):
             raise self._no_readable_file(counts)
 
     def fingerprint(self) -> str:
@@ -151,7 +159,7 @@ class Folder:
         kinds = [f"{number} {suffix or '(none)'}" for suffix, number in counts.most_common(8)]
         # Such as a folder that may not be opened.
         kinds += map(str, self.skipped.entries()[:NAMES_SHOWN])
-        remedy = next((self._missing[suffix] for suffix in counts if suffix in self._missing), None)
+        remedy = next(filter(None, map(self._missing.get, counts)), None)
         return Refusal(
             "extra-missing" if remedy else "no-documents",
             what="there is no file here that can be read",
@@ -212,21 +220,9 @@ def _has_own_place(folder: Path, root: Path) -> bool:
 
 
 def _find_suffix(file: Path) -> str:
-    """Return the end of the name that tells the kind of file, such as `.txt` or `.jsonl.gz`."""
+    """Return the end of the name that decides the reader, such as `.txt` or `.jsonl.gz`."""
     name = file.name.lower()
     return next((suffix for suffix in _READERS if name.endswith(suffix)), file.suffix.lower())
-
-
-def _missing_extra(suffix: str) -> str | None:
-    """Return the command that installs what files of this kind need, if that is not there."""
-    library, extra = _NEEDS[suffix]
-    return install_command(extra) if importlib.util.find_spec(library) is None else None
-
-
-def _extra_mark(suffix: str) -> str:
-    """Return what the fingerprint has of files that need an extra: the same wherever farspan is
-    installed."""
-    return f"pip install 'farspan[{_NEEDS[suffix][1]}]'"
 
 
 def _read_plain(file: Path, encoding: str) -> Iterator[Document]:

@@ -11,7 +11,7 @@ from typing import Any
 from farspan.corpus._hub import hub
 from farspan.corpus.rows import NO_TEXT, TEXT_FIELDS, row_document
 from farspan.domain.codec import missing_path
-from farspan.domain.corpus import Document, SkipLog, Skipped
+from farspan.domain.corpus import Document, SkipLog
 from farspan.domain.escapes import shell_word
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
@@ -44,22 +44,16 @@ class HuggingFace:
         self.config = config
         self.skipped = SkipLog()
         self.recoded = SkipLog()
-        local = (
-            sorted(path for path in Path(name).rglob("*") if path.is_file())
-            if Path(name).is_dir()
-            else []
-        )
-        self._stats = [(str(path), path.stat()) for path in local]
-        self.size_bytes = sum(stat.st_size for _, stat in self._stats)
+        #: (path, bytes, time) of the files of a local folder.
+        self._files: list[tuple[str, int, int]] = []
+        if Path(name).is_dir():
+            for path in sorted(filter(Path.is_file, Path(name).rglob("*"))):
+                stat = path.stat()
+                self._files.append((str(path), stat.st_size, stat.st_mtime_ns))
+        self.size_bytes = sum(size for _, size, _ in self._files)
 
     def fingerprint(self) -> str:
-        return repr(
-            (
-                self.name,
-                self.config,
-                [(path, stat.st_size, stat.st_mtime_ns) for path, stat in self._stats],
-            )
-        )
+        return repr((self.name, self.config, self._files))
 
     def documents(self) -> Iterator[Document]:
         self.skipped.clear()
@@ -71,31 +65,40 @@ class HuggingFace:
             if isinstance(document, Document):
                 yield document
                 continue
-            if number == 0 and document.reason == NO_TEXT and not {*TEXT_FIELDS} & {*row}:
-                raise _no_text(origin, document)
+            has_text_column = not row.keys().isdisjoint(TEXT_FIELDS)
+            if number == 0 and document.reason == NO_TEXT and not has_text_column:
+                # All rows have the same columns.
+                raise Refusal(
+                    "source-unreadable",
+                    what="the dataset has no known column of text",
+                    where=origin,
+                    fact=f"{document.detail}; farspan looks for {', '.join(TEXT_FIELDS)}",
+                    remedy=f"rename the column that holds the text to {shell_word(TEXT_FIELDS[0])}",
+                )
             self.skipped.add(document)
 
     def _read_rows(self) -> Iterator[dict[str, Any]]:
         import datasets  # type: ignore[import-untyped]
 
         fault = None
+        folder = Path(self.name)
+        saved = (folder / "dataset_info.json", folder / "dataset_dict.json")
         try:
-            if (Path(self.name) / "dataset_info.json").exists() or (
-                Path(self.name) / "dataset_dict.json"
-            ).exists():
+            if any(map(Path.exists, saved)):
                 splits = datasets.load_from_disk(self.name)
-            elif Path(self.name).exists():
+            elif folder.exists():
                 splits = datasets.load_dataset(self.name, self.config, streaming=True)
             else:
                 with hub() as fault:
                     splits = datasets.load_dataset(self.name, self.config, streaming=True)
-            by_name = splits if isinstance(splits, dict) else {"train": splits}
-            yield from by_name["train"] if "train" in by_name else next(iter(by_name.values()))
+            if isinstance(splits, dict):
+                first = next(iter(splits))
+                splits = splits["train" if "train" in splits else first]
+            yield from splits
         except ImportError:
             raise
-        except (
-            Exception
-        ) as error:  # The library passes on what those below it raise, as of a proxy that refuses.
+        # The library passes on what those below it raise, as of a proxy that refuses.
+        except Exception as error:
             raise Refusal(
                 "source-unreadable",
                 what="the dataset cannot be read",
@@ -106,14 +109,3 @@ class HuggingFace:
                     f"{shell_word(self.name)} --local-dir DIR"
                 ),
             ) from None
-
-
-def _no_text(origin: str, row: Skipped) -> Refusal:
-    """Return the refusal of a dataset whose rows, which all have the same columns, have no text."""
-    return Refusal(
-        "source-unreadable",
-        what="the dataset has no known column of text",
-        where=origin,
-        fact=f"{row.detail}; farspan looks for {', '.join(TEXT_FIELDS)}",
-        remedy=f"rename the column that holds the text to {shell_word(TEXT_FIELDS[0])}",
-    )

@@ -52,7 +52,8 @@ class PyDocs:
         self.recoded = SkipLog()
 
     def fingerprint(self) -> str:
-        torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "none"
+        has_torch = importlib.util.find_spec("torch") is not None
+        torch = importlib.metadata.version("torch") if has_torch else "none"
         return f"pydocs 1 python {sys.version} torch {torch}"
 
     def documents(self) -> Iterator[Document]:
@@ -73,17 +74,23 @@ def open_source(location: str) -> PyDocs:
 
 def _collect_docstrings() -> dict[str, str]:
     """Map public qualified names to docstrings, of all that is parsed or imported."""
-    files = list(_find_files())
+    paths, modules = zip(*_find_files(), strict=True)
     with spawned(min(4, os.cpu_count() or 1)) as pool:
-        parsed = list(pool.map(_parse_file, *zip(*files, strict=True), chunksize=64))
-    public = _public_names({pair for _, imports in parsed for pair in imports})
-    modules = {module for _, module in files}
+        parsed = list(pool.map(_parse_file, paths, modules, chunksize=64))
+    documented: _Pairs = []
+    imports: set[tuple[str, str]] = set()
+    for file_docs, file_imports in parsed:
+        documented += file_docs
+        imports.update(file_imports)
+    documented += _import_docstrings()
+    public = _public_names(imports)
+    known_modules = set(modules)
     docstrings: dict[str, str] = {}
-    for docs in (*(docs for docs, _ in parsed), _import_docstrings()):
-        for name, text in docs:
-            title = _shorten_name(name, public, modules)
-            if not title.startswith("_") and not title.rpartition(".")[2].startswith("_"):
-                docstrings.setdefault(title, text)
+    for name, text in documented:
+        title = _shorten_name(name, public, known_modules)
+        last = title.rpartition(".")[2]
+        if not title.startswith("_") and not last.startswith("_"):
+            docstrings.setdefault(title, text)
     return docstrings
 
 
@@ -91,18 +98,17 @@ def _find_files() -> Iterator[tuple[str, str]]:
     """Yield (path, module name) of every Python file; stubs first, since torch's carry the
     filled-in texts."""
     roots = [(Path(sysconfig.get_path("stdlib")), "")]
-    if (torch := importlib.util.find_spec("torch")) and torch.origin:
+    torch = importlib.util.find_spec("torch")
+    if torch and torch.origin:
         roots.append((Path(torch.origin).parent, "torch"))
     for root, package in roots:
-        for path in sorted(
-            [*root.rglob("*.py"), *root.rglob("*.pyi")], key=lambda p: (p.suffix != ".pyi", p)
-        ):
-            parts = path.relative_to(root).with_suffix("").parts
-            names = [part for part in (package, *parts) if part not in ("", "__init__")]
-            if not _LEFT_OUT & {*path.relative_to(root).parts} and (
-                package or parts[0] in sys.stdlib_module_names
-            ):
-                yield str(path), ".".join(names)
+        for path in (*sorted(root.rglob("*.pyi")), *sorted(root.rglob("*.py"))):
+            inner = path.relative_to(root)
+            module = inner.with_suffix("").parts
+            is_known = package or module[0] in sys.stdlib_module_names
+            if is_known and _LEFT_OUT.isdisjoint(inner.parts):
+                parts = [part for part in (package, *module) if part not in ("", "__init__")]
+                yield str(path), ".".join(parts)
 
 
 def _parse_file(path: str, module: str) -> tuple[_Pairs, _Pairs]:
@@ -113,8 +119,11 @@ def _parse_file(path: str, module: str) -> tuple[_Pairs, _Pairs]:
             tree = ast.parse(Path(path).read_bytes())
         except SyntaxError:  # a template, or written for another Python
             return [], []
-    package = module.split(".") if Path(path).stem == "__init__" else module.split(".")[:-1]
-    return list(_find_definitions(tree, module)), list(_find_imports(tree, module, package))
+    package = module.split(".")
+    if Path(path).stem != "__init__":
+        package.pop()
+    imports = list(_find_imports(tree, module, package))
+    return list(_find_definitions(tree, module)), imports
 
 
 def _find_definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
@@ -136,30 +145,23 @@ def _assigned_docstring(statement: ast.Expr | ast.Assign, module: str) -> Iterat
     _add_docstr(…)`."""
     value = statement.value
     target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
-    if (
-        isinstance(value, ast.Call)
-        and "add_docstr" in ast.unparse(value.func)
-        and len(value.args) > 1
-    ):
-        subject = value.args[0]
-        value = value.args[1]
+    call = value if isinstance(value, ast.Call) and len(value.args) > 1 else None
+    if call and "add_docstr" in ast.unparse(call.func):
+        subject, value = call.args[:2]
         if target:
             name = f"{module}.{target}"
+        elif isinstance(subject, ast.Constant):
+            name = f"torch.Tensor.{subject.value!s}"
         else:
-            name = (
-                f"torch.Tensor.{subject.value!s}"
-                if isinstance(subject, ast.Constant)
-                else ast.unparse(subject)
-            )
+            name = ast.unparse(subject)
     elif target.endswith(".__doc__"):
         name = f"{module}.{target.removesuffix('.__doc__')}"
     else:
         return
-    texts = [c for c in ast.walk(value) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
-    yield (
-        name,
-        "".join(str(text.value) for text in sorted(texts, key=lambda t: (t.lineno, t.col_offset))),
-    )
+    # All of the text's constants, as of `a + b` or `a.format(...)`, in the order of the source.
+    constants = [node for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    constants.sort(key=lambda node: (node.lineno, node.col_offset))
+    yield name, "".join(node.value for node in constants if isinstance(node.value, str))
 
 
 def _find_imports(tree: ast.Module, module: str, package: list[str]) -> Iterator[tuple[str, str]]:
@@ -168,11 +170,11 @@ def _find_imports(tree: ast.Module, module: str, package: list[str]) -> Iterator
     for node in _top_level(tree):
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
-            origin = ".".join([*above, *([node.module] if node.module else [])])
+            origin = ".".join([*above, node.module] if node.module else above)
             for alias in node.names:
-                imported_as = (
-                    module if alias.name == "*" else f"{module}.{alias.asname or alias.name}"
-                )
+                imported_as = f"{module}.{alias.asname or alias.name}"
+                if alias.name == "*":
+                    imported_as = module
                 yield f"{origin}.{alias.name}", imported_as
 
 
@@ -188,9 +190,8 @@ def _public_names(imports: set[tuple[str, str]]) -> dict[str, str]:
     has all of x."""
     public = {"torch._C.TensorBase": "torch.Tensor", "torch._C._VariableFunctions.*": "torch"}
     for definition, imported_as in sorted(imports, key=lambda pair: (pair[1].count("."), pair[1])):
-        if imported_as.split(".")[0] == definition.split(".")[0] and imported_as.count(
-            "."
-        ) < definition.count("."):
+        is_same_package = imported_as.split(".")[0] == definition.split(".")[0]
+        if is_same_package and imported_as.count(".") < definition.count("."):
             public.setdefault(definition, imported_as)
     return public
 
@@ -203,13 +204,11 @@ def _shorten_name(name: str, public: dict[str, str], modules: set[str]) -> str:
         prefix = ".".join(parts[:length])
         rest = parts[length:]
         shorter = public.get(prefix)
-        if (
-            shorter is None
-            and rest
-            and f"{prefix}.{rest[0]}" not in modules
-            and not rest[0].startswith("_")
-        ):
-            shorter = public.get(f"{prefix}.*")
+        if shorter is None and rest:
+            # `import *` brings what a module defines, without its submodules and private names.
+            is_module = f"{prefix}.{rest[0]}" in modules
+            if not (is_module or rest[0].startswith("_")):
+                shorter = public.get(f"{prefix}.*")
         if shorter is not None:
             return _shorten_name(".".join([shorter, *rest]), public, modules)
     return name
@@ -219,12 +218,8 @@ def _import_docstrings() -> _Pairs:
     """Return the docstrings of modules without Python source, under the names that their objects
     give themselves."""
     docs: list[tuple[str, str | None]] = []
-    for name in sorted(sys.stdlib_module_names):
-        spec = (
-            importlib.util.find_spec(name)
-            if name not in ("antigravity", "this", "__main__")
-            else None
-        )
+    for name in sorted(sys.stdlib_module_names - {"antigravity", "this", "__main__"}):
+        spec = importlib.util.find_spec(name)
         if spec is None or (spec.origin or "").endswith(".py"):
             continue
         try:
@@ -233,17 +228,16 @@ def _import_docstrings() -> _Pairs:
         except ImportError:  # built without, say, Tk
             continue
         docs.append((name, module.__doc__))
+        own_names = (name, name.lstrip("_"))
         for value in vars(module).values():
-            if isinstance(value, type | types.BuiltinFunctionType) and value.__module__ in (
-                name,
-                name.lstrip("_"),
-            ):
-                title = f"{value.__module__}.{value.__qualname__}"
-                docs.append((title, value.__doc__))
-                members = vars(value).items() if isinstance(value, type) else ()
-                docs += [
-                    (f"{title}.{key}", member.__doc__)
-                    for key, member in members
-                    if callable(member)
-                ]
+            if not isinstance(value, type | types.BuiltinFunctionType):
+                continue
+            if value.__module__ not in own_names:
+                continue
+            title = f"{value.__module__}.{value.__qualname__}"
+            docs.append((title, value.__doc__))
+            members = vars(value).items() if isinstance(value, type) else ()
+            for key, member in members:
+                if callable(member):
+                    docs.append((f"{title}.{key}", member.__doc__))
     return [(title, text) for title, text in docs if isinstance(text, str) and text.strip()]
