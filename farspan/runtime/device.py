@@ -45,8 +45,8 @@ FULL = re.compile(r"can't allocate memory|out of memory|ALLOC_FAILED", re.IGNORE
 
 
 def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.device:
-    """The torch device that a plan names, which multiplies fp32 numbers as TF32 only for a training
-    in tf32; refuses when this machine lacks it, or has another GPU in its place."""
+    """Open the torch device that a plan names; TF32 matrix products are enabled only for a training
+    in tf32. Refuses when this machine lacks it, or has another GPU in its place."""
     torch.set_num_threads(planned.threads)
     if planned.backend == "cpu":
         return torch.device("cpu")
@@ -59,14 +59,12 @@ def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.
         torch.cuda.set_device(gpus[index])
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         return torch.device("cuda", gpus[index])
+    usable = counted(len(gpus), "CUDA device")
     raise Refusal(
         "device-missing",
         what=f"the plan wants {planned.backend} device {planned.index}",
         where=planned.host,
-        fact=(
-            f"this machine has {counted(len(gpus), 'CUDA device')} that PyTorch can use; "
-            f"{installed()}"
-        ),
+        fact=f"this machine has {usable} that PyTorch can use; {installed()}",
         remedy="farspan doctor   (there); or plan for what is here: farspan train run.yaml",
     )
 
@@ -94,42 +92,34 @@ def usable_gpus() -> tuple[int, ...]:
     if not torch.cuda.is_available():
         return ()
     archs = () if torch.version.hip else tuple(torch.cuda.get_arch_list())
-    return tuple(
-        index
-        for index in range(torch.cuda.device_count())
-        if runs(torch.cuda.get_device_capability(index), archs)
-    )
+    everyone = range(torch.cuda.device_count())
+    return tuple(i for i in everyone if runs(torch.cuda.get_device_capability(i), archs))
 
 
 def installed() -> Wheel:
-    """What this PyTorch was built for, and the GPUs that it sees."""
+    """Describe what this PyTorch was built for, and the GPUs that it sees."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    error = ""
     seen = list[TorchGpu]()
-    with warnings.catch_warnings(
-        record=True
-    ) as caught:  # A driver that is too old is said as a warning.
+    # A driver that is too old is reported as a warning.
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
+    error = " ".join(str(warning.message) for warning in caught)
     try:
         for index in range(torch.cuda.device_count() if available else 0):
-            seen.append(
-                TorchGpu(
-                    name=torch.cuda.get_device_name(index),
-                    capability=torch.cuda.get_device_capability(index),
-                )
-            )
+            name = torch.cuda.get_device_name(index)
+            capability = torch.cuda.get_device_capability(index)
+            seen.append(TorchGpu(name=name, capability=capability))
     except RuntimeError as failed:
-        error = str(failed)
+        error = str(failed) or error
+    error = " ".join(error.split())[:300]
     return Wheel(
         torch=str(torch.__version__),
         cuda=torch.version.cuda,
         hip=torch.version.hip,
         archs=tuple(torch.cuda.get_arch_list()),
         seen=tuple(seen),
-        error=" ".join((error or " ".join(str(warning.message) for warning in caught)).split())[
-            :300
-        ],
+        error=error,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
@@ -143,23 +133,19 @@ def hold(variable: str = READY) -> None:
 
 
 def detect(backend: str, workers: int | None) -> Cluster:
-    """This machine as a cluster of one host: its GPUs, or its CPU cores shared among `workers`."""
+    """Describe this machine as a cluster of one host: its GPUs, or `workers` shares of its CPU."""
     memory = psutil.virtual_memory()
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     if backend == "auto":
-        backend = "cuda" if usable_gpus() else "mps" if torch.backends.mps.is_available() else "cpu"
+        apple = torch.backends.mps.is_available()
+        backend = "cuda" if usable_gpus() else "mps" if apple else "cpu"
     if backend == "cuda":
         devices = [_cuda_device(i) for i in usable_gpus()][: workers or None]
     elif backend == "mps":
-        apple = Device(
-            kind=_cpu_name(),
-            backend="mps",
-            memory=memory.total,
-            sheet=DataSheet(dtypes=("fp32", "bf16", "fp16")),
-        )
-        devices = [apple]
+        sheet = DataSheet(dtypes=("fp32", "bf16", "fp16"))
+        devices = [Device(kind=_cpu_name(), backend="mps", memory=memory.total, sheet=sheet)]
     else:
         count = workers or 1
         share = Device(
@@ -170,16 +156,18 @@ def detect(backend: str, workers: int | None) -> Cluster:
             slot=WorkerSlot(threads=max(1, cores // count)),
         )
         devices = [share] * count
-    if (workers and len(devices) < workers) or not devices:
+    missing = max(workers or 1, 1) - len(devices)
+    if missing > 0:
+        key = "parallel.workers" if devices else "parallel.device"
         raise Refusal(
             "device-missing",
             what=f"the run asks for {counted(workers or 1, f'{backend} worker')}",
-            where="run.yaml, key parallel.workers" if devices else "run.yaml, key parallel.device",
+            where=f"run.yaml, key {key}",
             fact=f"this machine has {counted(len(devices), f'{backend} device')}",
             remedy=f"set parallel.workers: {len(devices)}"
             if devices
             else "set parallel.device: cpu",
-            key="parallel.workers" if devices else "parallel.device",
+            key=key,
         )
     host = Host(
         name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total, enter=()
@@ -188,23 +176,24 @@ def detect(backend: str, workers: int | None) -> Cluster:
 
 
 def memory_is_full(error: BaseException) -> bool:
-    """Whether an error means that a device's memory, or the host's, is full; each library has words
-    of its own."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(FULL.search(str(error)))
+    """Return whether an error means that a device's memory, or the host's, is full; each library
+    has words of its own."""
+    raised_as_such = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return raised_as_such or bool(FULL.search(str(error)))
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a device has computed what it was told; a GPU does so later."""
+    """Wait until a device has computed what was launched; a GPU does so later."""
     if device.type == "cuda":
-        # One stream computes. What NCCL sums on streams of its own goes on beside the passes, and
-        # is none of theirs.
+        # One stream computes. NCCL's sums, on streams of their own, overlap with the passes and
+        # are none of theirs.
         torch.cuda.current_stream(device).synchronize()
     elif device.type == "mps":
         torch.mps.synchronize()
 
 
 def give_back(size: int) -> None:
-    """Have blocks of so many bytes and more, once free, go back to the kernel, where malloc is
+    """Have blocks of at least `size` bytes, once free, go back to the kernel, where malloc is
     glibc's. Workers keep them else (`launch/workers.py`), which is faster, but between blocks that
     stay glibc leaves holes that fit none."""
     with contextlib.suppress(AttributeError, OSError):
@@ -223,13 +212,11 @@ def free_memory(device: torch.device, allowed: int) -> int:
     """Bytes that this process can still take: of those `allowed` to it, of the device's, and of
     what control groups leave."""
     if device.type == "cuda":
-        held = torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0]
-        return int(min(allowed - held, free + torch.cuda.memory_reserved(device) - held))
-    left = [cap.limit - cap.used for cap in caps()]
-    return min(
-        [allowed - psutil.Process().memory_info().rss, psutil.virtual_memory().available, *left]
-    )
+        available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return int(min(allowed, available) - torch.cuda.memory_allocated(device))
+    process_free = allowed - psutil.Process().memory_info().rss
+    group_free = [cap.limit - cap.used for cap in caps()]
+    return min([process_free, psutil.virtual_memory().available, *group_free])
 
 
 def release(device: torch.device) -> None:
@@ -254,22 +241,20 @@ def _cpu_name() -> str:
 
 def _cpu_dtypes() -> tuple[DType, ...]:
     """fp32, and bf16 where the CPU multiplies it in hardware (AVX-512 BF16 or AMX)."""
-    bf16 = (
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if torch.backends.mkldnn.is_available()
-        else False
-    )
-    return ("fp32", "bf16") if bf16 else ("fp32",)
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return ("fp32", "bf16")
+    return ("fp32",)
 
 
 def _cuda_device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
-    bf16 = properties.major >= 8
+    has_bf16 = properties.major >= 8
+    sheet = DataSheet(dtypes=("fp32", "bf16", "fp16") if has_bf16 else ("fp32", "fp16"))
     return Device(
         kind=properties.name,
         backend="cuda",
         memory=properties.total_memory,
-        sheet=DataSheet(dtypes=("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")),
+        sheet=sheet,
         slot=WorkerSlot(threads=1),
     )
 
@@ -277,15 +262,16 @@ def _cuda_device(index: int) -> Device:
 def environment(device: torch.device) -> Environment:
     """Where this worker runs, for the record."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    memory = psutil.virtual_memory()
     return Environment(
         farspan=__version__,
-        python=sys.version.split()[0],
+        python=platform.python_version(),
         torch=str(torch.__version__),
         platform=platform.platform(),
         device=name,
         cpus=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=memory.total,
         commit=commit(),
     )
 
@@ -294,5 +280,5 @@ def peak_memory(device: torch.device) -> int:
     """Peak bytes so far: of the process on a CPU, of the allocator on a GPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)

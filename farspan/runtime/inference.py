@@ -36,17 +36,18 @@ class Trained:
 
 
 def load(run: RunFolder) -> Trained:
-    """The weights of the best validation loss, or the newest whole checkpoint's where there was no
-    validation. Raises Refusal (checkpoint-corrupt), also where the best are damaged and a
+    """Load the weights of the best validation loss; without a validation the newest whole
+    checkpoint's. Raises Refusal (checkpoint-corrupt), also where the best are damaged and a
     checkpoint, which others may be in, is whole."""
     plan = run.load_plan()
     faults = list[str]()
     best = [run.best] if os.path.lexists(run.best) else []
-    for path in (*best, *checkpoint.newest_first(run.checkpoints)):
+    paths = *best, *checkpoint.newest_first(run.checkpoints)
+    for path in paths:
         try:
-            trained = _read(path, plan, run)
+            trained = _read_trained(path, plan, run)
         except Corrupt as error:
-            faults.append(f"{path}: {error}".encode(errors="backslashreplace").decode())
+            faults.append(checkpoint.printable(f"{path}: {error}"))
             continue
         if best and path != run.best:
             raise Refusal(
@@ -67,13 +68,14 @@ def load(run: RunFolder) -> Trained:
 
 
 def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -> Trained:
-    """The model on a device of this machine, `auto` being the fastest kind that there is. Raises
+    """Move the model to a device of this machine; `auto` is the fastest kind that it has. Raises
     Refusal (device-missing) for one that is not there."""
     gpus = usable_gpus()
     apple = torch.backends.mps.is_available()
-    here = {"cuda": bool(gpus), "mps": apple, "cpu": True}
-    chosen = next(kind for kind, there in here.items() if there) if device == "auto" else device
-    if not here[chosen]:
+    chosen: str = device
+    if device == "auto":
+        chosen = "cuda" if gpus else "mps" if apple else "cpu"
+    if (chosen == "cuda" and not gpus) or (chosen == "mps" and not apple):
         raise Refusal(
             "device-missing",
             what=f"this machine has no {chosen} device that PyTorch can use",
@@ -81,33 +83,32 @@ def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -
             fact=str(installed()),
             remedy="leave --device out, or look: farspan doctor",
         )
-    place = torch.device(chosen, gpus[0]) if chosen == "cuda" else torch.device(chosen)
+    place = torch.device(f"cuda:{gpus[0]}" if chosen == "cuda" else chosen)
     return replace(trained, model=trained.model.to(place))
 
 
-def _tokenizer(run: RunFolder) -> Tokenizer:
-    if not run.tokenizer.exists():
-        recorded = load_struct(run.record, RunRecord).corpus_folder
-        digest = load_struct(run.corpus, CorpusManifest).hash
-        corpus = find_corpus(recorded, digest)
-        # Where it is gone, `farspan prepare` makes it in the cache of today.
-        folder = corpus or cache_folder() / CORPORA / digest
-        fix = shell_line("cp", folder / run.tokenizer.name, run.path)
-        raise Refusal(
-            "path-missing",
-            what="the run has lost its tokenizer",
-            where=run.tokenizer,
-            fact="without it no text becomes tokens",
-            remedy=f"{fix}   (from its corpus)" if corpus else f"{run.prepare_command()} && {fix}",
-        )
-    return tokenizers.load(run.tokenizer)
-
-
-def _read(path: Path, plan: Plan, run: RunFolder) -> Trained:
-    """Raises Corrupt."""
-    weights, progress, digest = checkpoint.read_weights(
-        path, checkpoint.shapes_of(plan, [checkpoint.MODEL])
+def _load_tokenizer(run: RunFolder) -> Tokenizer:
+    if run.tokenizer.exists():
+        return tokenizers.load(run.tokenizer)
+    recorded = load_struct(run.record, RunRecord).corpus_folder
+    digest = load_struct(run.corpus, CorpusManifest).hash
+    corpus = find_corpus(recorded, digest)
+    # Where it is gone, `farspan prepare` makes it in the cache of today.
+    folder = corpus or cache_folder() / CORPORA / digest
+    fix = shell_line("cp", folder / run.tokenizer.name, run.path)
+    raise Refusal(
+        "path-missing",
+        what="the run has lost its tokenizer",
+        where=run.tokenizer,
+        fact="without it no text becomes tokens",
+        remedy=f"{fix}   (from its corpus)" if corpus else f"{run.prepare_command()} && {fix}",
     )
+
+
+def _read_trained(path: Path, plan: Plan, run: RunFolder) -> Trained:
+    """Read the model and tokenizer of a checkpoint. Raises Corrupt."""
+    shapes = checkpoint.shapes_of(plan, [checkpoint.MODEL])
+    weights, progress, digest = checkpoint.read_weights(path, shapes)
     model = Decoder(plan.model, attention=plan.train.attention)
     model.load_state_dict(weights)
-    return Trained(model.eval(), _tokenizer(run), progress.step, digest)
+    return Trained(model.eval(), _load_tokenizer(run), progress.step, digest)

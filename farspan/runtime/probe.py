@@ -7,6 +7,7 @@ they multiply, and what one real training step takes in time and memory.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
@@ -62,12 +63,13 @@ def matmul_rate(request: MatmulQuery) -> dict[str, float]:
         m, k, n = (2048, 384, 1536) if device.type == "cpu" else (8192, 2048, 8192)
         a = torch.ones(m, k, dtype=dtype, device=device)
         b = torch.ones(k, n, dtype=dtype, device=device)
-        times = [_timed(lambda a=a, b=b: a @ b, device) for _ in range(12)]
+        product = functools.partial(torch.matmul, a, b)
+        times = [_time_call(product, device) for _ in range(12)]
         rates[precision] = 2 * m * k * n / statistics.median(times[2:])
     return rates
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
+def _time_call(work: Callable[[], object], device: torch.device) -> float:
     began = time.perf_counter()
     work()
     settle(device)
@@ -80,47 +82,51 @@ def measure(request: MeasureQuery) -> ProbeResult:
     tokens = request.train.batch * request.train.seq_len
     # fp32 last: a process's peak memory only grows, and the leaner precisions must not be given
     # fp32's.
-    for precision in sorted(request.precisions, key=lambda name: BYTES[name]):
+    for precision in sorted(request.precisions, key=BYTES.__getitem__):
         device = open_device(request.device, precision)
         step_s = quick(_step_times(request, precision, device))
-        speeds[precision] = Speed(
-            step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device)
-        )
+        memory = peak_memory(device)
+        tokens_per_s = tokens / step_s
+        speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens_per_s, memory_bytes=memory)
         release(device)
     return ProbeResult(rows=request.train.batch, seq_len=request.train.seq_len, speeds=speeds)
 
 
 def quick(times: Sequence[float]) -> float:
-    """The lower quartile: what others do on the machine during so few steps only ever adds time. Of
+    """Return the lower quartile: other load on the machine only ever adds time to so few steps. Of
     fewer than four, whose quartile would lie beyond them, the least."""
-    return min(times) if len(times) < 4 else statistics.quantiles(times, n=4)[0]
+    if len(times) < 4:
+        return min(times)
+    return statistics.quantiles(times, n=4)[0]
 
 
 def _step_times(request: MeasureQuery, precision: Precision, device: torch.device) -> list[float]:
     train = request.train
-    with torch.device(
-        "meta"
-    ):  # As a worker does: a second copy of its values would be counted as its memory.
+    # As a worker does: a second copy of its values would be counted as its memory.
+    with torch.device("meta"):
         model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
     state = TrainState(model, precision, device)
     state.load(drawn(request.model, train.seed))
     generator = torch.Generator().manual_seed(train.seed)
-    shape = (request.train.batch, train.seq_len + 1)
+    shape = train.batch, train.seq_len + 1
     tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
+    lr = learning_rate(train.schedule, train.optimizer.lr, 0, train.steps)
+    num_targets = train.batch * train.seq_len
 
     def step() -> None:
-        model.loss(tokens[:, :-1], tokens[:, 1:]).div(
-            request.train.batch * train.seq_len
-        ).backward()
-        lr = learning_rate(train.schedule, train.optimizer.lr, 0, train.steps)
-        state.update(train.optimizer, lr, 1, max(1.0, math.sqrt(state.square_sum())))
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.div(num_targets).backward()
+        grad_norm = math.sqrt(state.square_sum())
+        state.update(train.optimizer, lr, 1, max(1.0, grad_norm))
 
     times: list[float] = []
+    spent = 0.0
     began = time.monotonic()
-    while (spent := time.monotonic() - began) < request.seconds or len(times) < WARMUP_STEPS + 2:
+    while spent < request.seconds or len(times) < WARMUP_STEPS + 2:
         if spent > SLOW * request.seconds and len(times) >= 2:
             break
-        times.append(_timed(step, device))
+        times.append(_time_call(step, device))
+        spent = time.monotonic() - began
     state.end()
     return times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
 
@@ -140,13 +146,10 @@ def answer(request: Query) -> object:
     if isinstance(request, AllReduceQuery):
         os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
         if request.interface:
-            os.environ |= {
-                "GLOO_SOCKET_IFNAME": request.interface,
-                "NCCL_SOCKET_IFNAME": request.interface,
-            }
-        return allreduce_seconds(
-            request.rank, request.world, request.device, request.sizes, request.secret.encode()
-        )
+            os.environ["GLOO_SOCKET_IFNAME"] = request.interface
+            os.environ["NCCL_SOCKET_IFNAME"] = request.interface
+        secret = request.secret.encode()
+        return allreduce_seconds(request.rank, request.world, request.device, request.sizes, secret)
     return matmul_rate(request) if isinstance(request, MatmulQuery) else measure(request)
 
 
@@ -158,17 +161,16 @@ def main() -> None:
             reply = {"answer": answer(decoder.decode(line))}
         except Refusal as refusal:
             reply = {"problem": refusal.problem}
-        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-            reply = {
-                "problem": Problem(
-                    code="out-of-memory" if memory_is_full(error) else "worker-lost",
-                    what="a trial step failed",
-                    where="probe",
-                    fact=" ".join(str(error).split())[:300],
-                    remedy="set a smaller train.batch.global or model in run.yaml",
-                )
-            }
-        # As long as it lives: of a process that was killed nobody else could say it.
+        except (MemoryError, RuntimeError) as error:
+            problem = Problem(
+                code="out-of-memory" if memory_is_full(error) else "worker-lost",
+                what="a trial step failed",
+                where="probe",
+                fact=" ".join(str(error).split())[:300],
+                remedy="set a smaller train.batch.global or model in run.yaml",
+            )
+            reply = {"problem": problem}
+        # As long as it lives: nobody else could report it of a process that was killed.
         reply["peak"] = peak_memory(torch.device("cpu"))
         sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()

@@ -18,22 +18,23 @@ class Spans:
         """`settled` waits until a device has done what it was told, where it does so later."""
         self._settled = settled
         self._clock = clock
-        self._found = list[Span]()
+        self._recorded = list[Span]()
         self.on = False
 
     @contextmanager
     def __call__(self, kind: str, microbatch: int | None = None) -> Iterator[None]:
-        """Of a kind: forward, backward, receive, collective, update."""
+        """Record a span of a kind: forward, backward, receive, collective, update."""
         if not self.on:
             yield
             return
-        began = self._clock()
+        start = self._clock()
         yield
         self._settled()
-        self._found.append(Span(kind=kind, microbatch=microbatch, start=began, end=self._clock()))
+        end = self._clock()
+        self._recorded.append(Span(kind=kind, microbatch=microbatch, start=start, end=end))
 
     def take(self) -> tuple[Span, ...]:
-        """The spans since the last time."""
-        spans = tuple(self._found)
-        self._found = []
+        """Return the spans since the last call."""
+        spans = tuple(self._recorded)
+        self._recorded = []
         return spans

@@ -36,8 +36,8 @@ class Launcher:
     def is_gone(self) -> bool:
         """Return whether it has ended: it is the parent no more, or standard input has ended, as it
         has also where it was gone before this process knew its parent."""
-        ended = any(flags & select.POLLHUP for _, flags in self._poll.poll(0))
-        return ended or os.getppid() != self._parent
+        input_ended = any(flags & select.POLLHUP for _, flags in self._poll.poll(0))
+        return input_ended or os.getppid() != self._parent
 
 
 class StopRequests:

@@ -134,18 +134,20 @@ class TimeBudget:
     def goes_on(self) -> None:
         """Leave a validation or a checkpoint, which has just ended, out of the next step's time."""
         if self._since is not None:
-            self._since = self._since[0], self._elapsed()
+            step, _ = self._since
+            self._since = (step, self._elapsed())
 
     def validated(self, tokens: int, seconds: float) -> None:
         """Measure a validation of so many tokens."""
         if tokens:
-            self._newest_token_s = seconds / tokens
-            self.state.token_s = _mean(self.state.token_s, seconds / tokens)
+            token_s = seconds / tokens
+            self._newest_token_s = token_s
+            self.state.token_s = _running_mean(self.state.token_s, token_s)
 
     def saved(self, seconds: float) -> None:
         """Measure a checkpoint."""
         self._newest_save_s = seconds
-        self.state.save_s = _mean(self.state.save_s, seconds)
+        self.state.save_s = _running_mean(self.state.save_s, seconds)
 
     # -- what rank 0 proposes, and all follow
     #   --------------------------------------------------------------------------------------------
@@ -157,13 +159,13 @@ class TimeBudget:
         proposed = steps if self._proposed is None else self._proposed
         if not self._limited:
             return proposed, 0.0, save
-        self._proposed = self._fitting(step, elapsed_s, proposed)
+        self._proposed = self._fit_steps(step, elapsed_s, proposed)
         # The last checkpoint is not about to be written anyway.
         save = save and self._steps_end_s - elapsed_s > 2 * self._save_s
-        if step < self._proposed and not self.state.told and self._differs(elapsed_s):
+        if step < self._proposed and not self.state.told and self._differs_from_plan(elapsed_s):
             # How long a save takes is then known, and no resumption reports it again.
             self.state.told = self._reports = save = True
-        return self._proposed, self._share(elapsed_s), save
+        return self._proposed, self._used_share(elapsed_s), save
 
     def hear(self, step: int, share: float, save: bool) -> bool:
         """Take what rank 0 has proposed. Returns whether the steps in all are to be reported: on
@@ -181,10 +183,10 @@ class TimeBudget:
         share = self.state.share
         if share == 0.0:  # Nothing was proposed yet, or there is no time budget.
             return 0.0
-        left = steps - 1 - self._share_at
-        gone = step - self._share_at
+        remaining = steps - 1 - self._share_at
+        done = step - self._share_at
         # The last step is at 1, and so are those after it for which there was time after all.
-        self.state.share = share + (1 - share) * gone / left if gone < left else 1.0
+        self.state.share = share + (1 - share) * done / remaining if done < remaining else 1.0
         self._share_at = step
         return self.state.share
 
@@ -204,7 +206,10 @@ class TimeBudget:
         each_s = token_s * window_tokens
         if left_s < least * each_s or left_s <= 0:
             return 0
-        return left if each_s == 0 else min(left, max(least, int(CHUNK * left_s / each_s)))
+        if each_s == 0:
+            return left
+        chunk = int(CHUNK * left_s / each_s)
+        return min(left, max(least, chunk))
 
     # -- what follows from the measurements
     #   --------------------------------------------------------------------------------------------
@@ -214,7 +219,8 @@ class TimeBudget:
         """Seconds of a token in a validation."""
         if self.state.token_s is not None:
             return self.state.token_s
-        return FORWARD * (self.state.step_s or 0.0) / self._work.step_tokens
+        step_s = self.state.step_s or 0.0
+        return FORWARD * step_s / self._work.step_tokens
 
     @property
     def _save_s(self) -> float:
@@ -227,24 +233,31 @@ class TimeBudget:
     def _steps_end_s(self) -> float:
         """When the steps must have ended, so that all that comes after them ends with the
         deadline."""
-        smallest_s = self._work.validation_tokens * self._token_s
-        validation_s = min(self._work.last_tokens * self._token_s, VALIDATION * self._deadline_s)
-        closing_s = self._closing_s(self._token_s, self._save_s)
-        after_s = self._save_s + max(smallest_s, validation_s) + closing_s
-        return self._deadline_s - (after_s if after_s > NOTHING * self._deadline_s else 0.0)
+        token_s = self._token_s
+        save_s = self._save_s
+        smallest_s = self._work.validation_tokens * token_s
+        validation_s = min(self._work.last_tokens * token_s, VALIDATION * self._deadline_s)
+        after_s = save_s + max(smallest_s, validation_s) + self._closing_s(token_s, save_s)
+        if after_s <= NOTHING * self._deadline_s:
+            return self._deadline_s
+        return self._deadline_s - after_s
 
     def _closing_s(self, token_s: float, save_s: float) -> float:
         """Seconds after the last validation: best weights, and sample text."""
-        return BEST * save_s + min(SAMPLED_TOKENS * token_s, SAMPLES * self._deadline_s)
+        samples_s = min(SAMPLED_TOKENS * token_s, SAMPLES * self._deadline_s)
+        return BEST * save_s + samples_s
 
-    def _share(self, elapsed_s: float) -> float:
+    def _used_share(self, elapsed_s: float) -> float:
         """Of the time for steps, how much is used: 0 after the first step, 1 at the end."""
         began_s = elapsed_s if self.state.began_s is None else self.state.began_s
         whole_s = self._steps_end_s - began_s
-        return min(1.0, max(0.0, (elapsed_s - began_s) / whole_s)) if whole_s > 0 else 1.0
+        if whole_s <= 0:
+            return 1.0
+        used = (elapsed_s - began_s) / whole_s
+        return min(1.0, max(0.0, used))
 
-    def _fitting(self, step: int, elapsed_s: float, steps: int) -> int:
-        """Steps of the whole run, `steps` so far, now that `step` are made; never above the
+    def _fit_steps(self, step: int, elapsed_s: float, steps: int) -> int:
+        """Return the steps of the whole run, `steps` so far, after `step` of them; never above the
         limit."""
         left_s = self._steps_end_s - elapsed_s
         if left_s <= 0:
@@ -252,23 +265,27 @@ class TimeBudget:
         if self.state.step_s is None:
             return steps
         work = self._work
+        # A step with its share of validations and checkpoints.
         each_s = self.state.step_s + self._token_s * work.validation_tokens / work.validate_every
         each_s *= 1 + self._save_s / work.checkpoint_every_s
-        whole_fits = (self._limit - step) * each_s <= left_s
-        new = self._limit if whole_fits else step + int(left_s / each_s + NOTHING)
+        fitting = self._limit
+        if (self._limit - step) * each_s > left_s:
+            fitting = step + int(left_s / each_s + NOTHING)
         late = min(left_s, (steps - step) * each_s) < LATE * self._deadline_s
-        return new if late or abs(new - steps) * each_s > CALM * self._deadline_s else steps
+        shift_s = abs(fitting - steps) * each_s
+        return fitting if late or shift_s > CALM * self._deadline_s else steps
 
-    def _differs(self, elapsed_s: float) -> bool:
+    def _differs_from_plan(self, elapsed_s: float) -> bool:
         """Whether a person should know of the proposed steps instead of the plan's."""
         state = self.state
         steps = self._proposed or 0
         if state.step_s is None or state.began_s is None:
             return False
-        sure = elapsed_s - state.began_s >= RELIABLE * self._deadline_s
-        return sure and abs(steps - self._planned) > TOLD * self._planned
+        if elapsed_s - state.began_s < RELIABLE * self._deadline_s:
+            return False
+        return abs(steps - self._planned) > TOLD * self._planned
 
 
-def _mean(before: float | None, now: float) -> float:
-    """What is rarely measured counts as much as all before it."""
+def _running_mean(before: float | None, now: float) -> float:
+    """Average a rare measurement with the mean of all before it."""
     return now if before is None else (before + now) / 2

@@ -74,7 +74,7 @@ PROMPT_TOKENS = 8
 
 
 def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None]) -> Worker:
-    """The model on its device, its flat state, and the token files."""
+    """Build the model on its device, its flat state, and the token files."""
     manifest = load(run.corpus, CorpusManifest)
     if manifest.hash != plan.inputs.corpus:
         raise Refusal(
@@ -87,29 +87,21 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     record = load(run.record, RunRecord)
     folder = find.require_corpus(run, manifest.hash)
     remedy = find.mending_command(run, folder)
-    read, held_out = (TokenFile.open(folder, split, manifest, remedy) for split in SPLITS)
-    train = windows(read, plan.train)
+    training, held_out = (TokenFile.open(folder, split, manifest, remedy) for split in SPLITS)
+    train = windows(training, plan.train)
     val = Windows(held_out.tokens, plan.train.seq_len)
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
-    worker = Worker(
-        plan=plan,
-        run=run,
-        group=group,
-        executor=executor,
-        manifest=manifest,
-        train=train,
-        val=val,
-        prompts=prompts(held_out) if group.rank == 0 else (),
-        emit=emit,
-        clock=time.time,
-    )
+    worker = Worker(plan, run, group, executor, manifest, train, val, emit, time.time)
+    if group.rank == 0:
+        worker.prompts = prompts(held_out)
+    # The initial weights: drawn by each worker for itself, or read by rank 0 and sent.
     if record.initial is None:
         executor.load(drawn(plan.model, plan.train.seed))
     else:
-        weights = (
-            huggingface.read(Path(record.initial).expanduser())[1] if group.rank == 0 else None
-        )
+        weights = None
+        if group.rank == 0:
+            _, weights = huggingface.read(Path(record.initial).expanduser())
         executor.whole.hand_out(executor.state.master, weights)
         executor.begin()
     if plan.train.compile:
@@ -118,29 +110,32 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
 
 
 def windows(file: TokenFile, train: TrainSpec) -> Windows:
-    """What a training reads of its split."""
+    """Return the windows that a training reads of its split."""
     if not train.regular.reshuffle:
         return Windows(file.tokens, train.seq_len)
     return ReshuffledWindows(file.tokens, train.seq_len, file.offsets[:], train.seed)
 
 
 def prompts(held_out: TokenFile) -> tuple[list[int], ...]:
-    """The first tokens of two documents of the validation split, for the sample at the end: the
-    corpus may be gone by then."""
-    documents = (0, (len(held_out.offsets) - 1) // 2)
-    return tuple(held_out.document(number)[:PROMPT_TOKENS].tolist() for number in documents)
+    """Return the first tokens of two documents of the validation split, for the sample at the end:
+    the corpus may be gone by then."""
+    middle = (len(held_out.offsets) - 1) // 2
+    return tuple(held_out.document(i)[:PROMPT_TOKENS].tolist() for i in (0, middle))
 
 
 def check_tokens(group: Group, *files: Windows) -> None:
     """Refuse workers whose hosts have other tokens under the corpus's name."""
     if group.world == 1:
         return
-    fingerprints = group.gather(sum(fingerprint(windows.tokens) for windows in files))
-    if others := [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]:
+    own = sum(fingerprint(windows.tokens) for windows in files)
+    expected, *others = group.gather(own)
+    for rank, found in enumerate(others, 1):
+        if found == expected:
+            continue
         raise Refusal(
             "plan-mismatch",
             what="the workers have unlike tokens",
-            where=f"rank {others[0]}",
+            where=f"rank {rank}",
             fact="its corpus has the same manifest as rank 0's, and other bytes",
             remedy="remove that host's copy of the corpus; it is sent again",
         )
@@ -149,9 +144,8 @@ def check_tokens(group: Group, *files: Windows) -> None:
 def compile_blocks(model: Decoder, device: torch.device) -> None:
     """torch.compile each block's arithmetic, not the hooks that gather its weights; on a CPU that
     needs a C++ compiler."""
-    if device.type == "cpu" and not any(
-        shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")
-    ):
+    compilers = os.environ.get("CXX", "g++"), "clang++"
+    if device.type == "cpu" and not any(map(shutil.which, compilers)):
         raise Refusal(
             "extra-missing",
             what="train.compile needs a C++ compiler on a CPU",
@@ -179,24 +173,25 @@ def train(
     """
     began = time.monotonic()
     device = open_device(plan.devices[rank], plan.train.precision)
-    events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
+    events = run.events
+    if rank != 0:
+        events = run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
     preemption: Problem | None = None
     with ExitStack() as stack:
         log = stack.enter_context(EventLog(events, lambda: require_own(run, epoch)))
 
         def finish(reason: str, problem: Problem | None = None) -> None:
-            if trainer is not None:  # What has not started has no end.
-                seconds = time.monotonic() - began
-                log.write(
-                    Finished(
-                        at=time.time(),
-                        step=trainer.state.step,
-                        reason=reason,
-                        seconds=seconds,
-                        problem=problem,
-                    )
-                )
+            if trainer is None:  # What has not started has no end.
+                return
+            finished = Finished(
+                at=time.time(),
+                step=trainer.state.step,
+                reason=reason,
+                seconds=time.monotonic() - began,
+                problem=problem,
+            )
+            log.write(finished)
 
         def lost(peer: int, how: How) -> None:
             problem = gone(peer, how, plan, run)
@@ -225,28 +220,21 @@ def train(
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
         if trainer.preempted:
-            preemption = _preemption(trainer, run)
+            hosts = {peer: plan.devices[peer].host for peer in trainer.preempted}
+            fact = (
+                f"a signal from outside the run asked it to end; step {trainer.state.step} is "
+                "saved, so no step is lost"
+            )
+            preemption = preempted(hosts, where=run.path, fact=fact, remedy=run.resume())
         finish(reason, preemption)
     # All have parted from each other, and what they had is saved.
     if preemption is not None:
         raise Refusal.of(preemption)
 
 
-def _preemption(trainer: Trainer, run: RunFolder) -> Problem:
-    """What it means to the user that workers were preempted."""
-    devices = trainer.worker.plan.devices
-    return preempted(
-        {rank: devices[rank].host for rank in trainer.preempted},
-        where=run.path,
-        fact=f"a signal from outside the run asked it to end; step {trainer.state.step} is "
-        "saved, so no step is lost",
-        remedy=run.resume(),
-    )
-
-
 def require_own(run: RunFolder, epoch: Epoch) -> None:
-    """Raises Refusal where this worker has no run to write to: its folder is gone (path-missing),
-    or another has taken its place (superseded)."""
+    """Check that this worker has a run to write to. Raises Refusal if its folder is gone
+    (path-missing), or another has taken its place (superseded)."""
     run.require_there()
     epochs.require(run.epochs, epoch.number)
 
@@ -260,13 +248,13 @@ def start(
     began: float,
     epoch: Epoch,
 ) -> Trainer:
-    """A trainer with the state of the newest checkpoint. That it has started is the first event. A
+    """Build a trainer and restore the newest checkpoint; its start is the first event. A
     time budget counts from `began`, of the monotonic clock."""
     if group.rank == 0:  # The others write none.
-        held = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
-        checkpoint.check_disk(
-            run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held
-        )
+        files = [file for file in run.checkpoints.rglob("*") if file.is_file()]
+        stored = sum(file.stat().st_size for file in files)
+        needed = (plan.train.keep + 2) * checkpoint.bytes_needed(plan)
+        checkpoint.check_disk(run.path, needed - stored)
     worker = build(plan, run, group, emit)
     requests = StopRequests(launcher)
     worker.stop = requests.asked
@@ -277,17 +265,18 @@ def start(
     group.introduce()
     emit(started(trainer, group.world))
     if (fault := epoch.fault) is not None:
-        emit(
-            Recovered(
-                at=time.time(),
-                step=trainer.state.step,
-                epoch=epoch.number,
-                fault=fault.problem,
-                replanned=fault.replanned,
-                lost=max(0, fault.step - trainer.state.step),
-                down_s=max(0.0, time.time() - fault.at),
-            )
+        now = time.time()
+        step = trainer.state.step
+        recovered = Recovered(
+            at=now,
+            step=step,
+            epoch=epoch.number,
+            fault=fault.problem,
+            replanned=fault.replanned,
+            lost=max(0, fault.step - step),
+            down_s=max(0.0, now - fault.at),
         )
+        emit(recovered)
     hold()
     return trainer
 
@@ -296,6 +285,8 @@ def started(trainer: Trainer, world: int) -> Started:
     plan = trainer.worker.plan
     run = trainer.worker.run
     machine = environment(trainer.worker.group.device)
+    estimate = load(run.estimate, Estimate) if run.estimate.exists() else None
+    peak_flops = catalog.peak_flops(machine.device, plan.train.precision, world)
     return Started(
         at=time.time(),
         step=trainer.state.step,
@@ -303,13 +294,13 @@ def started(trainer: Trainer, world: int) -> Started:
         world=world,
         environment=machine,
         used_s=trainer.elapsed_s,
-        estimate=load(run.estimate, Estimate) if run.estimate.exists() else None,
-        peak_flops=catalog.peak_flops(machine.device, plan.train.precision, world),
+        estimate=estimate,
+        peak_flops=peak_flops,
     )
 
 
 def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
-    """Let the trained model go on after the first words of two validation documents, for the
+    """Continue the first words of two validation documents with the trained model, for the
     report; as far as the time budget goes."""
     worker = trainer.worker
     if trainer.budget.late:
@@ -319,9 +310,8 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     try:
         model.to(worker.group.device)
     except torch.OutOfMemoryError:
-        model.to(
-            "cpu"
-        )  # A model that only many devices hold: a few words more must not end its run as failed.
+        # A model that only many devices hold: a few words more must not end its run as failed.
+        model.to("cpu")
     tokenizer = tokenizers.load(worker.run.tokenizer)
     for beginning in worker.prompts:
         prompt = tokenizer.decode(beginning)
@@ -335,21 +325,17 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
             seed=0,
             enough=lambda: trainer.budget.late,
         )
-        if text:
-            known = None if trainer.budget.late else known_share(worker, tokenizer.encode(text))
-            worker.emit(
-                Sampled(
-                    at=time.time(),
-                    step=trainer.state.step,
-                    prompt=prompt,
-                    text=text,
-                    verbatim=known,
-                )
-            )
+        if not text:
+            continue
+        verbatim = None
+        if not trainer.budget.late:
+            verbatim = known_share(worker, tokenizer.encode(text))
+        step = trainer.state.step
+        worker.emit(Sampled(at=time.time(), step=step, prompt=prompt, text=text, verbatim=verbatim))
 
 
 def known_share(worker: Worker, written: list[int]) -> float | None:
-    """The share of written tokens that stand in the training text; None where that is damaged.
+    """Return the share of written tokens that stand in the training text; None if that is damaged.
 
     All of the text is read, also blocks that no step has read. The training is complete: damage
     there is warned of.
@@ -358,28 +344,25 @@ def known_share(worker: Worker, written: list[int]) -> float | None:
         return verbatim_share(np.array(written), worker.train.tokens)
     except Refusal as damage:
         problem = damage.problem
-        worker.emit(
-            Warned(
-                at=time.time(),
-                message=f"{problem.what}: {problem.where}: {problem.fact}; {problem.remedy}",
-            )
-        )
+        message = f"{problem.what}: {problem.where}: {problem.fact}; {problem.remedy}"
+        worker.emit(Warned(at=time.time(), message=message))
         return None
 
 
 def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: int) -> Problem:
-    """What a worker's exception means to the user; `plan` is None before it is there."""
+    """Describe a worker's exception to the user; `plan` is None before it is loaded."""
     if isinstance(error, Refusal):
         return error.problem
     message = " ".join(str(error).split())
     if plan and memory_is_full(error):
+        device = plan.devices[rank]
         predicted = "nothing"
         if run.estimate.exists():
             predicted = format_bytes(load(run.estimate, Estimate).memory[rank].total)
         return Problem(
             code="out-of-memory",
             what="a worker ran out of memory",
-            where=f"rank {rank} ({plan.devices[rank].backend} on {plan.devices[rank].host})",
+            where=f"rank {rank} ({device.backend} on {device.host})",
             fact=f"predicted {predicted}; {message[:200]}",
             remedy=f"lower train.batch.global (now {plan.train.batch:d} sequences of "
             f"{plan.train.seq_len:d}) or set "
@@ -406,10 +389,8 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
     host = plan.devices[rank].host if plan else platform.node()
     # gloo raises RuntimeError, whose message alone says so; a store and NCCL have errors of their
     # own.
-    exchange = (
-        isinstance(error, (torch.distributed.DistError, ConnectionError, TimeoutError))
-        or "gloo" in message
-    )
+    exchange_errors = torch.distributed.DistError, ConnectionError, TimeoutError
+    exchange = isinstance(error, exchange_errors) or "gloo" in message
     return Problem(
         code="worker-lost",
         what=f"rank {rank} on {host} failed",
@@ -423,7 +404,8 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
 
 
 def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
-    """What it means to the user that another worker is lost."""
+    """Describe to the user that another worker is lost."""
+    host = plan.devices[peer].host
     facts: dict[How, str] = {
         "silence": (
             f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process "
@@ -434,11 +416,11 @@ def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
     }
     return Problem(
         code="worker-lost",
-        what=f"rank {peer} on {plan.devices[peer].host} was lost",
+        what=f"rank {peer} on {host} was lost",
         where=f"{run.logs}/rank-{peer}.log",
         remedy=run.resume(),
         rank=peer,
-        host=plan.devices[peer].host,
+        host=host,
         fact=facts[how],
     )
 
@@ -469,7 +451,10 @@ def check_version(notices: Notices, rank: int) -> None:
     ours = f"farspan {__version__}, torch {torch.__version__.split('+')[0]}"
     if rank == 0:
         notices.say("farspan/version", ours)
-    elif (theirs := notices.wait(["farspan/version"], START_S)[0].decode()) != ours:
+        return
+    (answer,) = notices.wait(["farspan/version"], START_S)
+    theirs = answer.decode()
+    if theirs != ours:
         raise Refusal(
             "version-mismatch",
             what="the workers are of unlike versions",
@@ -482,10 +467,12 @@ def check_version(notices: Notices, rank: int) -> None:
 def write_problem_file(
     problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None = None
 ) -> None:
-    """Write what ends this worker for its launcher; where the disk is full the exit code alone has
-    to say it. One that was replaced writes nothing."""
-    if epoch is not None and epochs.readable_ledger(run.epochs).epoch > epoch.number:
-        return
+    """Write what ends this worker for its launcher; if the disk is full only the exit code reports
+    it. One that was replaced writes nothing."""
+    if epoch is not None:
+        newest = epochs.readable_ledger(run.epochs).epoch
+        if newest > epoch.number:
+            return
     with suppress(OSError):
         save(problem, run.logs / f"rank-{rank}.problem.json")
 
@@ -509,16 +496,18 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     launcher = Launcher()
-    epoch = epochs.given(os.environ) or Epoch(number=epochs.readable_ledger(run.epochs).epoch)
+    epoch = epochs.given(os.environ)
+    if epoch is None:
+        epoch = Epoch(number=epochs.readable_ledger(run.epochs).epoch)
     leave_group(run, rank)
     try:
         notices = meet(rank, world, run_secret(world))
         if notices is not None:
             check_version(notices, rank)
             share(notices, rank, world, run)
-        read = load(Path(sys.argv[1]).expanduser(), Plan)
-        check_plan(read, run, rank, world)
-        plan = read
+        given = load(Path(sys.argv[1]).expanduser(), Plan)
+        check_plan(given, run, rank, world)
+        plan = given
         train(plan, run, rank, world, notices, launcher, epoch)
         return 0
     except Exception as error:

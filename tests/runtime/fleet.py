@@ -171,7 +171,7 @@ def serve(pipe: Connection, stacks: Path) -> None:
                     met = Notices(b"of these workers", rank)
                     met.meet(world, port, DEADLINE_S)
                     shared = dist.FileStore(store, world)
-                    collective._store = lambda notices, shared=shared: shared
+                    collective._connect_store = lambda notices, shared=shared: shared
                 with Group(rank, world, torch.device("cpu"), met) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:

@@ -64,7 +64,7 @@ class WorkClock:
         return self.now_s
 
     def follow(self, made: Trainer) -> None:
-        make_step = made._step
+        make_step = made._train_step
         read_windows = made.validation.read
 
         def timed_step(step: int) -> tuple[float, float, int, float]:
@@ -76,7 +76,7 @@ class WorkClock:
             self.now_s += self.token_s * sums.tokens
             return sums
 
-        made._step = timed_step  # type: ignore[method-assign]
+        made._train_step = timed_step  # type: ignore[method-assign]
         made.validation.read = timed_read  # type: ignore[method-assign]
 
 
@@ -190,11 +190,11 @@ def step_while_another_is_away(
         outer = made.worker.executor.outer
         made_them = path / "made"
         assert outer is not None
-        made._step(0)
+        made._train_step(0)
         if group.rank == 0:
             outer.meet(False)
             for step in range(1, steps):
-                made._step(step)
+                made._train_step(step)
             made_them.touch()
         else:
             while not made_them.exists():
@@ -261,7 +261,7 @@ def overflow(
         made.state.loss_scale = scale
         found = []
         for step in range(plan.train.steps):
-            loss, norm, *_ = made._step(step)
+            loss, norm, *_ = made._train_step(step)
             found.append((loss, norm, made.state.loss_scale))
         return found
 
@@ -269,7 +269,7 @@ def overflow(
 def tokens(group: Group, plan: Plan, path: Path) -> int:
     """Tokens that the first step counts."""
     with trainer(group, plan, path) as (made, _):
-        return made._step(0)[2]
+        return made._train_step(0)[2]
 
 
 def table(group: Group, plan: Plan, path: Path) -> NDArray[np.float32] | None:
@@ -333,7 +333,7 @@ def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[L
         chosen = validation.windows(first, stop)
         mine = [
             int(worker)
-            for windows in validation._mine(chosen)
+            for windows in validation._own_windows(chosen)
             for worker in windows
             if worker < made.worker.val.count
         ]

@@ -175,11 +175,11 @@ def test_worker_that_hangs_before_all_are_connected_is_named_as_lost(still):
     program = f"""
 import threading
 heartbeat.OPEN_S = {2 * SILENCE_S}
-heard, hear = threading.Event(), heartbeat.Heartbeat._hear
+heard, hear = threading.Event(), heartbeat.Heartbeat._receive_beat
 def hear_and_note(self, peer, content):
     hear(self, peer, content)
     heard.set()
-heartbeat.Heartbeat._hear = hear_and_note
+heartbeat.Heartbeat._receive_beat = hear_and_note
 if rank == {still}:
     collective.dist.init_process_group = lambda *given, **named: heard.wait() and stand_still()
 Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET), lost)

@@ -113,13 +113,13 @@ class Intruder(threading.Thread):
 #: Has rank 0 write down the port of PyTorch's store.
 NOTE = """
 from farspan.runtime.comm import collective
-made = collective._store
+made = collective._connect_store
 def noted(notices):
     store = made(notices)
     if notices.rank == 0:
         open({!r}, "w").write(str(store.port))
     return store
-collective._store = noted
+collective._connect_store = noted
 """
 DEEDS = pytest.mark.parametrize("deed", ["garbage", "replay", "deletion", "both"])
 
@@ -214,7 +214,7 @@ def test_who_repeats_what_a_worker_has_sent_is_refused(port: int):
     second = Notices(SECRET, 1)
     between = socket.create_server(("127.0.0.1", 0))
     recorded = bytearray()
-    with closing(Server(SECRET, first._take, port)):
+    with closing(Server(SECRET, first._accept_worker, port)):
 
         def pass_on() -> None:
             caller, _ = between.accept()
@@ -224,7 +224,7 @@ def test_who_repeats_what_a_worker_has_sent_is_refused(port: int):
                 copy(caller, real, recorded)
 
         threading.Thread(target=pass_on, daemon=True).start()
-        second._keep(0, second._call_rank_0(between.getsockname()[1], math.inf))
+        second._add_connection(0, second._call_rank_0(between.getsockname()[1], math.inf))
         second.say("lost", "1 silence")
         assert first.wait(["lost"], LIMIT_S) == [b"1 silence"]
         first._values.clear()
@@ -371,7 +371,7 @@ def offer(port: int) -> ShipmentOffer:
 
 def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: Server, tmp_path: Path):
     for part in NAMES:
-        ship._fetch(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
+        ship._fetch_part(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
     assert (tmp_path / "got-corpus" / "train.bin").read_bytes() == (
         tmp_path / "corpus" / "train.bin"
     ).read_bytes()
@@ -393,8 +393,8 @@ def test_peer_without_the_secret_receives_nothing_and_stops_no_server_thread(
             )
     for part, secret in (("run", b"another secret of theirs"), ("no such part", SECRET)):
         with pytest.raises(Refusal, match="worker-lost"):
-            ship._fetch(offer(server.port), part, tmp_path / "got", secret)
-    ship._fetch(offer(server.port), "run", tmp_path / "got", SECRET)
+            ship._fetch_part(offer(server.port), part, tmp_path / "got", secret)
+    ship._fetch_part(offer(server.port), "run", tmp_path / "got", SECRET)
     assert (tmp_path / "got" / "plan.json").exists()
 
 
@@ -414,7 +414,7 @@ def test_a_shipment_that_was_changed_on_its_way_is_refused(server: Server, tmp_p
     for at in (0, 5, 40, 5000, -5):  # The last is of the empty piece at the end.
         threading.Thread(target=serve, args=(at,), daemon=True).start()
         with pytest.raises(Refusal, match="worker-lost"):
-            ship._fetch(offer(between.getsockname()[1]), "corpus", tmp_path / "got", SECRET)
+            ship._fetch_part(offer(between.getsockname()[1]), "corpus", tmp_path / "got", SECRET)
         assert not any((tmp_path / "got").glob("*"))
     between.close()
 

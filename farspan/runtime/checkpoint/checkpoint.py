@@ -2,9 +2,9 @@
 read when whole.
 
 A checkpoint is a folder `step-00000120` with a file of slices for each worker that wrote one,
-`part-00000.safetensors`, and `manifest.json`, which says what is where. It is whole or it is not
-there. While it is made each worker leaves beside its file what the manifest will say of it,
-`part-00000.json`; rank 0 puts these together.
+`part-00000.safetensors`, and `manifest.json`, which locates each slice. It is whole or it is not
+there. While it is made each worker writes next to its file the entries of the manifest for it,
+`part-00000.json`; rank 0 merges these.
 
 `python -m farspan.runtime.checkpoint.checkpoint FOLDER` verifies one, for processes that load no
 PyTorch: it prints why it is not whole, and exits with the code of a corrupt one.
@@ -12,6 +12,7 @@ PyTorch: it prints why it is not whole, and exits with the code of a corrupt one
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -37,7 +38,6 @@ from farspan.runtime.checkpoint.layout import (
     Corrupt,
     GlobalTensor,
     Manifest,
-    StoredSlice,
     TrainerState,
     checksum_of,
 )
@@ -53,7 +53,7 @@ from farspan.runtime.checkpoint.stored import (
 from farspan.runtime.model.decoder import Decoder
 from farspan.semantics.matrices import block_matrices
 
-#: Bytes beside the tensors, at most.
+#: Bytes in addition to the tensors, at most.
 HEADERS = 2**20
 #: The kinds of tensors of a synchronous run, and what each replica has of its own where there are
 #: several.
@@ -66,20 +66,23 @@ MOMENTS = ("exp_avg", SECOND)
 OWN = ("master", *MOMENTS)
 
 
+def printable(text: str) -> str:
+    """Escape what is not UTF-8: names of files are bytes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class Unsaved(Exception):
     """A checkpoint that could not be written; the message says why."""
 
 
 def bytes_needed(plan: Plan) -> int:
-    """Size of one checkpoint: all tensors of it in fp32, and some headers."""
-    each = sum(
-        4 * shape.numel() for shape in map(torch.Size, shapes_of(plan, kinds_of(plan)).values())
-    )
-    return each + HEADERS
+    """Return the size of one checkpoint: all tensors of it in fp32, and some headers."""
+    shapes = shapes_of(plan, kinds_of(plan))
+    return 4 * sum(map(math.prod, shapes.values())) + HEADERS
 
 
 def model_bytes(plan: Plan) -> int:
-    """Size of the weights alone, and some headers."""
+    """Return the size of the weights alone, and some headers."""
     return 4 * parameters(plan.model) + HEADERS
 
 
@@ -87,15 +90,13 @@ def check_disk(folder: Path, needed: int) -> None:
     """Refuse when the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
+        missing = format_bytes(needed - free)
         raise Refusal(
             "disk-full",
             what="there is not enough disk space for checkpoints",
             where=folder,
             fact=f"{format_bytes(needed)} needed, {format_bytes(free)} free",
-            remedy=(
-                f"free {format_bytes(needed - free)} there, or keep the run elsewhere: farspan "
-                "train --run FOLDER"
-            ),
+            remedy=f"free {missing} there, or keep the run elsewhere: farspan train --run FOLDER",
         )
 
 
@@ -109,9 +110,9 @@ def unfinished(path: Path) -> Path:
 
 
 def begin(path: Path, size: int, epoch: int = 0) -> None:
-    """Make the folder that a checkpoint of so many bytes is written in. Raises OSError, or Refusal
+    """Make the folder that a checkpoint of `size` bytes is written in. Raises OSError, or Refusal
     (disk-full, or superseded where another start of the run has begun since this epoch)."""
-    require(_ledger(path), epoch)
+    require(_ledger_path(path), epoch)
     # No parents: a run's folder that was deleted is not made again.
     path.parent.mkdir(exist_ok=True)
     mend(path.parent)
@@ -124,7 +125,7 @@ def part_name(rank: int) -> str:
 
 
 def write_part(path: Path, rank: int, slices: Sequence[OwnedSlice]) -> None:
-    """Write what one worker has of a checkpoint, and then what the manifest says of it. Raises
+    """Write one worker's part of a checkpoint, and then the manifest's entries for it. Raises
     OSError."""
     file = unfinished(path) / part_name(rank)
     with open_own(file, "wb") as target:
@@ -135,83 +136,79 @@ def write_part(path: Path, rank: int, slices: Sequence[OwnedSlice]) -> None:
 
 
 def missing_parts(path: Path, ranks: Iterable[int]) -> list[int]:
-    """The workers whose part is not written yet."""
-    return [
-        rank
-        for rank in ranks
-        if not (unfinished(path) / part_name(rank)).with_suffix(".json").exists()
-    ]
+    """Return the ranks of the workers whose part is not written yet."""
+    folder = unfinished(path)
+    missing = list[int]()
+    for rank in ranks:
+        listing = (folder / part_name(rank)).with_suffix(".json")
+        if not listing.exists():
+            missing.append(rank)
+    return missing
 
 
 def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
-    """Put the parts of these workers together and the checkpoint in its place; its bytes. Raises
-    OSError, and Corrupt for a part that is not there; Refusal (superseded) where another start of
-    the run has begun."""
+    """Merge the parts of these workers, move the checkpoint to its place and return its bytes.
+    Raises OSError, and Corrupt for a part that is not there; Refusal (superseded) if another start
+    of the run has begun."""
     folder = unfinished(path)
-    slices = dict[str, list[StoredSlice]]()
-    shapes = dict[str, tuple[int, ...]]()
+    tensors: Listing = {}
     for rank in ranks:
         listed = (folder / part_name(rank)).with_suffix(".json")
-        for name, tensor in parse_json(read_small(listed, MOST_MANIFEST), Listing, listed).items():
-            slices.setdefault(name, []).extend(tensor.slices)
-            shapes[name] = tensor.shape
+        listing = parse_json(read_small(listed, MOST_MANIFEST), Listing, listed)
+        for name, tensor in listing.items():
+            slices = tensor.slices
+            if name in tensors:
+                slices = tensors[name].slices + slices
+            tensors[name] = GlobalTensor(shape=tensor.shape, slices=slices)
         listed.unlink()
-    require(_ledger(path), progress.epoch)
-    tensors = {
-        name: GlobalTensor(shape=shapes[name], slices=tuple(parts))
-        for name, parts in slices.items()
-    }
-    save(
-        Manifest(progress=progress, tensors=tensors, checksum=checksum_of(progress, tensors)),
-        folder / MANIFEST,
-    )
+    require(_ledger_path(path), progress.epoch)
+    checksum = checksum_of(progress, tensors)
+    save(Manifest(progress=progress, tensors=tensors, checksum=checksum), folder / MANIFEST)
     sync(folder)
-    return _put(folder, path)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    # Rename the folder; one that was there before is put aside until then.
+    old = path.with_name(f".{path.name}.old")
+    if os.path.lexists(path):
+        os.rename(path, old)
+    os.rename(folder, path)
+    sync(path.parent)
+    with suppress(OSError):  # The next `mend` finds it.
+        _remove_path(old)
+    return size
 
 
 def mend(folder: Path) -> None:
-    """After a worker was killed: remove what it had not finished to write or to delete. What was
-    put aside while a folder was replaced comes back, or goes where the new one is there."""
-    for left in folder.glob(".*.tmp"):
-        _remove(left)
+    """Clean up after a worker that was killed: remove what it had not finished to write or to
+    delete. A folder that was put aside while it was replaced comes back, or goes if the new one is
+    there."""
+    for half_written in folder.glob(".*.tmp"):
+        _remove_path(half_written)
     for old in folder.glob(".*.old"):
         replaced = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
         if os.path.lexists(replaced):
-            _remove(old)
+            _remove_path(old)
         else:
             os.rename(old, replaced)
 
 
-def _put(temporary: Path, path: Path) -> int:
-    """Rename a whole folder to where it belongs; its bytes."""
-    size = sum(file.stat().st_size for file in temporary.iterdir())
-    old = path.with_name(f".{path.name}.old")
-    if os.path.lexists(path):
-        os.rename(path, old)
-    os.rename(temporary, path)
-    sync(path.parent)
-    with suppress(OSError):  # The next `mend` finds it.
-        _remove(old)
-    return size
-
-
 def prune(newest: Path, keep: int) -> None:
-    """Delete all but the newest `keep`, of which the first was just written. What lacks files does
-    not count, and goes. Of a later step there is only what this start found damaged: it stays until
-    the run is there again."""
-    past = [path for path in newest_first(newest.parent) if 0 <= step_of(path) < step_of(newest)]
+    """Delete all but the newest `keep`, of which the first was just written. One that lacks files
+    does not count, and goes. Of a later step there is only what this start found damaged: it stays
+    until the run is there again."""
+    step = step_of(newest)
+    past = [path for path in newest_first(newest.parent) if 0 <= step_of(path) < step]
     kept = [path for path in past if _has_its_files(path)][: keep - 1]
     for path in past:
         if path not in kept:
             with suppress(OSError):  # It is tried again after the next save.
-                # Renamed first: of one that is half deleted, when this process is killed, nobody
-                # thinks that it is one.
-                left = path.with_name(f".{path.name}.tmp")
-                os.rename(path, left)
-                _remove(left)
+                # Renamed first: one that is half deleted when this process is killed must not
+                # look like a checkpoint.
+                doomed = path.with_name(f".{path.name}.tmp")
+                os.rename(path, doomed)
+                _remove_path(doomed)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -231,19 +228,22 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's folder is named after; -1 where it is named after none."""
-    number = re.fullmatch(r"step-([0-9]{8,20})", path.name)
-    return int(number[1]) if number and path.name == step_name(int(number[1])) else -1
+    """Return the step that a checkpoint's folder is named after; -1 if it is named after none."""
+    if not re.fullmatch(r"step-[0-9]{8,20}", path.name):
+        return -1
+    step = int(path.name.removeprefix("step-"))
+    return step if path.name == step_name(step) else -1
 
 
 def newest_first(folder: Path) -> Iterator[Path]:
-    """Checkpoints of a run that can be resumed from, newest first, whole or not. What is named
-    after no step comes before all: it may have been the newest."""
-    yield from sorted(
-        folder.glob("step-*"),
-        key=lambda path: (step_of(path) < 0, step_of(path), path.name),
-        reverse=True,
-    )
+    """Yield the checkpoints of a run that can be resumed from, newest first, whole or not. One that
+    is named after no step comes before all: it may have been the newest."""
+
+    def age(path: Path) -> tuple[bool, int, str]:
+        step = step_of(path)
+        return step < 0, step, path.name
+
+    yield from sorted(folder.glob("step-*"), key=age, reverse=True)
 
 
 # -- reading
@@ -253,34 +253,34 @@ def newest_first(folder: Path) -> Iterator[Path]:
 def read(path: Path) -> Manifest:
     """Return a checkpoint's manifest, which does not contradict itself. Raises Corrupt."""
     manifest = read_manifest(path)
-    if path.name.startswith("step-") and step_of(path) != manifest.progress.step:
-        raise Corrupt(f"its manifest is of step {manifest.progress.step}, its name is not")
-    if path.name.startswith("step-") and not readable_ledger(_ledger(path)).counts(
-        manifest.progress.epoch, step_of(path)
-    ):
-        raise Corrupt(
-            f"start {manifest.progress.epoch} of the run wrote it after another had begun"
-        )
+    if not path.name.startswith("step-"):
+        return manifest
+    step = manifest.progress.step
+    epoch = manifest.progress.epoch
+    if step_of(path) != step:
+        raise Corrupt(f"its manifest is of step {step}, its name is not")
+    if not readable_ledger(_ledger_path(path)).counts(epoch, step):
+        raise Corrupt(f"start {epoch} of the run wrote it after another had begun")
     return manifest
 
 
-def _ledger(path: Path) -> Path:
-    """Which starts of the run count that a checkpoint is of."""
+def _ledger_path(path: Path) -> Path:
+    """Return the ledger of the starts that count of a checkpoint's run."""
     return RunFolder(path.parent.parent).epochs
 
 
 def _has_its_files(path: Path) -> bool:
-    """A cheap look at whether a checkpoint is whole."""
+    """Return whether a checkpoint has all its files, without reading them."""
     with suppress(Corrupt, OSError):
-        files = {
-            part.file for tensor in read_manifest(path).tensors.values() for part in tensor.slices
-        }
+        files = set[str]()
+        for tensor in read_manifest(path).tensors.values():
+            files.update(part.file for part in tensor.slices)
         return all((path / file).is_file() for file in files)
     return False
 
 
 def verify(path: Path) -> TrainerState:
-    """Check every byte of a checkpoint's tensors; returns its progress or raises Corrupt."""
+    """Check every byte of a checkpoint's tensors; return its progress or raise Corrupt."""
     manifest = read(path)
     manifest.check({name: tensor.shape for name, tensor in manifest.tensors.items()})
     with Stored(path, manifest.tensors) as stored:
@@ -289,83 +289,78 @@ def verify(path: Path) -> TrainerState:
 
 
 def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str, tuple[int, ...]]:
-    """The shape of every global tensor of these kinds, by name."""
+    """Return the shape of every global tensor of these kinds, by name."""
     with torch.device("meta"):
-        model = {
-            name: tuple(parameter.shape)
-            for name, parameter in Decoder(plan.model).named_parameters()
-        }
+        model = Decoder(plan.model)
     lacking = without_second_moment(plan)
-    return {
-        f"{kind}/{name}": shape
-        for kind in kinds
-        for name, shape in model.items()
-        if not (name in lacking and kind.endswith(SECOND))
-    }
+    shapes = dict[str, tuple[int, ...]]()
+    for kind in kinds:
+        for name, parameter in model.named_parameters():
+            if name not in lacking or not kind.endswith(SECOND):
+                shapes[f"{kind}/{name}"] = tuple(parameter.shape)
+    return shapes
 
 
 def without_second_moment(plan: Plan) -> frozenset[str]:
-    """Parameters of which the optimizer keeps one moment only: those that Muon updates."""
-    return frozenset(block_matrices(models.graph(plan.model)) if plan.train.optimizer.muon else ())
+    """Return the parameters of which the optimizer keeps one moment only: those that Muon
+    updates."""
+    if not plan.train.optimizer.muon:
+        return frozenset()
+    return frozenset(block_matrices(models.graph(plan.model)))
 
 
 def own(replica: int, kind: str) -> str:
-    """A kind of tensors that one of several replicas has of its own."""
+    """Return the name of a kind of tensors that one of several replicas has of its own."""
     return f"replica-{replica}/{kind}"
 
 
 def kinds_of(plan: Plan) -> tuple[str, ...]:
-    """All kinds of tensors in a checkpoint of a plan."""
+    """List all kinds of tensors in a checkpoint of a plan."""
     average = (AVERAGE,) if plan.train.optimizer.average else ()
     if plan.sync is None:
         return MODEL, *MOMENTS, *average
-    return (
-        MODEL,
-        MOMENTUM,
-        *average,
-        *(own(r, kind) for r in range(len(plan.replicas)) for kind in OWN),
-    )
+    kinds = [MODEL, MOMENTUM, *average]
+    for replica in range(len(plan.replicas)):
+        kinds += [own(replica, kind) for kind in OWN]
+    return tuple(kinds)
 
 
 def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[str, ...]]:
-    """What a worker of a replica takes its state from, by kind: the mean of these kinds, zeros
-    where there are none.
+    """List by kind what a worker of a replica restores its state from: the mean of these kinds,
+    zeros if there are none.
 
-    Where the number of replicas is another one, each begins at the model that the old ones last met
-    at, with the mean of their moments; the outer momentum goes on. What replicas had learned since
-    they met is not kept.
+    If the number of replicas has changed, each begins at the synced parameters of the old ones,
+    with the mean of their moments and the outer momentum. What replicas had learned since the last
+    outer sync is not kept.
     """
-    each = [own(r, kind) for kind in MOMENTS for r in range(stored.replicas)]
-    mean = {
-        kind: tuple(name for name in each if name.endswith(f"/{kind}")) or (kind,)
-        for kind in MOMENTS
-    }
+    kinds: dict[str, tuple[str, ...]] = {MODEL: (MODEL,)}
+    for kind in MOMENTS:
+        kinds[kind] = tuple(own(r, kind) for r in range(stored.replicas)) or (kind,)
     if plan.train.optimizer.average:
-        mean[AVERAGE] = (AVERAGE,)
+        kinds[AVERAGE] = (AVERAGE,)
     if plan.sync is None:
-        return {MODEL: (MODEL,), **mean}
-    momentum = (MOMENTUM,) if stored.replicas else ()
+        return kinds
+    kinds[MOMENTUM] = (MOMENTUM,) if stored.replicas else ()
+    kinds["master"] = (MODEL,)
     if stored.replicas == len(plan.replicas):
-        return {
-            MODEL: (MODEL,),
-            MOMENTUM: momentum,
-            **mean,
-            **{kind: (own(replica, kind),) for kind in OWN},
-        }
-    return {MODEL: (MODEL,), MOMENTUM: momentum, "master": (MODEL,), **mean}
+        for kind in OWN:
+            kinds[kind] = (own(replica, kind),)
+    return kinds
 
 
 def read_weights(
     path: Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, torch.Tensor], TrainerState, str]:
-    """The fp32 weights of a checkpoint or of `best`, by parameter name, the progress that they are
+    """Read the fp32 weights of a checkpoint or of `best`, by parameter name, the progress they are
     from, and a checksum of them. `shapes` are those of a plan's model (`shapes_of`). Raises
     Corrupt."""
     manifest = read(path)
     manifest.check(shapes)
     wanted = {name: tensor for name, tensor in manifest.tensors.items() if name in shapes}
+    weights = dict[str, torch.Tensor]()
     with Stored(path, wanted) as stored:
-        weights = {name.removeprefix(f"{MODEL}/"): stored.whole(name) for name in shapes}
+        for name in shapes:
+            weights[name.removeprefix(f"{MODEL}/")] = stored.whole(name)
     return weights, manifest.progress, content_hash(wanted)
 
 

@@ -1,9 +1,9 @@
-"""What a checkpoint consists of: manifest.json has the trainer's state, and which slice of which
-global tensor lies in which file.
+"""The parts of a checkpoint: manifest.json has the trainer's state, and lists by global tensor the
+slices and their files.
 
 Tensors are named `model/NAME` (fp32 masters), `exp_avg/NAME` and `exp_avg_sq/NAME` (moments; Muon
-has the first alone), and `average/NAME` where an average of the weights is kept. Of replicas that
-meet now and then `model` is the one that they met at, `momentum/NAME` is the outer optimizer's, and
+has the first alone), and `average/NAME` where an average of the weights is kept. Of replicas
+with an outer step `model` is the synced parameters, `momentum/NAME` is the outer optimizer's, and
 each replica has its own `replica-0/master/NAME`, `replica-0/exp_avg/NAME` and
 `replica-0/exp_avg_sq/NAME`.
 
@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 BLOCK = 2**18
 #: Slices of one tensor at most.
 MOST_SLICES = 2**12
-#: What a number of a manifest can be: more is damage.
+#: The range of a number of a manifest: more is damage.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
@@ -49,7 +49,7 @@ class TrainerState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     step depends on. A checkpoint keeps it as it is."""
 
     step: Count
-    #: The plan that made it, and what any plan must share that goes on from it
+    #: The plan that made it, and what any plan must share that resumes from it
     #: (`semantics.identity.training_key`).
     plan: str
     training: str
@@ -61,7 +61,7 @@ class TrainerState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     loss_scale: Positive = 1.0
     #: Steps in a row without an overflow, which decide when the loss scale doubles.
     quiet: Count = 0
-    #: Steps whose update an overflow has cost: the optimizer has counted so many fewer.
+    #: Steps whose update an overflow has cost: the optimizer has not counted them.
     skipped: Count = 0
     #: Steps of the whole run, which its time budget may have changed; 0 is the plan's.
     steps: Count = 0
@@ -91,24 +91,25 @@ class GlobalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slices: Annotated[tuple[StoredSlice, ...], msgspec.Meta(min_length=1, max_length=MOST_SLICES)]
 
     def flaw(self) -> str:
-        """Why the slices do not make up the tensor; empty where they do."""
-        if any(
-            len(part.at) != len(self.shape) or len(part.shape) != len(self.shape)
-            for part in self.slices
-        ):
+        """Return why the slices do not make up the tensor; empty if they do."""
+        num_slices = len(self.slices)
+        dims = len(self.shape)
+        starts = [part.at for part in self.slices]
+        shapes = [part.shape for part in self.slices]
+        if any(len(extent) != dims for extent in (*starts, *shapes)):
             return "slices of another number of dims"
-        low = np.array([part.at for part in self.slices], np.int64).reshape(len(self.slices), -1)
-        high = low + np.array([part.shape for part in self.slices], np.int64).reshape(low.shape)
+        low = np.array(starts, np.int64).reshape(num_slices, dims)
+        high = low + np.array(shapes, np.int64).reshape(num_slices, dims)
         if (high > np.array(self.shape, np.int64)).any():
             return "a slice that reaches beyond it"
-        if sum(math.prod(part.shape) for part in self.slices) != math.prod(self.shape):
+        if sum(map(math.prod, shapes)) != math.prod(self.shape):
             return "slices that are not all of it"
-        shared = np.ones((len(low), len(low)), bool)
-        for dim in range(low.shape[1]):
-            shared &= (low[:, None, dim] < high[None, :, dim]) & (
-                low[None, :, dim] < high[:, None, dim]
-            )
-        return "slices that overlap" if shared.sum() > len(low) else ""
+        # Two boxes overlap if they do in every dim: below[i, j] is whether i begins before j ends.
+        shared = np.ones((num_slices, num_slices), bool)
+        for dim in range(dims):
+            below = low[:, None, dim] < high[None, :, dim]
+            shared &= below & below.T
+        return "slices that overlap" if shared.sum() > num_slices else ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,28 +121,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def replicas(self) -> int:
-        """Replicas with a state of their own; 0 of a synchronous run."""
+        """Number of replicas with a state of their own; 0 of a synchronous run."""
         numbers = {name.split("/")[0] for name in self.tensors if name.startswith("replica-")}
         return len(numbers)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises Corrupt unless these tensors are here, whole and of these shapes."""
+        """Check that these tensors are here, whole and of these shapes. Raises Corrupt."""
         for name, shape in shapes.items():
             stored = self.tensors.get(name)
             if stored is None or stored.shape != shape:
-                has = "nothing" if stored is None else f"shape {list(stored.shape)}"
-                raise Corrupt(f"it has {has} for {name} where the plan has shape {list(shape)}")
+                actual = "nothing" if stored is None else f"shape {list(stored.shape)}"
+                raise Corrupt(f"it has {actual} for {name} where the plan has shape {list(shape)}")
             if flaw := stored.flaw():
                 raise Corrupt(f"{name} has {flaw}")
 
 
 def key_of(name: str, at: tuple[int, ...]) -> str:
-    """What a slice of a tensor is called in its file."""
+    """Return the name of a slice of a tensor in its file."""
     return f"{name}@{','.join(map(str, at))}"
 
 
 def checksum_of(progress: object, tensors: object) -> str:
-    """The checksum of a manifest, from its parts or from what JSON has of them."""
+    """Return the checksum of a manifest, from its parts or from the JSON of them."""
     return content_hash(msgspec.to_builtins(progress), msgspec.to_builtins(tensors))
 
 
@@ -167,40 +168,51 @@ class Box(NamedTuple):
     cut: tuple[int, int]
 
     def of(self, owned: Tensor) -> Tensor:
-        """The view of the box in an owned range (elements,)."""
-        run = owned[self.run[0] : self.run[1]].view(self.run_shape)
-        return (
-            run.narrow(self.dim, self.cut[0], self.cut[1] - self.cut[0]) if self.run_shape else run
-        )
+        """Return the view of the box in an owned range (elements,)."""
+        start, stop = self.run
+        run = owned[start:stop].view(self.run_shape)
+        if not self.run_shape:
+            return run
+        low, high = self.cut
+        return run.narrow(self.dim, low, high - low)
 
 
 def boxes(part: TensorSlice | None, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of elements [start, stop) of a worker's part (of this shape) of a global tensor."""
-    dim = 0 if part is None else part.dim
-    ranges = part.ranges if part is not None else ((0, shape[0]),) if shape else ((0, 1),)
-    for at, run_shape, first in _runs(tuple(shape), start, stop):
-        run = first - start, first - start + math.prod(run_shape)
+    """Yield the boxes of elements [start, stop) of a worker's part of a global tensor; the part has
+    this shape."""
+    dim = 0
+    ranges: Sequence[tuple[int, int]] = ((0, shape[0] if shape else 1),)
+    if part is not None:
+        dim = part.dim
+        ranges = part.ranges
+    for at, run_shape, first in _split_rows(tuple(shape), start, stop):
+        offset = first - start
+        run = offset, offset + math.prod(run_shape)
         if not run_shape:
             yield Box((), (), run, (), 0, (0, 1))
             continue
         low = at[dim]
-        held = 0
+        high = low + run_shape[dim]
+        part_begin = 0
         for begin, end in ranges:
-            # The part's elements [held, held + length) along `dim` are the global tensor's [begin,
+            # The part's elements [part_begin, part_end) along `dim` are the global tensor's [begin,
             # end).
-            length = end - begin
-            a = max(low, held)
-            b = min(low + run_shape[dim], held + length)
+            part_end = part_begin + end - begin
+            a = max(low, part_begin)
+            b = min(high, part_end)
             if a < b:
-                place = (*at[:dim], begin + a - held, *at[dim + 1 :])
-                size = (*run_shape[:dim], b - a, *run_shape[dim + 1 :])
-                yield Box(place, size, run, run_shape, dim, (a - low, b - low))
-            held += length
+                place = list(at)
+                place[dim] = begin + a - part_begin
+                size = list(run_shape)
+                size[dim] = b - a
+                cut = a - low, b - low
+                yield Box(tuple(place), tuple(size), run, run_shape, dim, cut)
+            part_begin = part_end
 
 
-def _runs(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]]:
-    """Elements [start, stop) of a tensor in row-major order as boxes that follow one another: (at,
-    shape, first)."""
+def _split_rows(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]]:
+    """Yield elements [start, stop) of a tensor in row-major order as boxes that follow one another:
+    (at, shape, first)."""
     if start >= stop:
         return
     if not shape:
@@ -210,30 +222,40 @@ def _runs(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]
     first = -(-start // inner)
     last = stop // inner
     if first > last:  # Inside one row.
-        yield from _row(shape, last, start, stop)
+        yield from _split_inside_row(shape, last, start, stop)
         return
-    yield from _row(shape, first - 1, start, first * inner)
+    yield from _split_inside_row(shape, first - 1, start, first * inner)
     if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * inner
-    yield from _row(shape, last, last * inner, stop)
+        at = (first, *[0] * (len(shape) - 1))
+        yield at, (last - first, *shape[1:]), first * inner
+    yield from _split_inside_row(shape, last, last * inner, stop)
 
 
-def _row(shape: Ints, row: int, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]]:
-    before = row * math.prod(shape[1:])
-    for at, size, first in _runs(shape[1:], start - before, stop - before):
+def _split_inside_row(
+    shape: Ints, row: int, start: int, stop: int
+) -> Iterator[tuple[Ints, Ints, int]]:
+    row_shape = shape[1:]
+    before = row * math.prod(row_shape)
+    for at, size, first in _split_rows(row_shape, start - before, stop - before):
         yield (row, *at), (1, *size), before + first
 
 
 def overlap(a_at: Ints, a_shape: Ints, b_at: Ints, b_shape: Ints) -> tuple[Ints, Ints] | None:
-    """What two boxes of one tensor share, as (at, shape); None where they share nothing."""
-    at = tuple(map(max, a_at, b_at))
-    ends = (min(a + n, b + m) for a, n, b, m in zip(a_at, a_shape, b_at, b_shape, strict=True))
-    shape = tuple(end - low for end, low in zip(ends, at, strict=True))
-    return (at, shape) if all(size > 0 for size in shape) else None
+    """Intersect two boxes of one tensor: (at, shape), or None if they are disjoint."""
+    at = list[int]()
+    shape = list[int]()
+    for a, n, b, m in zip(a_at, a_shape, b_at, b_shape, strict=True):
+        low = max(a, b)
+        size = min(a + n, b + m) - low
+        if size <= 0:
+            return None
+        at.append(low)
+        shape.append(size)
+    return tuple(at), tuple(shape)
 
 
 def within(tensor: Tensor, at: Ints, box_at: Ints, shape: Ints) -> Tensor:
-    """The view of a box in a tensor that begins at `at` of the global one."""
+    """Return the view of a box in a tensor that begins at `at` of the global one."""
     for dim, (low, start, size) in enumerate(zip(at, box_at, shape, strict=True)):
         tensor = tensor.narrow(dim, start - low, size)
     return tensor

@@ -3,8 +3,9 @@ global tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -31,7 +32,7 @@ def restore(
     accept: Callable[[TrainerState], None],
     warn: Callable[[str], None],
 ) -> tuple[TrainerState, int] | None:
-    """Every worker takes its part of the newest whole checkpoint, if any; corrupt ones are named,
+    """Restore each worker's part of the newest whole checkpoint, if any; corrupt ones are named,
     and the one before them is used. `accept` takes its state, and raises Refusal for another
     training's. `near` are the ranks that see the folder. Returns the state, and the bytes of
     tensors that this worker read."""
@@ -39,48 +40,51 @@ def restore(
     plan = executor.topology.plan
     paths = list[Path]()
     if rank == 0:
-        with suppress(OSError):  # A save that finds the same says so.
+        with suppress(OSError):  # A save that fails so reports it.
             checkpoint.mend(folder)
         paths = list(checkpoint.newest_first(folder))
     corrupt = list[str]()
     newest = 0
-    for number in range(int(group.sum(float(len(paths)))[0])):
+    num_paths = int(group.sum(float(len(paths)))[0])
+    for number in range(num_paths):
+        # Rank 0 reads the manifest, and sends name and state to the others.
         path = None
         manifest = None
-        why = ""
-        mine = b""
+        problem = ""
+        content = b""
         if rank == 0:
             path = paths[number]
             try:
-                manifest = _readable(path, plan, accept)
-                mine = msgspec.json.encode((path.name, manifest.progress))
+                manifest = _read_resumable(path, plan, accept)
+                content = msgspec.json.encode((path.name, manifest.progress))
             except Corrupt as error:
-                why = str(error)
-        why = group.share_text(why)
-        if not why:
-            name, state = msgspec.json.decode(group.share(mine), type=tuple[str, TrainerState])
+                problem = str(error)
+        problem = group.share_text(problem)
+        if not problem:
+            content = group.share(content)
+            name, state = msgspec.json.decode(content, type=tuple[str, TrainerState])
             reader = _Reader(executor, near, group)
-            why = reader.take(folder / name, manifest)
-            if not why:
+            problem = reader.take(folder / name, manifest)
+            if not problem:
                 accept(state)
                 if corrupt:
-                    lost = counted(newest - state.step, "step")
-                    warn(
-                        f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {state.step}"
-                        f"{f': {lost} lost' if newest > state.step else ''}."
-                    )
+                    lost = ""
+                    if newest > state.step:
+                        lost = f": {counted(newest - state.step, 'step')} lost"
+                    faults = "; ".join(corrupt)
+                    warn(f"corrupt checkpoint {faults}. Going on from step {state.step}{lost}.")
                 executor.publish()
                 return state, reader.read_bytes
         if path is not None:
-            # Names of files are bytes, and not all of them UTF-8.
-            corrupt.append(f"{path}: {why}".encode(errors="backslashreplace").decode())
+            corrupt.append(checkpoint.printable(f"{path}: {problem}"))
             newest = max(newest, checkpoint.step_of(path))
-    if group.share_text("; ".join(corrupt)):
+    faults = "; ".join(corrupt)
+    if group.share_text(faults):
         raise Refusal(
             "checkpoint-corrupt",
             what="no checkpoint of this run can be used",
             where=folder,
-            fact="; ".join(corrupt) or "rank 0 names them",
+            fact=faults or "rank 0 names them",
             remedy="start again: farspan train run.yaml --run NEW_FOLDER",
         )
     return None
@@ -90,16 +94,19 @@ def kept_by_kind(executor: Executor) -> dict[str, Sequence[Tensor]]:
     """Return what this worker keeps by bucket, by the kinds of `checkpoint.sources`."""
     state = executor.state
     outer = executor.outer
-    model = {MODEL: state.master}
+    kept: dict[str, Sequence[Tensor]] = {MODEL: state.master}
     if outer is not None:
-        model = {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master}
-    average = {AVERAGE: state.average} if state.average else {}
-    return {**model, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq, **average}
+        kept = {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master}
+    kept["exp_avg"] = state.exp_avg
+    kept["exp_avg_sq"] = state.exp_avg_sq
+    if state.average:
+        kept[AVERAGE] = state.average
+    return kept
 
 
-def _readable(path: Path, plan: Plan, accept: Callable[[TrainerState], None]) -> Manifest:
-    """On rank 0: the manifest of a checkpoint that this plan can go on from. Raises Corrupt, and
-    Refusal for another training's."""
+def _read_resumable(path: Path, plan: Plan, accept: Callable[[TrainerState], None]) -> Manifest:
+    """Read on rank 0 the manifest of a checkpoint that this plan can resume from. Raises Corrupt,
+    and Refusal for another training's."""
     manifest = checkpoint.read(path)
     accept(manifest.progress)
     step = manifest.progress.step
@@ -107,7 +114,8 @@ def _readable(path: Path, plan: Plan, accept: Callable[[TrainerState], None]) ->
     if step > limit:
         raise Corrupt(f"it is of step {step}, and the plan has {limit}")
     for replica in range(len(plan.replicas)):
-        kinds = set[str]().union(*checkpoint.sources(plan, replica, manifest).values())
+        sources = checkpoint.sources(plan, replica, manifest)
+        kinds = set[str]().union(*sources.values())
         manifest.check(checkpoint.shapes_of(plan, sorted(kinds)))
     return manifest
 
@@ -128,7 +136,7 @@ class _Reader:
     def take(self, path: Path, manifest: Manifest | None) -> str:
         """Fill this worker's state from a checkpoint, and those of workers that do not see it;
         return why that failed."""
-        why = ""
+        problem = ""
         if self._rank not in self._near:
             for flats in self._targets.values():
                 self._whole.receive(flats)
@@ -136,71 +144,65 @@ class _Reader:
             try:
                 manifest = manifest or checkpoint.read(path)
             except Corrupt as error:
-                why = str(error)
+                problem = str(error)
             else:
                 with Stored(path, manifest.tensors) as stored:
-                    why = self._fill_own(stored, manifest)
+                    problem = self._fill_own(stored, manifest)
                     if self._rank == 0 and len(self._near) < self._group.world:
-                        why = self._hand_out(stored, manifest) or why
+                        problem = self._hand_out(stored, manifest) or problem
                     self.read_bytes = stored.read_bytes
-        return next(filter(None, self._group.gather_text(why)), "")
+        return next(filter(None, self._group.gather_text(problem)), "")
 
     def _fill_own(self, stored: Stored, manifest: Manifest) -> str:
-        mine = self._whole.manifests[self._rank]
-        names = checkpoint.sources(self._plan, mine.replica, manifest)
+        own = self._whole.manifests[self._rank]
+        sources = checkpoint.sources(self._plan, own.replica, manifest)
         try:
             for kind, flats in self._targets.items():
-                for flat, pieces in zip(flats, mine.pieces, strict=True):
+                for flat, pieces in zip(flats, own.pieces, strict=True):
                     for piece in pieces if len(flat) else ():
-                        owned = flat.reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
-                        _fill(stored, names[kind], piece, owned)
+                        _fill_with_mean(stored, sources[kind], piece, flat)
         except Corrupt as error:
             return str(error)
         return ""
 
     def _hand_out(self, stored: Stored, manifest: Manifest) -> str:
-        """On rank 0: read what workers need that do not see the folder, and send it to them."""
-        plan = self._plan
-        why = list[str]()
-        far = [rank for rank in range(len(self._whole.manifests)) if rank not in self._near]
+        """Read on rank 0 what workers need that do not see the folder, and send it to them."""
+        problems = list[str]()
+        manifests = self._whole.manifests
+        far = [rank for rank in range(len(manifests)) if rank not in self._near]
 
-        def content(rank: int, b: int, kind: str) -> Tensor:
-            theirs = self._whole.manifests[rank]
+        def content(kind: str, rank: int, b: int) -> Tensor:
+            theirs = manifests[rank]
             if kind == checkpoint.SECOND and theirs.matrices[b]:
                 return torch.zeros(0)
             values = torch.zeros(theirs.sizes[b])
-            names = checkpoint.sources(plan, theirs.replica, manifest)[kind]
-            with _noting(why):  # Sent all the same: they wait for it.
+            sources = checkpoint.sources(self._plan, theirs.replica, manifest)
+            try:
                 for piece in theirs.pieces[b]:
-                    _fill(
-                        stored, names, piece, values[piece.at : piece.at + piece.stop - piece.start]
-                    )
+                    _fill_with_mean(stored, sources[kind], piece, values)
+            except Corrupt as error:  # Sent all the same: they wait for it.
+                problems.append(str(error))
             return values
 
         for kind in self._targets:
-            self._whole.send_out(far, lambda rank, b, kind=kind: content(rank, b, kind))  # type: ignore[misc]
-        return why[0] if why else ""
+            self._whole.send_out(far, functools.partial(content, kind))
+        return problems[0] if problems else ""
 
 
-@contextmanager
-def _noting(why: list[str]) -> Iterator[None]:
-    """Note why a checkpoint could not be read, and go on."""
-    try:
-        yield
-    except Corrupt as error:
-        why.append(str(error))
-
-
-def _fill(stored: Stored, kinds: Sequence[str], piece: Piece, owned: Tensor) -> None:
-    """Fill what a worker owns of a parameter with the mean of these kinds; zeros where there are
-    none."""
+def _fill_with_mean(stored: Stored, kinds: Sequence[str], piece: Piece, flat: Tensor) -> None:
+    """Fill a worker's piece of a parameter, in its bucket, with the mean of these kinds; zeros if
+    there are none."""
+    owned = flat.reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
     if not kinds:
         owned.zero_()
     for number, kind in enumerate(kinds):
-        values = owned if number == 0 and owned.device.type == "cpu" else torch.empty(owned.shape)
+        in_place = number == 0 and owned.device.type == "cpu"
+        values = owned if in_place else torch.empty(owned.shape)
         for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
             stored.fill(f"{kind}/{piece.name}", box.at, box.of(values))
-        if values is not owned:
-            owned.copy_(values) if number == 0 else owned.add_(values.to(owned.device))
+        if number > 0:
+            owned.add_(values.to(owned.device))
+        elif not in_place:
+            owned.copy_(values)
     if len(kinds) > 1:
         owned.div_(len(kinds))

@@ -1,9 +1,9 @@
 """Writing checkpoints of a run whose state lies on many workers: each writes the slices that it
 owns.
 
-What several workers own one of them writes, so that all write about as much. A worker that does not
-see rank 0's folder sends its part there (`SharedFolder`). A save takes a copy of the state; it is
-written while training goes on, and rank 0 commits it when every part is there.
+A slice that several workers own is written by one of them, so that all write about the same amount.
+A worker that does not see rank 0's folder sends its part there (`SharedFolder`). A save takes a
+copy of the state; it is written in the background, and rank 0 commits it when every part is there.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from farspan.runtime.comm.sealed import Forged, SealedStream, Server
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.full_state import Piece
 
-#: Times on end that a checkpoint is due and cannot be written before the run ends.
+#: Times in a row that a checkpoint is due and cannot be written before the run ends.
 UNSAVED = 3
 #: How often rank 0 looks whether all parts of a checkpoint are there.
 POLL_S = 0.02
 
 
-#: What a worker asks rank 0 to take, before its rank; and rank 0's word that it lies on its disk.
+#: The first word of a worker's question to rank 0, before its rank; and rank 0's answer that the
+#: part is on its disk.
 QUESTION = "part"
 WRITTEN = b"+"
 
@@ -67,31 +68,33 @@ class SharedFolder:
         if group.world == 1 or self._met:
             return
         self._met = True
-        mark = b""
+        mark = ""
         if group.rank == 0:
-            mark = f".here-{secrets.token_hex(8)}".encode()
-            with suppress(OSError):  # Then nobody sees it, and the first save says why.
+            mark = f".here-{secrets.token_hex(8)}"
+            with suppress(OSError):  # Then nobody sees it, and the first save reports why.
                 self.path.mkdir(exist_ok=True)
-                (self.path / mark.decode()).touch(exist_ok=False)
-        path = self.path / group.share(mark).decode()
-        sees = group.rank == 0 or path.exists()
-        self.near = frozenset(rank for rank, seen in enumerate(group.gather(float(sees))) if seen)
+                (self.path / mark).touch(exist_ok=False)
+        path = self.path / group.share_text(mark)
+        sees = group.gather(float(group.rank == 0 or path.exists()))
+        self.near = frozenset(rank for rank in range(group.world) if sees[rank])
         if group.rank == 0:
             path.unlink(missing_ok=True)
         if len(self.near) < group.world:
+            port = 0
             if group.rank == 0:
-                self._server = Server(group.secret, self._receive)
-            port = group.sum(float(self._server.port) if self._server else 0.0)[0]
-            self._rank_0 = group.rank_0, int(port)
+                self._server = Server(group.secret, self._receive_part)
+                port = self._server.port
+            self._rank_0 = group.rank_0, int(group.sum(port)[0])
 
     def send_part(self, group: Group, slices: Sequence[OwnedSlice]) -> None:
         """Send a worker's part to rank 0, and wait until it lies on the disk there. Raises
         OSError."""
-        failed = f"rank 0 could not write the part of rank {group.rank}"
+        rank = group.rank
+        failed = f"rank 0 could not write the part of rank {rank}"
         try:
-            stream = SealedStream.call(self._rank_0, group.secret, f"{QUESTION} {group.rank}")
+            stream = SealedStream.call(self._rank_0, group.secret, f"{QUESTION} {rank}")
             with closing(stream):
-                name = checkpoint.part_name(group.rank)
+                name = checkpoint.part_name(rank)
                 listing = put_slices(slices, name, lambda content: stream.write(bytes(content)))
                 stream.end()
                 stream.write(msgspec.json.encode(listing))
@@ -101,12 +104,13 @@ class SharedFolder:
         except Forged as error:
             raise OSError(f"{failed}: {error}") from None
 
-    def _receive(self, question: str, stream: SealedStream) -> None:
-        """Write a part that comes beside rank 0's own."""
+    def _receive_part(self, question: str, stream: SealedStream) -> None:
+        """Write a part that another worker sends next to rank 0's own."""
         word, _, number = question.partition(" ")
         if word != QUESTION:
             return
-        file = checkpoint.unfinished(self.receiving) / checkpoint.part_name(int(number))
+        name = checkpoint.part_name(int(number))
+        file = checkpoint.unfinished(self.receiving) / name
         with open_own(file, "wb") as target:
             target.writelines(stream.pieces())
             target.flush()
@@ -130,22 +134,22 @@ class Written(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A checkpoint that is being written: on rank 0 its bytes come of it, and when it was in its
-    place, once all parts are there."""
+    """A checkpoint that is being written. On rank 0 the future returns its bytes and the time when
+    it was in its place."""
 
     state: TrainerState
     path: Path
     began: float
     future: Future[tuple[int, float]]
-    #: Set when no other worker writes any more: what is missing then does not come.
+    #: Set when no other worker writes any more: a part that is missing then does not come.
     ended: threading.Event
     due: bool
 
 
 class Checkpointer:
     """All workers of a run call these together, but for `poll`. On rank 0 `written` receives each
-    checkpoint that is in its place. Without `background` a checkpoint is written before training
-    goes on."""
+    checkpoint that is in its place. Without `background` training waits while a
+    checkpoint is written."""
 
     def __init__(
         self,
@@ -175,7 +179,7 @@ class Checkpointer:
         self.step = -1
         #: Bytes of tensors that this worker read to restore its state.
         self.read_bytes = 0
-        #: Times on end that a checkpoint was due and could not be written.
+        #: Times in a row that a checkpoint was due and could not be written.
         self._unsaved = 0
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -186,114 +190,122 @@ class Checkpointer:
     def save(
         self, state: TrainerState, *, due: bool = False, last: bool = False, wait: bool = False
     ) -> bool:
-        """Begin to write a checkpoint, unless it was the last one; wait for it where training does
-        not go on. Returns whether it is there, or on its way. Raises Refusal (disk-full) where the
-        run cannot go on without."""
+        """Begin to write a checkpoint, unless this step's is written or being written; wait for it
+        at the end. Returns whether it is there, or on its way. Raises Refusal (disk-full) if the
+        run cannot continue without it."""
         if state.step != self.step:
-            self._settle()
+            self._wait_for_pending()
             path = self._folder.path / checkpoint.step_name(state.step)
             flats = kept_by_kind(self._executor)
-            replica = self._executor.topology.replica_index
             if self._executor.outer is not None:
-                own = {checkpoint.own(replica, kind): flats.pop(kind) for kind in OWN}
-                flats |= own
+                replica = self._executor.topology.replica_index
+                for kind in OWN:
+                    flats[checkpoint.own(replica, kind)] = flats.pop(kind)
+            size = checkpoint.bytes_needed(self._plan)
             try:
-                self._begin(state, path, flats, checkpoint.bytes_needed(self._plan), due=due)
+                self._begin_write(state, path, flats, size, due=due)
             except Unsaved as error:
-                self._warn(self._excuse(str(error), state, due=due, last=last))
+                self._warn(self._failure_warning(str(error), state, due=due, last=last))
                 return False
             self.step = state.step
         if self._background and not (last or wait):
             return True
-        return self._settle(last=last)
+        return self._wait_for_pending(last=last)
 
     def save_best(self, state: TrainerState, path: Path) -> None:
         """Write the model alone, and wait for it. Raises Unsaved."""
-        self._settle()
-        flats = {MODEL: self._best()}
-        pending = self._begin(state, path, flats, checkpoint.model_bytes(self._plan))
-        self._finish(pending)
+        self._wait_for_pending()
+        flats = {MODEL: self._best_weights()}
+        size = checkpoint.model_bytes(self._plan)
+        self._finish_write(self._begin_write(state, path, flats, size))
 
     def poll(self) -> None:
-        """On rank 0: report the checkpoint that was being written, if it is now in its place."""
+        """Report, on rank 0, the checkpoint that was being written, if it is now in its place."""
         pending = self._pending
         if self._rank != 0 or pending is None or not pending.future.done():
             return
         if pending.future.exception() is None:
-            self._report(pending)
+            self._report_saved(pending)
 
-    def _settle(self, *, last: bool = False) -> bool:
-        """Wait for the checkpoint that is being written, if any; whether it is in its place."""
+    def _wait_for_pending(self, *, last: bool = False) -> bool:
+        """Wait for the checkpoint that is being written, if any; return whether it is in its
+        place."""
         if (pending := self._pending) is None:
             return True
         try:
-            self._finish(pending)
+            self._finish_write(pending)
         except Unsaved as error:
             self.step = -1
-            self._warn(self._excuse(str(error), pending.state, due=pending.due, last=last))
+            why = str(error)
+            self._warn(self._failure_warning(why, pending.state, due=pending.due, last=last))
             return False
-        self._report(pending)
+        self._report_saved(pending)
         return True
 
-    def _report(self, pending: _Pending) -> None:
+    def _report_saved(self, pending: _Pending) -> None:
         """Count a checkpoint that is in its place, once; rank 0 reports it."""
         if self.newest == pending.state.step:
             return
         self.newest = pending.state.step
         self._unsaved = 0
         if self._rank == 0:
-            size, at = pending.future.result()
-            self._written(Written(self.newest, pending.path, size, at - pending.began))
+            size, ended = pending.future.result()
+            seconds = ended - pending.began
+            self._written(Written(self.newest, pending.path, size, seconds))
 
     # -- what is written
     #   --------------------------------------------------------------------------------------------
 
-    def _writers(self) -> dict[int, list[tuple[int, Piece]]]:
-        """Which worker writes which pieces of its buckets: each piece of a replica one of its
-        owners that sees the folder, if any does, and of these the one with the least to write."""
+    def _assign_writers(self) -> dict[int, list[tuple[int, Piece]]]:
+        """Assign to each worker the pieces of its buckets that it writes: each piece of a replica
+        to one of its owners that sees the folder, if any does, and of these to the one with the
+        least to write."""
+        manifests = self._whole.manifests
+        # The owners of each piece: rank, bucket, and the piece as it is there.
         owners: dict[tuple[object, ...], list[tuple[int, int, Piece]]] = {}
-        for rank, manifest in enumerate(self._whole.manifests):
+        for rank, manifest in enumerate(manifests):
             for b, pieces in enumerate(manifest.pieces):
-                for piece in pieces if not manifest.copies[b] else ():
+                if manifest.copies[b]:
+                    continue
+                for piece in pieces:
                     key = manifest.replica, piece.name, piece.slice, piece.start, piece.stop
                     owners.setdefault(key, []).append((rank, b, piece))
-        load = dict.fromkeys(range(len(self._whole.manifests)), 0)
+        load = [0] * len(manifests)
         writers: dict[int, list[tuple[int, Piece]]] = {}
         for holders in owners.values():
             near = [holder for holder in holders if holder[0] in self._folder.near] or holders
-            rank, b, piece = min(near, key=lambda holder: (load[holder[0]], holder[0]))
+            # Holders are in the order of ranks: of several with the least load the first.
+            rank, b, piece = min(near, key=lambda holder: load[holder[0]])
             load[rank] += piece.stop - piece.start
             writers.setdefault(rank, []).append((b, piece))
         return writers
 
-    def _snapshot(
-        self, mine: Sequence[tuple[int, Piece]], flats: Mapping[str, Sequence[Tensor]]
+    def _copy_slices(
+        self, own: Sequence[tuple[int, Piece]], flats: Mapping[str, Sequence[Tensor]]
     ) -> list[OwnedSlice]:
-        """A copy of the pieces that this worker writes, of these kinds. What replicas share the
-        first one writes."""
+        """Copy the pieces that this worker writes, of these kinds. The first replica writes the
+        shared ones."""
         first = self._executor.topology.replica_index == 0
-        shapes = self._whole.shapes
         slices = list[OwnedSlice]()
-        for kind in flats:
+        for kind, buckets in flats.items():
             if kind in SHARED and not first:
                 continue
-            for b, piece in mine:
-                if len(flats[kind][b]) == 0:  # A second moment that the optimizer does not keep.
+            for b, piece in own:
+                flat = buckets[b].reshape(-1)
+                if len(flat) == 0:  # A second moment that the optimizer does not keep.
                     continue
-                owned = flats[kind][b].reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
+                name = f"{kind}/{piece.name}"
+                shape = tuple(self._whole.shapes[piece.name])
+                owned = flat[piece.at : piece.at + piece.stop - piece.start]
                 for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
                     values = torch.empty(box.shape).copy_(box.of(owned))
-                    slices.append(
-                        OwnedSlice(
-                            f"{kind}/{piece.name}", tuple(shapes[piece.name]), box.at, values
-                        )
-                    )
+                    slices.append(OwnedSlice(name, shape, box.at, values))
         return slices
 
     # -- writing
     #   --------------------------------------------------------------------------------------------
 
-    def _begin(
+    def _begin_write(
         self,
         state: TrainerState,
         path: Path,
@@ -311,23 +323,22 @@ class Checkpointer:
             try:
                 checkpoint.begin(path, size, state.epoch)
             except (OSError, Refusal) as error:
-                why = _cleared(path, error)
+                why = _clear_failed(path, error)
         # Before the others go on: a quick one sends its part while this worker still copies its
         # own.
         self._folder.receiving = path
-        _agree(self._group, why)
-        writers = self._writers()
-        slices = self._snapshot(writers.get(self._rank, ()), flats)
+        _raise_together(self._group, why)
+        writers = self._assign_writers()
+        slices = self._copy_slices(writers.get(self._rank, ()), flats)
         ended = threading.Event()
-        best = checkpoint.step_of(path) < 0
-        ranks = [
-            rank for rank in sorted(writers) if not best or self._whole.manifests[rank].replica == 0
-        ]
-        future = self._writer.submit(self._write, path, slices, ranks, state, ended)
+        ranks = sorted(writers)
+        if checkpoint.step_of(path) < 0:  # The best weights, which the first replica writes.
+            ranks = [rank for rank in ranks if self._whole.manifests[rank].replica == 0]
+        future = self._writer.submit(self._write_and_commit, path, slices, ranks, state, ended)
         self._pending = _Pending(state, path, began, future, ended, due)
         return self._pending
 
-    def _write(
+    def _write_and_commit(
         self,
         path: Path,
         slices: list[OwnedSlice],
@@ -355,31 +366,32 @@ class Checkpointer:
                 checkpoint.prune(path, self._plan.train.keep)
         return size, self._monotonic()
 
-    def _finish(self, pending: _Pending) -> None:
+    def _finish_write(self, pending: _Pending) -> None:
         """Wait until what is being written is in its place. Raises Unsaved on every worker where it
         is not."""
-        why = "" if self._rank == 0 else _failure(pending.future)
+        why = "" if self._rank == 0 else _failure_reason(pending.future)
         others = self._group.gather_text(why)
         if self._rank == 0:
             pending.ended.set()
-            why = next(filter(None, others), "") or _failure(pending.future)
-            if failure := pending.future.exception():
-                _cleared(pending.path, failure)
+            why = next(filter(None, others), "") or _failure_reason(pending.future)
+            failure = pending.future.exception()
+            if failure is not None:
+                _clear_failed(pending.path, failure)
         self._pending = None
-        _agree(self._group, why)
+        _raise_together(self._group, why)
 
     @property
     def kept(self) -> str:
-        """What a run that ends now leaves."""
-        return (
-            f"the newest checkpoint is of step {self.newest}"
-            if self.newest >= 0
-            else "there is no checkpoint"
-        )
+        """The checkpoint that a run that ends now leaves."""
+        if self.newest < 0:
+            return "there is no checkpoint"
+        return f"the newest checkpoint is of step {self.newest}"
 
-    def _excuse(self, why: str, state: TrainerState, *, due: bool, last: bool) -> str:
-        """A warning that a checkpoint could not be written. Raises Refusal (disk-full) where it was
-        the last one, or was due UNSAVED times on end."""
+    def _failure_warning(self, why: str, state: TrainerState, *, due: bool, last: bool) -> str:
+        """Return a warning that a checkpoint could not be written.
+
+        Raises Refusal (disk-full) if it was the last one, or was due UNSAVED times in a row.
+        """
         self._unsaved += due
         every = format_seconds(self._plan.train.checkpoint_every_s)
         if not last and self._unsaved < UNSAVED:
@@ -388,13 +400,14 @@ class Checkpointer:
                 f"next is tried in {every}; after {UNSAVED} on end the run stops"
             )
         run = RunFolder(self._folder.path.parent)
+        what = f"no checkpoint could be written for {UNSAVED} intervals of {every}"
+        if last:
+            what = "the last checkpoint could not be written"
         raise Refusal(
             "disk-full",
             where=self._folder.path,
             remedy=f"free some space there, then: {run.resume()}",
-            what="the last checkpoint could not be written"
-            if last
-            else f"no checkpoint could be written for {UNSAVED} intervals of {every}",
+            what=what,
             fact=f"{why}; {state.step} of {state.steps} steps are trained, {self.kept}",
         )
 
@@ -403,33 +416,34 @@ class Checkpointer:
 
     def restore(self, accept: Callable[[TrainerState], None], warn: Callable[[str], None]) -> bool:
         """Take this worker's part of the newest whole checkpoint, if any (`restore.restore`)."""
-        self._folder.meet(self._group)
-        found = restore(
-            self._executor, self._folder.path, self._folder.near, self._group, accept, warn
-        )
-        if found is None:
+        folder = self._folder
+        folder.meet(self._group)
+        restored = restore(self._executor, folder.path, folder.near, self._group, accept, warn)
+        if restored is None:
             return False
-        state, self.read_bytes = found
-        self.newest = self.step = state.step
+        state, self.read_bytes = restored
+        self.newest = state.step
+        self.step = state.step
         return True
 
     def weights(self) -> dict[str, Tensor]:
-        """The model of the run, on rank 0: the average of its weights, or what replicas last met
-        at."""
-        return self._whole.collect(self._best())
+        """Collect the model of the run on rank 0: the average of its weights, or the synced
+        parameters."""
+        return self._whole.collect(self._best_weights())
 
-    def _best(self) -> Sequence[Tensor]:
-        """By bucket, what is kept as the best weights and used."""
+    def _best_weights(self) -> Sequence[Tensor]:
+        """Return by bucket the weights that are kept as the best and used."""
         state = self._executor.state
         outer = self._executor.outer
-        return state.average or (state.master if outer is None else outer.anchor)
+        synced = state.master if outer is None else outer.anchor
+        return state.average or synced
 
     def close(self) -> None:
         self._folder.close()
 
 
-def _failure(future: Future[tuple[int, float]]) -> str:
-    """Why a worker's part could not be written, once it has ended; empty where it was."""
+def _failure_reason(future: Future[tuple[int, float]]) -> str:
+    """Return why a worker's part could not be written, once it has ended; empty if it was."""
     error = future.exception()
     if error is None:
         return ""
@@ -438,17 +452,17 @@ def _failure(future: Future[tuple[int, float]]) -> str:
     return str(error)
 
 
-def _cleared(path: Path, error: BaseException) -> str:
-    """Remove what was written of a checkpoint: it takes the space that is missing. Why it could not
-    be written. Raises Refusal (superseded) where this worker was replaced."""
+def _clear_failed(path: Path, error: BaseException) -> str:
+    """Remove what was written of a checkpoint: it takes the space that is missing. Returns why
+    it could not be written. Raises Refusal (superseded) where this worker was replaced."""
     if isinstance(error, Refusal) and error.problem.code == "superseded":
-        raise error  # What lies there is another start's.
+        raise error  # The files there are another start's.
     with suppress(OSError):
         checkpoint.mend(path.parent)
     return reason(error) if isinstance(error, Exception) else str(error)
 
 
-def _agree(group: Group, why: str) -> None:
-    """Raises Unsaved on every worker where rank 0 gives a reason."""
-    if said := group.share_text(why):
-        raise Unsaved(said)
+def _raise_together(group: Group, why: str) -> None:
+    """Raise Unsaved on every worker if rank 0 gives a reason."""
+    if shared := group.share_text(why):
+        raise Unsaved(shared)

@@ -55,28 +55,27 @@ class OwnedSlice(NamedTuple):
     values: Tensor
 
 
-#: What a file holds, by tensor: its shape, and the slices.
+#: The content of a file, by tensor: its shape, and the slices.
 Listing = dict[str, GlobalTensor]
 
 
 def put_slices(
     slices: Sequence[OwnedSlice], file: str, put: Callable[[bytes | memoryview], object]
 ) -> Listing:
-    """Give the content of a safetensors file of these slices to `put`, piece by piece; what the
-    manifest says of it."""
+    """Give the content of a safetensors file of these slices to `put`, piece by piece; return the
+    manifest's entries for it."""
     header = dict[str, object]()
     end = 0
     for part in slices:
-        header[key_of(part.name, part.at)] = {
-            "dtype": "F32",
-            "shape": list(part.values.shape),
-            "data_offsets": [end, end + part.values.nbytes],
-        }
+        begin = end
         end += part.values.nbytes
+        shape = list(part.values.shape)
+        entry = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        header[key_of(part.name, part.at)] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % LENGTH)
     put(len(text).to_bytes(LENGTH, "little") + text)
-    listed: dict[str, list[StoredSlice]] = {}
+    listing: Listing = {}
     for part in slices:
         content = memoryview(part.values.numpy().data).cast("B")
         sums = list[str]()
@@ -85,14 +84,10 @@ def put_slices(
             sums.append(digest(block))
             put(block)
         shape = tuple(part.values.shape)
-        listed.setdefault(part.name, []).append(
-            StoredSlice(file=file, at=part.at, shape=shape, sha256=tuple(sums))
-        )
-    shapes = {part.name: part.global_shape for part in slices}
-    return {
-        name: GlobalTensor(shape=shapes[name], slices=tuple(parts))
-        for name, parts in listed.items()
-    }
+        stored = StoredSlice(file=file, at=part.at, shape=shape, sha256=tuple(sums))
+        earlier = listing[part.name].slices if part.name in listing else ()
+        listing[part.name] = GlobalTensor(shape=part.global_shape, slices=(*earlier, stored))
+    return listing
 
 
 def digest(block: bytes | memoryview) -> str:
@@ -101,7 +96,7 @@ def digest(block: bytes | memoryview) -> str:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Whatever goes wrong in reading a checkpoint means that it is not whole. Raises Corrupt."""
+    """Raise Corrupt for any error in reading a checkpoint: it is not whole."""
     try:
         yield
     except Corrupt:
@@ -114,7 +109,7 @@ def reading() -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Why something could not be read or written, in a line."""
+    """Return in one line why something could not be read or written."""
     if isinstance(error, Refusal):
         return error.problem.fact
     if isinstance(error, OSError) and error.strerror:
@@ -123,15 +118,14 @@ def reason(error: Exception) -> str:
 
 
 def opened(path: Path) -> int:
-    """The descriptor of a regular file: no link, which could lead out of the run, and no pipe,
+    """Open a regular file for reading: no link, which could lead out of the run, and no pipe,
     which would be waited for. Raises Corrupt."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Corrupt(f"it has no {path.name}") from None
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        raise Corrupt(
-            f"it has no {path.name}" if missing else f"{path.name}: {error.strerror}"
-        ) from None
+        raise Corrupt(f"{path.name}: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise Corrupt(f"it has no {path.name}")
@@ -139,7 +133,7 @@ def opened(path: Path) -> int:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """A file of so many bytes at most. Raises Corrupt."""
+    """Read a file of at most `most` bytes. Raises Corrupt."""
     with reading(), open(opened(path), "rb") as file:
         content = file.read(most + 1)
         if len(content) > most:
@@ -148,7 +142,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a checkpoint's folder, as far as it does not contradict itself. Raises
+    """Read the manifest in a checkpoint's folder, and check that it is consistent. Raises
     Corrupt."""
     content = read_small(path / MANIFEST, MOST_MANIFEST)
     with reading():
@@ -156,12 +150,15 @@ def read_manifest(path: Path) -> Manifest:
         raw = msgspec.json.decode(content)
         if checksum_of(raw["progress"], raw["tensors"]) != manifest.checksum:
             raise Corrupt(f"{MANIFEST} does not match its checksum")
-        for part in (part for tensor in manifest.tensors.values() for part in tensor.slices):
-            if len(part.sha256) != -(-4 * math.prod(part.shape) // BLOCK):
-                raise Corrupt(
-                    f"{MANIFEST} has {len(part.sha256)} checksums for a slice of shape "
-                    f"{list(part.shape)}"
-                )
+        for tensor in manifest.tensors.values():
+            for part in tensor.slices:
+                num_sums = len(part.sha256)
+                num_blocks = -(-4 * math.prod(part.shape) // BLOCK)
+                if num_sums != num_blocks:
+                    shape = list(part.shape)
+                    raise Corrupt(
+                        f"{MANIFEST} has {num_sums} checksums for a slice of shape {shape}"
+                    )
         return manifest
 
 
@@ -183,19 +180,26 @@ class Stored:
         filled = 0
         with reading():
             for part in self.tensors[name].slices:
-                if (shared := overlap(at, tuple(target.shape), part.at, part.shape)) is None:
+                shared = overlap(at, tuple(target.shape), part.at, part.shape)
+                if shared is None:
                     continue
                 low, shape = shared
-                rows = (low[0] - part.at[0], low[0] - part.at[0] + shape[0]) if shape else (0, 1)
-                lines = self._rows(name, part, *rows)
-                begin = (part.at[0] + rows[0], *part.at[1:]) if shape else ()
-                within(target, at, low, shape).copy_(within(lines, begin, low, shape))
+                begin = part.at
+                start = 0
+                stop = 1
+                if shape:
+                    # The rows of the slice that the box reaches into.
+                    start = low[0] - part.at[0]
+                    stop = start + shape[0]
+                    begin = (low[0], *part.at[1:])
+                rows = self._read_rows(name, part, start, stop)
+                within(target, at, low, shape).copy_(within(rows, begin, low, shape))
                 filled += math.prod(shape)
         if filled != target.numel():
             raise Corrupt(f"{name} is not whole")
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor. Raises Corrupt."""
+        """Read all of a tensor. Raises Corrupt."""
         if name not in self.tensors:
             raise Corrupt(f"it has no {name}")
         shape = self.tensors[name].shape
@@ -208,59 +212,60 @@ class Stored:
         with reading():
             for name, tensor in self.tensors.items():
                 for part in tensor.slices:
-                    self._rows(name, part, 0, part.shape[0] if part.shape else 1)
+                    num_rows = part.shape[0] if part.shape else 1
+                    self._read_rows(name, part, 0, num_rows)
 
-    def _rows(self, name: str, part: StoredSlice, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a slice, from whole blocks whose checksums are right."""
-        line = 4 * math.prod(part.shape[1:])
+    def _read_rows(self, name: str, part: StoredSlice, start: int, stop: int) -> Tensor:
+        """Read rows [start, stop) of a slice, from whole blocks with the right checksums."""
+        row_bytes = 4 * math.prod(part.shape[1:])
         size = 4 * math.prod(part.shape)
-        first = start * line
-        last = stop * line
-        block_from = first - first % BLOCK
+        first = start * row_bytes
+        last = stop * row_bytes
+        first_block = first // BLOCK
+        block_from = first_block * BLOCK
         block_to = min(size, -(-last // BLOCK) * BLOCK)
         content = bytearray(block_to - block_from)
-        descriptor, offset = self._place(name, part)
+        view = memoryview(content)
+        descriptor, offset = self._locate_slice(name, part)
         with open(descriptor, "rb", buffering=0, closefd=False) as file:
             file.seek(offset + block_from)
-            view = memoryview(content)
-            while view:
-                if not (taken := file.readinto(view)):
+            unread = view
+            while unread:
+                if not (taken := file.readinto(unread)):
                     raise Corrupt(f"{part.file} ends early")
-                view = view[taken:]
+                unread = unread[taken:]
         self.read_bytes += len(content)
-        _verify(part, content, block_from)
-        values = torch.from_numpy(
-            np.frombuffer(content, np.float32, (last - first) // 4, first - block_from)
-        )
-        return values.view(stop - start, *part.shape[1:]) if part.shape else values.view(())
+        for number, at in enumerate(range(0, len(content), BLOCK), first_block):
+            if digest(view[at : at + BLOCK]) != part.sha256[number]:
+                raise Corrupt(f"{part.file} does not match its checksum")
+        numbers = np.frombuffer(content, np.float32, (last - first) // 4, first - block_from)
+        shape = (stop - start, *part.shape[1:]) if part.shape else ()
+        return torch.from_numpy(numbers).view(shape)
 
-    def _place(self, name: str, part: StoredSlice) -> tuple[int, int]:
-        """The descriptor of a slice's file, and where the slice begins there."""
-        descriptor, header, begin = self._file(part.file)
+    def _locate_slice(self, name: str, part: StoredSlice) -> tuple[int, int]:
+        """Return the descriptor of a slice's file, and the offset of the slice in it."""
+        descriptor, header, begin = self._open_file(part.file)
         key = key_of(name, part.at)
+        shape = list(part.shape)
         entry = header.get(key)
-        if (
-            not isinstance(entry, dict)
-            or entry.get("dtype") != "F32"
-            or entry.get("shape") != list(part.shape)
-        ):
-            has = (
-                f"{entry['dtype']} {entry['shape']}"
-                if isinstance(entry, dict) and "shape" in entry
-                else "nothing"
-            )
-            raise Corrupt(f"{part.file} has {has} for {key} where F32 {list(part.shape)} belongs")
+        if not isinstance(entry, dict):
+            raise Corrupt(f"{part.file} has nothing for {key} where F32 {shape} belongs")
+        if entry.get("dtype") != "F32" or entry.get("shape") != shape:
+            actual = f"{entry['dtype']} {entry['shape']}" if "shape" in entry else "nothing"
+            raise Corrupt(f"{part.file} has {actual} for {key} where F32 {shape} belongs")
         low, high = entry["data_offsets"]
-        if not 0 <= low <= high or high - low != 4 * math.prod(part.shape):
+        size = 4 * math.prod(shape)
+        if not 0 <= low <= high or high - low != size:
             raise Corrupt(f"{part.file} has other bytes for {key}")
         return descriptor, begin + low
 
-    def _file(self, name: str) -> tuple[int, dict[str, object], int]:
+    def _open_file(self, name: str) -> tuple[int, dict[str, object], int]:
         if name not in self._open:
             descriptor = opened(self.path / name)
             self._open[name] = descriptor, {}, 0
             size = int.from_bytes(os.pread(descriptor, LENGTH, 0), "little")
-            if size > min(MOST_HEADER, os.fstat(descriptor).st_size):
+            file_size = os.fstat(descriptor).st_size
+            if size > min(MOST_HEADER, file_size):
                 raise Corrupt(f"{name} has a header beyond its end")
             header = msgspec.json.decode(os.pread(descriptor, size, LENGTH))
             if not isinstance(header, dict):
@@ -279,12 +284,3 @@ class Stored:
     ) -> None:
         for descriptor, _, _ in self._open.values():
             os.close(descriptor)
-
-
-def _verify(part: StoredSlice, content: bytearray, start: int) -> None:
-    """Raises Corrupt unless these bytes of a slice, which are whole blocks, match their
-    checksums."""
-    view = memoryview(content)
-    for number, at in enumerate(range(0, len(content), BLOCK), start // BLOCK):
-        if digest(view[at : at + BLOCK]) != part.sha256[number]:
-            raise Corrupt(f"{part.file} does not match its checksum")

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 #: Counts of a channel; one returns long after its last message has arrived.
 MESSAGES = 2**20
-#: Channels are below this; what a worker hands on inside its site has its channel so much higher.
+#: Channels are below this; what a worker relays inside its site has its channel this much higher.
 INSIDE = 512
 
 
@@ -34,6 +34,8 @@ class Channel(IntEnum):
 
 
 def tag(channel: int, count: int, *, inside: bool = False) -> int:
-    """The tag of a channel's message number `count`, or of the one that is handed on inside a
+    """Return the tag of a channel's message number `count`, or of the one that is relayed inside a
     site."""
-    return (channel + INSIDE * inside) * MESSAGES + count % MESSAGES
+    if inside:
+        channel += INSIDE
+    return channel * MESSAGES + count % MESSAGES

@@ -1,5 +1,5 @@
-"""The workers of one run as a group: where they meet, who is alive, and the few exchanges beside
-gradients."""
+"""The workers of one run as a group: their rendezvous, their liveness, and the few exchanges other
+than gradients."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ STORE = "farspan/store"
 
 
 def backend(kinds: Iterable[str]) -> str:
-    """What carries the messages of a group whose workers compute on devices of these kinds."""
+    """Return the backend of a group whose workers compute on devices of these kinds."""
     return NCCL if all(kind == "cuda" for kind in kinds) else GLOO
 
 
 def meet(rank: int, world: int, secret: bytes) -> Notices | None:
-    """What all workers of a run tell each other, once they have met at MASTER_ADDR; None for a
+    """Connect all workers of a run at MASTER_ADDR and return their notices; None for a
     worker alone. Raises Refusal where they do not all come within START_S."""
     if world == 1:
         return None
     notices = Notices(secret, rank)
-    # A torchrun that was started by hand has its own store at MASTER_PORT.
-    beside = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    port = int(os.environ.get(STORE_PORT) or int(os.environ["MASTER_PORT"]) + beside)
+    if given := os.environ.get(STORE_PORT):
+        port = int(given)
+    else:
+        port = int(os.environ["MASTER_PORT"])
+        # A torchrun that was started by hand has its own store at MASTER_PORT.
+        port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         with _asking_rank_0(rank):
             notices.meet(world, port, START_S)
     except OSError as error:  # TimeoutError is one.
         fact = " ".join(str(error).split())[:300]
         missing = [str(peer) for peer in range(world) if notices.missing([came(peer)])]
-        if len(missing) < world:  # Who has not reached rank 0 knows of nobody.
-            fact = (
-                f"{world - len(missing)}/{world} have come, nothing of rank "
-                f"{', '.join(missing)}: {fact}"
-            )
+        num_come = world - len(missing)
+        if num_come:  # A worker that has not reached rank 0 knows of no other.
+            fact = f"{num_come}/{world} have come, nothing of rank {', '.join(missing)}: {fact}"
         raise Refusal(
             "worker-lost",
             what=f"the {world} workers did not meet",
@@ -73,7 +74,7 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
     return notices
 
 
-def _store(notices: Notices) -> dist.Store:
+def _connect_store(notices: Notices) -> dist.Store:
     """Return the store through which gloo and NCCL connect. Rank 0 listens where the others have
     met it, and nowhere else."""
     address = os.environ["MASTER_ADDR"]
@@ -83,10 +84,9 @@ def _store(notices: Notices) -> dist.Store:
         return dist.TCPStore(address, port, None, False, start, wait_for_workers=False)
     own = tcp.listening(address)
     server = socket.create_server((own, 0))
-    port = server.getsockname()[1]
-    store = dist.TCPStore(
-        own, port, None, True, start, wait_for_workers=False, master_listen_fd=server.detach()
-    )
+    _, port = server.getsockname()
+    fd = server.detach()
+    store = dist.TCPStore(own, port, None, True, start, wait_for_workers=False, master_listen_fd=fd)
     notices.say(STORE, str(port))
     return store
 
@@ -112,25 +112,22 @@ class Group:
         self._heartbeat: Heartbeat | None = None
         self._notices = notices
         self._ranks = dict[str, int]()
-        self._introduced = 0
+        self._introductions = 0
         if notices is not None:
             with _asking_rank_0(rank):
                 self._heartbeat = Heartbeat(notices, world)
                 if lost is not None:
                     self.watch(lost)
-                kinds = _kinds(notices, rank, world, device)
-                store = _store(notices)
+                kinds = _exchange_kinds(notices, rank, world, device)
+                store = _connect_store(notices)
             self._heartbeat.opened()
+            timeout = timedelta(seconds=BUSY_S)
             dist.init_process_group(
-                backend(kinds),
-                store=store,
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=BUSY_S),
+                backend(kinds), store=store, rank=rank, world_size=world, timeout=timeout
             )
 
     def watch(self, lost: Callable[[int, How], None]) -> None:
-        """From now on call `lost`, in a thread of its own, with the rank of the first worker that
+        """Call `lost` from now on, in a thread of its own, with the rank of the first worker that
         is lost, to this one or another, and how."""
 
         def when_written(peer: int, how: How) -> None:
@@ -141,25 +138,30 @@ class Group:
             self._heartbeat.watch(when_written)
 
     def step(self) -> AbstractContextManager[None]:
-        """While a step is made, in which all workers wait for each other."""
+        """Mark a step, in which all workers wait for each other."""
         return nullcontext() if self._heartbeat is None else self._heartbeat.step()
 
     def introduce(self) -> None:
-        """Whenever connections were made: let none be waited for that is cut, and know whose each
-        is."""
+        """Publish the addresses of new connections, so that an error names its peer, and let those
+        that are cut time out."""
         if self._notices is None:
             return
         tcp.expire(SILENCE_S, RTTS)
-        self._introduced += 1
-        self._notices.say(_ends(self.rank, self._introduced), " ".join(tcp.own()))
+        self._introductions += 1
+        keys = [f"farspan/ends/{peer}/{self._introductions}" for peer in range(self.world)]
+        self._notices.say(keys[self.rank], " ".join(tcp.own()))
         # Without a limit: others may read their checkpoint for long.
-        said = self._notices.wait([_ends(peer, self._introduced) for peer in range(self.world)])
-        self._ranks = {end: peer for peer, ends in enumerate(said) for end in ends.decode().split()}
+        published = self._notices.wait(keys)
+        ranks = dict[str, int]()
+        for peer, ends in enumerate(published):
+            ranks |= dict.fromkeys(ends.decode().split(), peer)
+        self._ranks = ranks
 
     def lost_by(self, error: BaseException) -> tuple[int, How] | None:
-        """The worker without which an exchange failed, where gloo's message says at whose address
-        it did: of several that go one after another the first that any worker noticed, and how."""
-        peers = [self._ranks[end] for end in tcp.named_in(str(error)) if end in self._ranks]
+        """Return the worker without which an exchange failed, if gloo's message names its address:
+        of several that go one after another the first that any worker noticed, and how."""
+        ends = tcp.named_in(str(error))
+        peers = [self._ranks[end] for end in ends if end in self._ranks]
         if not peers or self._heartbeat is None:
             return None
         lost_peer = self._heartbeat.tell(peers[0], "connection")
@@ -167,41 +169,44 @@ class Group:
         return lost_peer
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all workers, in double precision."""
+        """Sum each value over all workers, in double precision."""
         if self.world == 1:
             return list(values)
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
-        return [float(value) for value in packed]
+        return packed.tolist()
 
     def gather(self, value: float) -> list[float]:
-        """The value of every worker, by rank."""
+        """Return the value of every worker, by rank."""
         one_hot = [0.0] * self.world
         one_hot[self.rank] = value
         return self.sum(*one_hot)
 
     def share(self, content: bytes) -> bytes:
-        """Rank 0's content, on every worker."""
-        size = int(self.sum(len(content) if self.rank == 0 else 0)[0])
+        """Broadcast rank 0's content to every worker."""
+        if self.rank != 0:
+            content = b""
+        size = int(self.sum(len(content))[0])
         packed = torch.zeros(size, dtype=torch.uint8)
-        if self.rank == 0 and content:
+        if content:
             packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if self.world > 1:
             dist.broadcast(packed, src=0)
         return bytes(packed.numpy())
 
     def share_text(self, text: str) -> str:
-        """Rank 0's text, on every worker."""
-        if not any(self.sum(float(bool(text and self.rank == 0)))):
+        """Broadcast rank 0's text to every worker."""
+        has_text = bool(text and self.rank == 0)
+        if not any(self.sum(float(has_text))):
             return ""
         return self.share(text.encode(errors="backslashreplace")).decode()
 
     def gather_text(self, text: str) -> list[str]:
-        """The text of every worker, by rank."""
+        """Return the text of every worker, by rank."""
         if not any(self.sum(float(bool(text)))):
             return [""] * self.world
-        said = gather_bytes(text.encode(errors="backslashreplace"), self.rank, self.world)
-        return [part.decode() for part in said]
+        content = text.encode(errors="backslashreplace")
+        return [part.decode() for part in gather_bytes(content, self.rank, self.world)]
 
     @property
     def secret(self) -> bytes:
@@ -214,15 +219,15 @@ class Group:
         return os.environ["MASTER_ADDR"]
 
     def close(self) -> None:
-        """Part from the others, once all have come here: who ends first must not look lost."""
+        """Part from the others, once all have come here: the first to end must not look lost."""
         if self._heartbeat is not None:
             self.sum(0.0)
             self.leave()
             dist.destroy_process_group()
 
     def leave(self) -> None:
-        """Part from the others without waiting for them, after an error. Where a worker is lost the
-        error came of that: then the `lost` of `watch` says so and ends this process."""
+        """Part from the others without waiting for them, after an error. If a worker is lost, the
+        error came of that: then the `lost` of `watch` reports it and ends this process."""
         if self._heartbeat is not None:
             self._heartbeat.end()
         if self._notices is not None:
@@ -244,31 +249,32 @@ class Group:
 
 
 def gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
-    """The content of every worker, by rank. Bytes, as torch's own exchange of objects unpickles
-    what peers send."""
+    """Return the content of every worker, by rank. Bytes, as torch's own exchange of objects
+    unpickles what peers send."""
     if world == 1:
         return [content]
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(content)]))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    received = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(received, torch.tensor([len(content)]))
+    sizes = [int(size) for size in received]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
     if content:  # torch makes no tensor of nothing.
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     packed = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(packed, padded)
-    return [bytes(part[: int(size)].numpy()) for part, size in zip(packed, sizes, strict=True)]
+    return [bytes(part[:size].numpy()) for part, size in zip(packed, sizes, strict=True)]
 
 
-def _kinds(notices: Notices, rank: int, world: int, device: torch.device) -> list[str]:
-    """The kinds of device of all workers, which they tell each other: those of a probe have no plan
-    that says so."""
-    notices.say(_kind(rank), device.type)
-    return [kind.decode() for kind in notices.wait([_kind(peer) for peer in range(world)])]
+def _exchange_kinds(notices: Notices, rank: int, world: int, device: torch.device) -> list[str]:
+    """Exchange the kinds of device of all workers: those of a probe have no plan
+    that lists them."""
+    keys = [f"farspan/kind/{peer}" for peer in range(world)]
+    notices.say(keys[rank], device.type)
+    return [kind.decode() for kind in notices.wait(keys)]
 
 
 @contextmanager
 def _asking_rank_0(rank: int) -> Iterator[None]:
-    """Raises Refusal (worker-lost) where rank 0 has ended, and the store with it."""
+    """Raise Refusal (worker-lost) if rank 0 has ended, and the store with it."""
     try:
         yield
     except (ConnectionError, dist.DistNetworkError):
@@ -279,11 +285,3 @@ def _asking_rank_0(rank: int) -> Iterator[None]:
             fact="the others meet at it, and it ended before all had opened their devices",
             remedy="see what it says itself: logs/rank-0.log of the run",
         ) from None
-
-
-def _ends(rank: int, round_: int) -> str:
-    return f"farspan/ends/{rank}/{round_}"
-
-
-def _kind(rank: int) -> str:
-    return f"farspan/kind/{rank}"

@@ -1,5 +1,5 @@
-"""What crosses a slow link in fewer bits, and the feedback that sends later what rounding kept
-back."""
+"""Quantized messages over slow links, and the error feedback that sends the quantization residual
+later."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Codec(NamedTuple):
     bits: Literal[4, 8, 16, 32]
 
     def encoded_size(self, n: int) -> int:
-        """Bytes of n encoded numbers."""
-        return self._scale_bytes(n) + -(-n * self.bits // 8)
+        """Return the bytes of n encoded numbers."""
+        return self._scale_bytes(n) + (n * self.bits + 7) // 8
 
     def encode(self, x: Tensor) -> Tensor:
         """x (n,) fp32 or bf16 -> (encoded_size(n),) uint8, in memory of its own."""
@@ -52,28 +52,28 @@ class Codec(NamedTuple):
         """(encoded_size(n),) uint8 -> (n,) fp32, in memory of its own."""
         x = torch.empty(n, dtype=torch.float32, device=data.device)
         for part, encoded in self.chunks(x, data):
-            part.copy_(self._read(encoded, len(part)))
+            part.copy_(self._decode_chunk(encoded, len(part)))
         return x
 
     def add(self, x: Tensor, data: Tensor) -> None:
         """x (n,) fp32 += what (encoded_size(n),) uint8 stand for."""
         for part, encoded in self.chunks(x, data):
-            part.add_(self._read(encoded, len(part)))
+            part.add_(self._decode_chunk(encoded, len(part)))
 
     def chunks(self, x: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Elements and their bytes, chunk by chunk."""
-        if len(data) != self.encoded_size(len(x)):
-            raise ValueError(
-                f"{len(data)} bytes for {len(x)} numbers, which take {self.encoded_size(len(x))}"
-            )
+        """Pair elements with their bytes, chunk by chunk."""
+        size = self.encoded_size(len(x))
+        if len(data) != size:
+            raise ValueError(f"{len(data)} bytes for {len(x)} numbers, which take {size}")
         return zip(x.split(CHUNK), data.split(self.encoded_size(CHUNK)), strict=True)
 
     def write(self, x: Tensor, data: Tensor) -> Tensor:
-        """One chunk (n,) into its bytes -> (n,) what these stand for, perhaps rounded further."""
+        """Encode one chunk (n,) into its bytes -> (n,) decoded numbers, perhaps rounded further."""
         if self.bits >= 16:
             rounded = x.to(self._dtype)
             data.copy_(rounded.view(torch.uint8))
             return rounded
+        n = len(x)
         x_BW = _whole_blocks(x)
         # Greatest and least take one pass each and no memory, unlike the greatest absolute value.
         # Both let NaN through.
@@ -81,30 +81,31 @@ class Codec(NamedTuple):
         # Rounding to bf16 makes a scale at most 1/256 too small: 127 steps become 127.496, and no
         # code is beyond 127.
         scale_B = (most_B / GREATEST[self.bits]).clamp_(min=SMALLEST_SCALE).bfloat16()
-        steps_BW = (x_BW * scale_B.float().reciprocal_().unsqueeze(1)).round_()
-        scales, codes = data.tensor_split([self._scale_bytes(len(x))])
+        scale_B1 = scale_B.float().unsqueeze(1)
+        steps_BW = (x_BW * scale_B1.reciprocal()).round_()
+        scales, codes = data.tensor_split([self._scale_bytes(n)])
         scales.copy_(scale_B.view(torch.uint8))
         if self.bits == 8:
-            codes.view(torch.int8).copy_(steps_BW.flatten()[: len(x)])
+            codes.view(torch.int8).copy_(steps_BW.flatten()[:n])
         else:
-            pairs = steps_BW[:, ::2].add(steps_BW[:, 1::2], alpha=16).add_(8 + 8 * 16)
+            # code + 8 of two neighbours in a byte, the first in the low half.
+            pairs = steps_BW[:, ::2].add(steps_BW[:, 1::2], alpha=16)
+            pairs.add_(8 + 8 * 16)
             codes.copy_(pairs.to(torch.uint8).flatten()[: len(codes)])
-        return steps_BW.mul_(scale_B.float().unsqueeze(1)).flatten()[: len(x)]
+        return steps_BW.mul_(scale_B1).flatten()[:n]
 
-    def _read(self, data: Tensor, n: int) -> Tensor:
-        """The bytes of one chunk -> (n,) what they stand for."""
+    def _decode_chunk(self, data: Tensor, n: int) -> Tensor:
+        """Decode the bytes of one chunk -> (n,) numbers."""
         if self.bits >= 16:
-            return _numbers(data, self._dtype)
+            return _view_as(data, self._dtype)
         scales, codes = data.tensor_split([self._scale_bytes(n)])
         if self.bits == 8:
             steps = codes.view(torch.int8).float()
         else:
-            steps = torch.stack([codes & 15, codes >> 4], dim=1).flatten().float().sub_(8)
-        return (
-            _whole_blocks(steps)
-            .mul_(_numbers(scales, torch.bfloat16).float().unsqueeze(1))
-            .flatten()[:n]
-        )
+            nibbles = torch.stack([codes & 15, codes >> 4], dim=1)
+            steps = nibbles.flatten().float().sub_(8)
+        scale_B = _view_as(scales, torch.bfloat16).float()
+        return _whole_blocks(steps).mul_(scale_B.unsqueeze(1)).flatten()[:n]
 
     def _scale_bytes(self, n: int) -> int:
         return -(-n // BLOCK) * SCALE_BYTES if self.bits < 16 else 0
@@ -130,17 +131,17 @@ class ErrorFeedback:
             return self.codec.encode(x)
         if key not in self.residuals:
             self.residuals[key] = torch.zeros_like(x)
+        residuals = self.residuals[key].split(CHUNK)
         data = torch.empty(self.codec.encoded_size(len(x)), dtype=torch.uint8, device=x.device)
         chunks = self.codec.chunks(x, data)
-        for (part, encoded), rest in zip(chunks, self.residuals[key].split(CHUNK), strict=True):
+        for (part, encoded), rest in zip(chunks, residuals, strict=True):
             part.copy_(self.codec.write(rest.add_(part), encoded))
             # What is not finite was sent as such: kept, it would make every later step NaN.
             rest.sub_(part).nan_to_num_(0.0, 0.0, 0.0)
         return data
 
     def settle_(self, key: Hashable, x: Tensor) -> Tensor:
-        """As `encode_`, in 32 bits and with all that is left of earlier ones, so that nothing is
-        left of these."""
+        """Encode in 32 bits with the residual of earlier encodings, so that none remains."""
         if (rest := self.residuals.pop(key, None)) is not None:
             x.add_(rest)
         return WHOLE.encode(x)
@@ -151,12 +152,13 @@ WHOLE = Codec(32)
 
 
 def _whole_blocks(x: Tensor) -> Tensor:
-    """(n,) -> (B, W), the last block filled up with zeros."""
-    missing = -len(x) % BLOCK
-    return (pad(x, (0, missing)) if missing else x).reshape(-1, BLOCK)
+    """Reshape (n,) to (B, W), the last block filled up with zeros."""
+    if missing := -len(x) % BLOCK:
+        x = pad(x, (0, missing))
+    return x.reshape(-1, BLOCK)
 
 
-def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers of `dtype`. A copy: a part of a longer message may begin where such numbers
-    must not."""
+def _view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """View bytes as numbers of `dtype`. A copy: a part of a longer message may begin where such
+    numbers must not."""
     return data.clone().view(dtype)

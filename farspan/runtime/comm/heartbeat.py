@@ -1,4 +1,4 @@
-"""Who is alive: each worker sends beats to rank 0, which answers them, over the sealed connection
+"""Liveness: each worker sends beats to rank 0, which answers them, over the sealed connection
 between the two."""
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ import msgspec
 from farspan.runtime.comm import tcp
 from farspan.runtime.comm.notices import Notices
 
-#: A worker that says nothing for this long, and for RTTS round trips of the slowest line, is lost;
-#: each says every BEAT_S that it is there. What is noticed last is noticed within 5 s and the round
-#: trips.
+#: A worker that sends nothing for this long, and for RTTS round trips of the slowest link, is lost;
+#: each sends a beat every BEAT_S. Every loss is noticed within 5 s and the round trips.
 SILENCE_S = 4.0
 RTTS = 4
 BEAT_S = 0.5
-#: Seconds of silence are counted so often.
+#: Interval at which seconds of silence are counted.
 COUNT_S = 0.25
-#: The third longest of so many last answers says how long a round trip is: what one cut held up
-#: says nothing of a line, the queue of a narrow one holds up many.
+#: The round trip is taken as the third longest of the last RECENT answers: one cut delays a few of
+#: them, the queue of a narrow link delays many.
 RECENT = 30
 LONGEST = 3
-#: Who has met the others opens its device, and says so for the first time, within this.
+#: A worker that has met the others opens its device, and sends its first beat, within this.
 OPEN_S = 120.0
-#: Where rank 0 does not say within this who is lost, it is itself.
+#: If rank 0 does not name the lost worker within this, it is rank 0.
 ANSWER_S = 1.5
-#: Beside a round trip others need so long to hear who is lost.
+#: In addition to a round trip, others need this long to learn which worker is lost.
 HEAR_S = 1.0
 #: The rank that was lost and how that was noticed, as the first worker that did has told all.
 LOST = "farspan/lost"
 
-#: A step that takes so many times the median of the last ones, and so many seconds, does not end:
-#: an exchange hangs whose library says nothing, as NCCL's does where a peer is gone.
+#: A step that takes this many times the median of the last ones, and this many seconds, is stalled:
+#: an exchange hangs without an error, as NCCL's does where a peer is gone.
 STALL_TIMES = 30.0
 STALL_S = 60.0
 STALL_STEPS = 20
 #: Steps that have to be known.
 STALL_KNOWN = 3
 
-#: How a worker is noticed to be lost: it says nothing, a connection to it broke, or its step does
+#: How a worker is noticed to be lost: it sends nothing, a connection to it broke, or its step does
 #: not end.
 How = Literal["silence", "connection", "stall"]
 
@@ -66,53 +65,54 @@ class Heartbeat:
     """Sends beats to rank 0, or answers those of all others there, and counts how long each is
     silent: rank 0 all of them, each of them rank 0.
 
-    Where one is lost, who notices tells the others and ends, and they with it. Collectives cannot
-    tell: a lost machine closes no connection, and a peer that is busy is as silent in them as one
-    that is gone.
+    A worker that notices a loss reports it to the others and ends, and they with it. Collectives
+    cannot notice it: a lost machine closes no connection, and a peer that is busy is as silent in
+    them as one that is gone.
     """
 
     def __init__(self, notices: Notices, world: int) -> None:
         self._notices = notices
         self._rank = notices.rank
-        #: This worker's last round trips to rank 0, and what the others say of theirs.
+        #: This worker's last round trips to rank 0, and what the others report of theirs.
         self._rtts_s = deque[float](maxlen=RECENT)
         self._their_rtt_s = dict[int, float]()
-        #: Seconds that were counted so far, and their number when each peer was last heard.
+        #: Seconds that were counted so far, and their number at each peer's last beat.
         self._counted_s = 0.0
-        self._heard_s = dict.fromkeys(range(1, world) if self._rank == 0 else (0,), 0.0)
-        #: Who may be silent for longer, as its device is opened.
-        self._opening = set(self._heard_s)
+        peers = range(1, world) if self._rank == 0 else (0,)
+        self._last_beat_s = dict.fromkeys(peers, 0.0)
+        #: Peers that may be silent for longer, as they open their devices.
+        self._opening = set(self._last_beat_s)
         self._ended = threading.Event()
         self._gone = list[tuple[int, How]]()
         #: Seconds of the step that is being made, None between steps, and of the last ones.
         self._step_s: float | None = None
         self._steps_s = deque[float](maxlen=STALL_STEPS)
-        notices.on_beat = self._hear
-        self._talker = threading.Thread(target=self._talk, daemon=True)
-        self._counter: threading.Thread | None = None
-        self._talker.start()
+        notices.on_beat = self._receive_beat
+        self._beat_thread = threading.Thread(target=self._send_beats, daemon=True)
+        self._watch_thread: threading.Thread | None = None
+        self._beat_thread.start()
 
     def watch(self, lost: Callable[[int, How], None]) -> None:
-        self._counter = threading.Thread(target=self._count, args=(lost,), daemon=True)
-        self._counter.start()
+        self._watch_thread = threading.Thread(target=self._watch_peers, args=(lost,), daemon=True)
+        self._watch_thread.start()
 
     def opened(self) -> None:
-        """All workers have opened their devices: from now on none may be silent for longer."""
-        for peer in self._heard_s:
-            self._heard_s[peer] = self._counted_s
+        """Note that all workers have opened their devices: none may be silent for longer now."""
+        for peer in self._last_beat_s:
+            self._last_beat_s[peer] = self._counted_s
         self._opening.clear()
 
     def end(self) -> None:
-        """Where a worker is lost `lost` has the last word."""
-        self._hear_of_loss()
+        """Stop the beats; if a worker is lost, wait for `lost`."""
+        self._check_for_loss()
         self._ended.set()
-        if self._gone and self._counter is not None:
-            self._counter.join()
-        self._talker.join(ANSWER_S)
+        if self._gone and self._watch_thread is not None:
+            self._watch_thread.join()
+        self._beat_thread.join(ANSWER_S)
 
-    def _talk(self) -> None:
+    def _send_beats(self) -> None:
         while True:
-            # Of lines that were queued up since, too.
+            # Of connections that were made since, too.
             tcp.expire(SILENCE_S, RTTS)
             if self._rank != 0:
                 beat = Beat(time.monotonic(), self._rtt_s)
@@ -120,9 +120,9 @@ class Heartbeat:
             if self._ended.wait(BEAT_S):
                 return
 
-    def _hear(self, peer: int, content: bytes) -> None:
+    def _receive_beat(self, peer: int, content: bytes) -> None:
         beat = _decode(content)
-        self._heard_s[peer] = self._counted_s
+        self._last_beat_s[peer] = self._counted_s
         self._opening.discard(peer)
         if self._rank == 0:
             self._their_rtt_s[peer] = beat.rtt_s
@@ -130,24 +130,24 @@ class Heartbeat:
         else:
             self._rtts_s.append(time.monotonic() - beat.sent_s)
 
-    def _hear_of_loss(self) -> None:
-        if (said := self._notices.heard(LOST)) is not None:
-            self._gone.append(_loss(said))
+    def _check_for_loss(self) -> None:
+        if (message := self._notices.heard(LOST)) is not None:
+            self._gone.append(_parse_loss(message))
 
     @property
     def _rtt_s(self) -> float:
         longest = sorted(self._rtts_s)[-LONGEST:]
         return longest[0] if len(longest) == LONGEST else 0.0
 
-    def _count(self, lost: Callable[[int, How], None]) -> None:
-        """Seconds are counted, not read from a clock: machines that were suspended together blame
-        nobody."""
+    def _watch_peers(self, lost: Callable[[int, How], None]) -> None:
+        """Count the seconds of silence and report losses. They are counted, not read from a clock:
+        machines that were suspended together blame nobody."""
         while not self._gone and not self._ended.wait(COUNT_S):
-            self._hear_of_loss()
-            if self._stalls():
+            self._check_for_loss()
+            if self._step_stalls():
                 self._gone.append(self.tell(self._rank, "stall"))
             self._counted_s += COUNT_S
-            for peer, heard_s in self._heard_s.items():
+            for peer, heard_s in self._last_beat_s.items():
                 if self._counted_s - heard_s > self._allowed_silence_s(peer):
                     self._gone.append(self.tell(peer, "silence"))
         if self._gone:
@@ -157,12 +157,13 @@ class Heartbeat:
     def _allowed_silence_s(self, peer: int) -> float:
         if peer in self._opening and peer not in self._notices.ended:
             return OPEN_S
-        return SILENCE_S + RTTS * max(self._rtt_s, self._their_rtt_s.get(peer, 0.0))
+        rtt_s = max(self._rtt_s, self._their_rtt_s.get(peer, 0.0))
+        return SILENCE_S + RTTS * rtt_s
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While a step is made: one that does not end is a fault. Saves, validations and meetings
-        are no part of it."""
+        """Mark a step: one that does not end is a fault. Saves, validations and outer syncs are no
+        part of it."""
         began = time.monotonic()
         self._step_s = 0.0
         try:
@@ -171,30 +172,32 @@ class Heartbeat:
             self._step_s = None
         self._steps_s.append(time.monotonic() - began)
 
-    def _stalls(self) -> bool:
+    def _step_stalls(self) -> bool:
         if self._step_s is None:
             return False
         self._step_s += COUNT_S
         if len(self._steps_s) < STALL_KNOWN:
             return False
-        return self._step_s > max(STALL_S, STALL_TIMES * statistics.median(tuple(self._steps_s)))
+        median_s = statistics.median(tuple(self._steps_s))
+        return self._step_s > max(STALL_S, STALL_TIMES * median_s)
 
     def tell(self, peer: int, how: How) -> tuple[int, How]:
-        """Tell all workers who is lost and how, unless another was named before; returns who is:
-        rank 0 where it does not answer and has not said it."""
+        """Report to all workers which one is lost and how, unless another was named before; return
+        that one: rank 0 if it does not answer and has named none."""
         try:
-            return _loss(self._notices.say_first(LOST, f"{peer} {how}", ANSWER_S))
+            first = self._notices.say_first(LOST, f"{peer} {how}", ANSWER_S)
         except OSError:  # TimeoutError and ConnectionError are.
-            return (self._gone or [(0, how)])[0]
+            return self._gone[0] if self._gone else (0, how)
+        return _parse_loss(first)
 
     def stay(self) -> None:
-        """Where somebody is lost, rank 0 ends when the others have heard of it: what it has not
-        sent yet goes with it."""
+        """Wait, on rank 0, until the others have received the report of a loss: what is not sent
+        yet is lost when it ends."""
         if self._rank == 0:
             slowest_s = max(self._their_rtt_s.values(), default=0.0)
             time.sleep(HEAR_S + slowest_s)
 
 
-def _loss(said: bytes) -> tuple[int, How]:
-    rank, how = said.decode().split()
+def _parse_loss(message: bytes) -> tuple[int, How]:
+    rank, how = message.decode().split()
     return int(rank), cast(How, how)

@@ -1,4 +1,4 @@
-"""Messages between two workers on a long line: receives are posted before the data comes, sends are
+"""Messages between two workers on a long link: receives are posted before the data comes, sends are
 never waited for before the end of a step.
 
 Gloo moves a message as soon as both ends know of it. A receive that is posted when the data is
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: A message is divided over streams in parts of at least so many bytes.
+#: A message is divided over streams in parts of at least this many bytes.
 LEAST_PART = 2**16
 
 
@@ -65,7 +65,7 @@ class Messenger:
     def __init__(self) -> None:
         self._sent: deque[Sent] = deque()
         self._before = 0
-        # Gives back the memory of what has left, long before anybody waits for it.
+        # Frees the memory of what has been sent, long before it is waited for.
         self._leaving = ThreadPoolExecutor(1)
 
     def send(
@@ -78,9 +78,8 @@ class Messenger:
         """Send a contiguous tensor to a rank; it must not change before what is returned has
         ended."""
         works = []
-        for group, part in zip(
-            groups, parts(data.detach().cpu().view(-1), len(groups)), strict=False
-        ):
+        flat = data.detach().cpu().view(-1)
+        for group, part in zip(groups, parts(flat, len(groups)), strict=False):
             work = dist.isend(part, target, group=group, tag=tag)
             assert work is not None
             works.append(Sent(work, part))
@@ -96,7 +95,7 @@ class Messenger:
         tag: int,
         groups: Sequence[dist.ProcessGroup | None] = (None,),
     ) -> Posted:
-        """Begin to receive so many elements from a rank."""
+        """Begin to receive `size` elements from a rank."""
         buffer = torch.empty(size, dtype=dtype)
         works = []
         for group, part in zip(groups, parts(buffer, len(groups)), strict=False):
@@ -106,7 +105,7 @@ class Messenger:
         return Posted(buffer, tuple(works))
 
     def settle(self) -> None:
-        """At the end of a step: wait for what was sent before the last end of a step."""
+        """Wait, at the end of a step, for what was sent before the last end of a step."""
         for _ in range(self._before):
             self._sent.popleft().wait()
         self._before = len(self._sent)
@@ -119,6 +118,6 @@ class Messenger:
 
 
 def parts(flat: Tensor, count: int) -> tuple[Tensor, ...]:
-    """A flat tensor in up to so many nearly equal parts, the same on both ends."""
-    most = max(1, min(count, flat.nbytes // LEAST_PART))
-    return torch.tensor_split(flat, most)
+    """Split a flat tensor into up to `count` nearly equal parts, the same on both ends."""
+    num_parts = max(1, min(count, flat.nbytes // LEAST_PART))
+    return torch.tensor_split(flat, num_parts)

@@ -1,9 +1,9 @@
-"""What the workers of one run tell each other: over a sealed connection from each to rank 0, which
-hands on what it receives.
+"""Messages to all workers of one run: over a sealed connection from each to rank 0, which relays
+them.
 
-The workers meet at the address and the port of rank 0, which all are given. Who calls proves that
-it holds the secret of the run, which is never sent. PyTorch's store asks nobody who they are: no
-value of farspan's stands there.
+The workers meet at the address and the port of rank 0, which all are given. A caller proves that it
+holds the secret of the run, which is never sent. PyTorch's store authenticates nobody: no value of
+farspan's is kept there.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from farspan.runtime.comm.sealed import Forged, SealedConnection, SealedStream, 
 
 #: Between two calls of rank 0, which may not listen yet.
 POLL_S = 0.1
-#: A secret is at least so long; a launcher's has 64 characters.
+#: A secret has at least this many characters; a launcher's has 64.
 LEAST_SECRET = 16
 #: The key of a beat, which is for the other end of the connection alone and is not kept.
 BEAT = "farspan/beat"
-#: What a worker asks rank 0 for, before its rank.
+#: The first word of a worker's question to rank 0, before its rank.
 QUESTION = "notices"
 
 
@@ -75,41 +75,42 @@ class Notices:
     def __init__(self, secret: bytes, rank: int) -> None:
         self.secret = secret
         self.rank = rank
-        #: Is called with the rank at the other end and each beat from there.
+        #: Called with the rank at the other end and each beat from there.
         self.on_beat: Callable[[int, bytes], None] = lambda peer, content: None
         #: The ranks whose connection to this worker has ended.
         self.ended: set[int] = set()
-        self._lines = dict[int, SealedConnection]()
+        self._connections = dict[int, SealedConnection]()
         self._values = dict[str, bytes]()
         self._changed = threading.Condition()
 
     def meet(self, world: int, port: int, seconds: float) -> None:
         """Connect all workers of the run, at a port of rank 0.
 
-        Raises TimeoutError where they do not all come within so many seconds, ConnectionError where
+        Raises TimeoutError where they do not all come within `seconds`, ConnectionError where
         rank 0 has ended, and OSError where it cannot listen there.
         """
         end = time.monotonic() + seconds
         everyone = [came(rank) for rank in range(world)]
         if self.rank == 0:
-            with closing(Server(self.secret, self._take, port)):
+            with closing(Server(self.secret, self._accept_worker, port)):
                 self.say(came(0), b"1")
                 self.wait(everyone, seconds)
         else:
-            line = self._call_rank_0(port, end)
-            self._keep(0, line)
-            threading.Thread(target=self._receive, args=(0, line), daemon=True).start()
+            connection = self._call_rank_0(port, end)
+            self._add_connection(0, connection)
+            arguments = 0, connection
+            threading.Thread(target=self._receive_messages, args=arguments, daemon=True).start()
             self.say(came(self.rank), b"1")
             self.wait(everyone, end - time.monotonic())
 
     def say(self, key: str, value: bytes | str) -> None:
-        """Tell all workers. Raises ConnectionError where rank 0 has ended."""
-        self._tell(Message(key, _bytes(value)))
+        """Send a value to all workers. Raises ConnectionError if rank 0 has ended."""
+        self._send_message(Message(key, _to_bytes(value)))
 
     def say_first(self, key: str, value: bytes | str, seconds: float = math.inf) -> bytes:
-        """Tell all workers unless one has told them something under this key before; returns what
-        they were told. Raises like `wait`."""
-        self._tell(Message(key, _bytes(value), first=True))
+        """Send a value to all workers unless there is one under this key; return the one that is
+        there. Raises like `wait`."""
+        self._send_message(Message(key, _to_bytes(value), first=True))
         return self.wait([key], seconds)[0]
 
     def heard(self, key: str) -> bytes | None:
@@ -118,13 +119,11 @@ class Notices:
     def wait(self, keys: Sequence[str], seconds: float = math.inf) -> list[bytes]:
         """Return the values of all keys, once all are there.
 
-        Raises TimeoutError after so many seconds, and ConnectionError where rank 0 has ended.
+        Raises TimeoutError after `seconds`, and ConnectionError where rank 0 has ended.
         """
+        timeout = None if math.isinf(seconds) else max(0.0, seconds)
         with self._changed:
-            self._changed.wait_for(
-                lambda: 0 in self.ended or not self.missing(keys),
-                None if math.isinf(seconds) else max(0.0, seconds),
-            )
+            self._changed.wait_for(lambda: 0 in self.ended or not self.missing(keys), timeout)
             if not self.missing(keys):
                 return [self._values[key] for key in keys]
         self._require_rank_0()
@@ -135,90 +134,94 @@ class Notices:
 
     def beat(self, peer: int, content: bytes) -> None:
         """Send a beat to the worker at the other end of a connection, if that is there."""
-        if (line := self._lines.get(peer)) is not None:
-            line.send(_encode(Message(BEAT, content)))
+        if (connection := self._connections.get(peer)) is not None:
+            connection.send(_encode(Message(BEAT, content)))
 
     def close(self) -> None:
-        for line in list(self._lines.values()):
-            line.close()
+        for connection in list(self._connections.values()):
+            connection.close()
 
     # -- over the connections
 
-    def _tell(self, message: Message) -> None:
+    def _send_message(self, message: Message) -> None:
         if self.rank == 0:
             self._hand_on(message)
         else:
             self._require_rank_0()
-            self._lines[0].send(_encode(message))
+            self._connections[0].send(_encode(message))
 
     def _require_rank_0(self) -> None:
         if 0 in self.ended:
             raise ConnectionError("the connection to rank 0 has ended")
 
     def _hand_on(self, message: Message) -> None:
-        """Rank 0 tells all workers, itself last: what it knows then is on its way to all."""
+        """Relay a message on rank 0 to all workers, itself last: what it knows then is on its way
+        to all."""
+        key = message.key
+        value = message.value
         with self._changed:
-            before = self._values.get(message.key) if message.first else None
-            value = message.value if before is None else before
-            for line in self._lines.values():
-                line.send(_encode(Message(message.key, value)))
-            self._set(message.key, value)
+            if message.first:
+                value = self._values.get(key, value)
+            for connection in self._connections.values():
+                connection.send(_encode(Message(key, value)))
+            self._set_value(key, value)
 
-    def _set(self, key: str, value: bytes) -> None:
+    def _set_value(self, key: str, value: bytes) -> None:
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
-    def _keep(self, peer: int, line: SealedConnection) -> None:
-        """Keep the connection of a worker that has just connected, which rank 0 tells all that was
-        said before."""
+    def _add_connection(self, peer: int, connection: SealedConnection) -> None:
+        """Keep the connection of a worker that has just connected; rank 0 sends it all earlier
+        values."""
         with self._changed:
             if self.rank == 0:
                 for key, value in self._values.items():
-                    line.send(_encode(Message(key, value)))
-            self._lines[peer] = line
+                    connection.send(_encode(Message(key, value)))
+            self._connections[peer] = connection
             self.ended.discard(peer)
 
-    def _receive(self, peer: int, line: SealedConnection) -> None:
-        for content in line.messages():
+    def _receive_messages(self, peer: int, connection: SealedConnection) -> None:
+        for content in connection.messages():
             message = _decode(content)
             if message.key == BEAT:
                 self.on_beat(peer, message.value)
             elif self.rank == 0:
                 self._hand_on(message)
             else:
-                self._set(message.key, message.value)
+                self._set_value(message.key, message.value)
         with self._changed:
-            if self._lines[peer] is line:  # It may have called again.
+            if self._connections[peer] is connection:  # It may have called again.
                 self.ended.add(peer)
                 self._changed.notify_all()
 
     # -- meeting
 
-    def _take(self, question: str, stream: SealedStream) -> None:
+    def _accept_worker(self, question: str, stream: SealedStream) -> None:
         word, _, number = question.partition(" ")
         if word == QUESTION:
-            line = SealedConnection(stream)
-            self._keep(int(number), line)
-            self._receive(int(number), line)
+            peer = int(number)
+            connection = SealedConnection(stream)
+            self._add_connection(peer, connection)
+            self._receive_messages(peer, connection)
 
     def _call_rank_0(self, port: int, end: float) -> SealedConnection:
         """Call until rank 0 answers. Raises TimeoutError."""
-        why = "too late"
+        reason = "too late"
+        question = f"{QUESTION} {self.rank}"
         while time.monotonic() < end:
-            to = os.environ["MASTER_ADDR"], port
+            address = os.environ["MASTER_ADDR"], port
             try:
-                question = f"{QUESTION} {self.rank}"
-                return SealedConnection(SealedStream.call(to, self.secret, question))
+                return SealedConnection(SealedStream.call(address, self.secret, question))
             except (OSError, Forged) as error:
-                why = str(error)
+                reason = str(error)
             time.sleep(POLL_S)
-        raise TimeoutError(f"rank 0 has not answered: {why}")
+        raise TimeoutError(f"rank 0 has not answered: {reason}")
 
 
 def came(rank: int) -> str:
     return f"farspan/came/{rank}"
 
 
-def _bytes(value: bytes | str) -> bytes:
+def _to_bytes(value: bytes | str) -> bytes:
     return value.encode() if isinstance(value, str) else value

@@ -2,10 +2,10 @@
 each piece of what both then send carries its signature.
 
 The server sends a random number, the client one of its own and what it asks for, signed over both;
-the server then says that it is ready. What each sends is a series of pieces: a length, a signature
-over the piece's number and content, the content; an empty one is the last. The numbers are new for
-each connection, so nothing that went over an earlier one can be repeated, left out or put in
-another place.
+the server then answers that it is ready. What each sends is a series of pieces: a length, a
+signature over the piece's number and content, the content; an empty one is the last. The numbers
+are new for each connection, so nothing that went over an earlier one can be repeated, left out or
+put in another place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NONCE = 16
 SIGNATURE = 32
 LENGTH = 4
 PIECE = 2**20
-#: What a server says to a caller that it answers.
+#: The server's word to a caller that it answers.
 READY = b"!"
 #: No byte for this long, also over a link whose queue is full: the other side is gone.
 QUIET_S = 30.0
@@ -41,9 +41,11 @@ class Forged(Unexpected):
 
 
 def sign(secret: bytes, *parts: bytes) -> bytes:
-    """32 bytes that only a holder of the secret can make for these parts (HMAC-SHA256, RFC
+    """Return 32 bytes that only a holder of the secret can make for these parts (HMAC-SHA256, RFC
     2104)."""
-    content = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    content = bytearray()
+    for part in parts:
+        content += len(part).to_bytes(8, "big") + part
     return hmac.digest(secret, content, hashlib.sha256)
 
 
@@ -60,8 +62,9 @@ class SealedStream:
         self._receive_key = receive_key
         #: Bytes that went through: while it grows the receiver lives.
         self.sent = 0
-        self._sent_pieces = self._received_pieces = 0
-        self._held = bytearray()
+        self._sent_pieces = 0
+        self._received_pieces = 0
+        self._buffered = bytearray()
         self._ended = False
 
     @classmethod
@@ -70,11 +73,12 @@ class SealedStream:
         connection = socket.create_connection(to, timeout=QUIET_S)
         stream = connection.makefile("rb")
         try:
-            theirs = _exactly(stream, NONCE)
+            theirs = _read_exactly(stream, NONCE)
             ours = os.urandom(NONCE)
             line = f"{question}\n".encode()
-            connection.sendall(ours + sign(secret, b"ask", theirs, ours, line) + line)
-            if _exactly(stream, 1) != READY:
+            signature = sign(secret, b"ask", theirs, ours, line)
+            connection.sendall(ours + signature + line)
+            if _read_exactly(stream, 1) != READY:
                 raise Forged("the server does not take it")
         except BaseException:
             stream.close()
@@ -91,8 +95,8 @@ class SealedStream:
         stream = connection.makefile("rb")
         try:
             connection.sendall(ours)
-            theirs = _exactly(stream, NONCE)
-            signature = _exactly(stream, SIGNATURE)
+            theirs = _read_exactly(stream, NONCE)
+            signature = _read_exactly(stream, SIGNATURE)
             line = stream.readline(200)
             if not hmac.compare_digest(signature, sign(secret, b"ask", ours, theirs, line)):
                 raise Forged("what was asked for is not signed with this run's secret")
@@ -106,42 +110,44 @@ class SealedStream:
 
     def write(self, content: bytes) -> int:
         for start in range(0, len(content), PIECE):
-            self._send(content[start : start + PIECE])
+            self._send_piece(content[start : start + PIECE])
         return len(content)
 
     def end(self) -> None:
-        """Tell the other end that this was all."""
-        self._send(b"")
+        """Mark the end of what this side sends."""
+        self._send_piece(b"")
 
-    def _send(self, piece: bytes) -> None:
+    def _send_piece(self, piece: bytes) -> None:
+        length = len(piece)
         signature = sign(self._send_key, b"%d" % self._sent_pieces, piece)
-        self.connection.sendall(len(piece).to_bytes(LENGTH, "big") + signature + piece)
-        self.sent += len(piece)
+        self.connection.sendall(length.to_bytes(LENGTH, "big") + signature + piece)
+        self.sent += length
         self._sent_pieces += 1
 
     def read(self, size: int) -> bytes:
         """Return the next bytes, fewer only at the end. Raises Forged."""
-        while len(self._held) < size and not self._ended:
-            piece = self._piece()
-            self._held += piece
+        while len(self._buffered) < size and not self._ended:
+            piece = self._read_piece()
+            self._buffered += piece
             self._ended = not piece
-        content = bytes(self._held[:size])
-        del self._held[:size]
+        content = bytes(self._buffered[:size])
+        del self._buffered[:size]
         return content
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the pieces until the other end says that they were all. Raises Forged."""
-        while piece := self._piece():
+        """Yield the pieces up to the other side's last one. Raises Forged."""
+        while piece := self._read_piece():
             yield piece
 
-    def _piece(self) -> bytes:
-        length = int.from_bytes(_exactly(self._stream, LENGTH), "big")
+    def _read_piece(self) -> bytes:
+        length = int.from_bytes(_read_exactly(self._stream, LENGTH), "big")
         if length > PIECE:
             raise Forged(f"a piece of {length} bytes")
-        signature = _exactly(self._stream, SIGNATURE)
-        piece = _exactly(self._stream, length)
+        signature = _read_exactly(self._stream, SIGNATURE)
+        piece = _read_exactly(self._stream, length)
         count = self._received_pieces
-        if not hmac.compare_digest(signature, sign(self._receive_key, b"%d" % count, piece)):
+        expected = sign(self._receive_key, b"%d" % count, piece)
+        if not hmac.compare_digest(signature, expected):
             raise Forged(f"piece {count} is not signed with this run's secret")
         self._received_pieces += 1
         return piece
@@ -152,7 +158,7 @@ class SealedStream:
 
 
 class Server:
-    """Answers those who hold the secret, at a port where the others reach rank 0.
+    """Answers callers that hold the secret, at a port where the others reach rank 0.
 
     Each question is answered on a thread of its own. Its connection ends with the answer, also
     where that fails.
@@ -163,21 +169,23 @@ class Server:
     ) -> None:
         self._secret = secret
         self._answer = answer
-        self._socket = socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), port))
+        address = tcp.listening(os.environ["MASTER_ADDR"])
+        self._socket = socket.create_server((address, port))
         self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._accept_callers, daemon=True).start()
 
-    def _accept(self) -> None:
+    def _accept_callers(self) -> None:
         while self._socket.fileno() != -1:
             try:
                 connection, _ = self._socket.accept()
             except OSError:  # Closed; or the caller has gone, or there are too many.
                 time.sleep(POLL_S)
                 continue
-            threading.Thread(target=self._take, args=(connection,), daemon=True).start()
+            thread = threading.Thread(target=self._answer_caller, args=(connection,), daemon=True)
+            thread.start()
 
-    def _take(self, connection: socket.socket) -> None:
-        # Others may say what they like, and callers may go away.
+    def _answer_caller(self, connection: socket.socket) -> None:
+        # A caller may send anything, or go away.
         with suppress(OSError, ValueError, Forged), connection:
             question, stream = SealedStream.take(connection, self._secret)
             with closing(stream):
@@ -229,7 +237,7 @@ class SealedConnection:
                 self._stream.write(message)
 
 
-def _exactly(stream: BinaryIO, size: int) -> bytes:
+def _read_exactly(stream: BinaryIO, size: int) -> bytes:
     content = stream.read(size)
     if len(content) < size:
         raise Forged("the connection ended early")

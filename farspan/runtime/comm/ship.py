@@ -31,7 +31,7 @@ from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
 from farspan.runtime.comm.notices import Notices
 from farspan.runtime.comm.sealed import PIECE, QUIET_S, SealedStream, Server
 
-#: Keys of what the workers tell each other.
+#: Keys of notices.
 OFFER = "farspan/offer"
 SHARED = "farspan/shared"
 #: The files of each part: of a run folder those that a worker reads, and of a corpus.
@@ -43,7 +43,7 @@ POLL_S = 0.05
 
 
 class ShipmentOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others."""
+    """The notice of rank 0 to the others: what it sends, and where."""
 
     plan: ContentHash
     corpus: ContentHash
@@ -52,25 +52,24 @@ class ShipmentOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def share(notices: Notices, rank: int, world: int, run: RunFolder) -> None:
-    """Returns when every worker has plan and tokens on its own disk, however long sending them over
+    """Wait until every worker has plan and tokens on its own disk, however long sending them over
     a slow link takes. Raises Refusal (worker-lost) for a silent one, and on rank 0 (path-missing,
     corpus-damaged) where it has no corpus to send."""
     if rank == 0:
-        _give(notices, world, run)
+        _send_to_all(notices, world, run)
     else:
-        _take(notices, rank, run)
+        _fetch_missing(notices, rank, run)
     notices.wait([SHARED])
 
 
-def _give(notices: Notices, world: int, run: RunFolder) -> None:
+def _send_to_all(notices: Notices, world: int, run: RunFolder) -> None:
     plan = load(run.plan, Plan)
     corpus = find.require_corpus(run, plan.inputs.corpus)
     shipment = Shipment(run, corpus)
     with closing(Server(notices.secret, shipment.answer)) as server:
         address = os.environ["MASTER_ADDR"]
-        offer = ShipmentOffer(
-            plan=plan.hash, corpus=plan.inputs.corpus, address=address, port=server.port
-        )
+        hash_ = plan.inputs.corpus
+        offer = ShipmentOffer(plan=plan.hash, corpus=hash_, address=address, port=server.port)
         notices.say(OFFER, msgspec.json.encode(offer))
         waiting = set(range(1, world))
         seen = 0
@@ -78,7 +77,7 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
         while waiting:
             if shipment.damage is not None:
                 raise shipment.damage
-            done = {rank for rank in waiting if notices.heard(_has(rank)) is not None}
+            done = {rank for rank in waiting if not notices.missing([_has_key(rank)])}
             waiting -= done
             if done or shipment.sent != seen:
                 seen = shipment.sent
@@ -96,64 +95,59 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
     notices.say(SHARED, b"1")
 
 
-def _take(notices: Notices, rank: int, run: RunFolder) -> None:
-    offer = msgspec.json.decode(notices.wait([OFFER])[0], type=ShipmentOffer)
+def _fetch_missing(notices: Notices, rank: int, run: RunFolder) -> None:
+    (content,) = notices.wait([OFFER])
+    offer = msgspec.json.decode(content, type=ShipmentOffer)
     run.make()
     with open_own(run.fetch_lock, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_plan(run.plan, offer.plan):
-            _fetch(offer, "run", run.path, notices.secret)
+        has_plan = False
+        with suppress(Refusal):
+            has_plan = run.plan.exists() and load(run.plan, Plan).hash == offer.plan
+        if not has_plan:
+            _fetch_part(offer, "run", run.path, notices.secret)
         recorded = load(run.record, RunRecord).corpus_folder
         if find.find_corpus(recorded, offer.corpus) is None:
             folder = make_cache_folder(find.CORPORA) / find.sent_name(offer.corpus)
             refuse_link(folder)
-            _fetch(offer, "corpus", folder, notices.secret)
-            _require_sent(folder, offer)
-    notices.say(_has(rank), b"1")
+            _fetch_part(offer, "corpus", folder, notices.secret)
+            if not find.is_corpus(folder, offer.corpus):
+                raise Refusal(
+                    "worker-lost",
+                    what="the corpus from rank 0 did not come whole",
+                    where=f"{offer.address}:{offer.port}",
+                    fact=f"what came is not corpus {offer.corpus}",
+                    remedy="see what rank 0 says itself: logs/rank-0.log of the run",
+                )
+    notices.say(_has_key(rank), b"1")
 
 
-def _has(rank: int) -> str:
+def _has_key(rank: int) -> str:
     return f"farspan/has/{rank}"
 
 
-def _is_plan(path: Path, digest: str) -> bool:
-    with suppress(Refusal):
-        return path.exists() and load(path, Plan).hash == digest
-    return False
-
-
-def _require_sent(folder: Path, offer: ShipmentOffer) -> None:
-    """Raises Refusal (worker-lost) where rank 0 has not sent every file of the corpus."""
-    if not find.is_corpus(folder, offer.corpus):
-        raise Refusal(
-            "worker-lost",
-            what="the corpus from rank 0 did not come whole",
-            where=f"{offer.address}:{offer.port}",
-            fact=f"what came is not corpus {offer.corpus}",
-            remedy="see what rank 0 says itself: logs/rank-0.log of the run",
-        )
-
-
-def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None:
-    """Receive a part beside `folder`, then move its files there. Raises Refusal (worker-lost) where
-    what comes is not rank 0's."""
+def _fetch_part(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None:
+    """Receive a part next to `folder`, then move its files there. Raises Refusal (worker-lost)
+    where what comes is not rank 0's."""
     own = f".{folder.name}.{platform.node()}"  # The folder may lie on a disk that hosts share.
-    for left in folder.parent.glob(f"{own}.*.tmp"):  # By a worker that was killed while it fetched.
-        if not psutil.pid_exists(int(left.name.split(".")[-2])):
-            shutil.rmtree(left, ignore_errors=True)
+    # Remove the folders of workers that were killed while they fetched.
+    for unfinished in folder.parent.glob(f"{own}.*.tmp"):
+        pid = int(unfinished.name.split(".")[-2])
+        if not psutil.pid_exists(pid):
+            shutil.rmtree(unfinished, ignore_errors=True)
     temporary = folder.with_name(f"{own}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
-        to = offer.address, offer.port
-        with closing(SealedStream.call(to, secret, part)) as stream:
+        address = offer.address, offer.port
+        with closing(SealedStream.call(address, secret, part)) as stream:
             receive_files(stream, temporary, lambda name: name in NAMES[part])
-            while stream.read(PIECE):  # To the piece that says that this is all.
+            while stream.read(PIECE):  # Up to the last piece.
                 continue
         folder.mkdir(exist_ok=True)
-        # The file that says what the folder is comes last: without it the folder counts as empty.
-        for file in sorted(
-            temporary.iterdir(), key=lambda file: file.name in ("plan.json", "corpus.json")
-        ):
+        files = list(temporary.iterdir())
+        # The file that identifies the folder comes last: without it the folder counts as empty.
+        files.sort(key=lambda file: file.name in ("plan.json", "corpus.json"))
+        for file in files:
             os.replace(file, folder / file.name)
     except Unexpected as error:
         raise Refusal(
@@ -183,19 +177,19 @@ class Shipment:
         return sum(stream.sent for stream in self._streams)
 
     def answer(self, part: str, stream: SealedStream) -> None:
-        if part not in NAMES or (part == "corpus" and not self._is_sound()):
+        if part not in NAMES:
             return
+        folder = self._folders[part]
+        if part == "corpus":
+            # Only a corpus whose every block is what was prepared.
+            try:
+                manifest = load(folder / "corpus.json", CorpusManifest)
+                tokens.verify(folder, manifest, find.mending_command(self._run, folder))
+            except Refusal as refusal:
+                self.damage = refusal
+            if self.damage is not None:
+                return
         self._streams.append(stream)
-        paths = [self._folders[part] / name for name in NAMES[part]]
+        paths = [folder / name for name in NAMES[part]]
         send_files(stream, [(path, path.name) for path in paths if path.exists()])
         stream.end()
-
-    def _is_sound(self) -> bool:
-        """Whether every block of the corpus is what was prepared."""
-        folder = self._folders["corpus"]
-        try:
-            manifest = load(folder / "corpus.json", CorpusManifest)
-            tokens.verify(folder, manifest, find.mending_command(self._run, folder))
-        except Refusal as refusal:
-            self.damage = refusal
-        return self.damage is None

@@ -1,4 +1,4 @@
-"""Where a worker stands in a plan, and the groups of workers that it exchanges with."""
+"""A worker's position in a plan, and the groups of workers that it exchanges with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Topology:
     rank: int
 
     @functools.cached_property
-    def _found(self) -> tuple[int, int, int]:
+    def _position(self) -> tuple[int, int, int]:
         for r, replica in enumerate(self.plan.replicas):
             for s, stage in enumerate(replica.stages):
                 if self.rank in stage.mesh.ranks:
@@ -32,19 +32,19 @@ class Topology:
 
     @property
     def replica_index(self) -> int:
-        return self._found[0]
+        return self._position[0]
 
     @property
     def stage_index(self) -> int:
-        return self._found[1]
+        return self._position[1]
 
     @property
     def replica(self) -> Replica:
-        return self.plan.replicas[self._found[0]]
+        return self.plan.replicas[self._position[0]]
 
     @property
     def stage(self) -> Stage:
-        return self.replica.stages[self._found[1]]
+        return self.replica.stages[self._position[1]]
 
     @property
     def mesh(self) -> Mesh:
@@ -66,15 +66,15 @@ class Topology:
     @property
     def tensor(self) -> int:
         """The coordinate on the tensor axis."""
-        return self._found[2] % self.mesh.size("tensor")
+        return self._position[2] % self.mesh.size("tensor")
 
     @property
     def batch(self) -> int:
         """The batch coordinate, over the site and data axes together."""
-        return self._found[2] // self.mesh.size("tensor")
+        return self._position[2] // self.mesh.size("tensor")
 
     def group(self, axis: Axis) -> tuple[int, ...]:
-        """The ranks along one axis, this one among them."""
+        """Return the ranks along one axis, this one among them."""
         return next(group for group in self.mesh.groups(axis) if self.rank in group)
 
     @property
@@ -83,7 +83,7 @@ class Topology:
         return self.mesh.transposed[self.tensor]
 
     def sites(self, ranks: Sequence[int]) -> dict[str, list[int]]:
-        """These ranks by their site."""
+        """Group these ranks by their site."""
         by_site: dict[str, list[int]] = {}
         for rank in ranks:
             by_site.setdefault(self.site(rank), []).append(rank)
@@ -94,7 +94,7 @@ class Topology:
         return device.site or device.host
 
     def backend(self, ranks: Sequence[int]) -> str:
-        """What carries the messages of a group of these ranks."""
+        """Return the backend of a group of these ranks."""
         return backend(self.plan.devices[rank].backend for rank in ranks)
 
     @property
@@ -105,33 +105,32 @@ class Topology:
 
     @property
     def zero(self) -> int:
-        """What is divided over the data axis: nothing where the axis has one rank."""
+        """ZeRO stage: what is divided over the data axis; nothing where the axis has one rank."""
         return self.stage.zero if self.mesh.size("data") > 1 else 0
 
     def samples(self, step: int) -> list[NDArray[np.int64]]:
-        """The samples of a step that this rank reads, microbatch by microbatch; replicas read one
+        """Return the samples of a step that this rank reads, by microbatch; replicas read one
         after another."""
-        before = sum(replica.batch for replica in self.plan.replicas[: self.replica_index])
-        start = step * self.plan.train.batch + before
-        spans = (
-            self.replica.span(self.stage_index, self.batch, i)
-            for i in range(self.replica.microbatches)
-        )
-        return [np.arange(start + first, start + last, dtype=np.int64) for first, last in spans]
+        replica = self.replica
+        samples = self.replica_samples(step)
+        own = list[NDArray[np.int64]]()
+        for microbatch in range(replica.microbatches):
+            first, last = replica.span(self.stage_index, self.batch, microbatch)
+            own.append(samples[first:last])
+        return own
 
     def replica_samples(self, step: int) -> NDArray[np.int64]:
-        """All samples of a step that this rank's replica reads."""
-        start = self.plan.train.batch * step + sum(
-            r.batch for r in self.plan.replicas[: self.replica_index]
-        )
+        """Return all samples of a step that this rank's replica reads."""
+        before = sum(replica.batch for replica in self.plan.replicas[: self.replica_index])
+        start = step * self.plan.train.batch + before
         return np.arange(start, start + self.replica.batch, dtype=np.int64)
 
 
 class ProcessGroups:
     """Process groups by their ranks and purpose, made when first asked for; None for a rank alone.
 
-    A group's ranks have the order given. Whoever shares a group must have made as many groups
-    before it.
+    A group's ranks have the order given. All ranks of a group must have made the same number of
+    groups before it.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -141,21 +140,23 @@ class ProcessGroups:
     def of(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         if len(ranks) < 2:
             return None
-        if (tuple(ranks), purpose) not in self._made:
+        key = tuple(ranks), purpose
+        if key not in self._made:
             # torch names such a group by how many there are, which must therefore be the same on
             # all of its ranks.
-            self._make(ranks, purpose, local=True)
-        return self._made[tuple(ranks), purpose]
+            self._make_group(ranks, purpose, local=True)
+        return self._made[key]
 
     def together(self, ranks: Sequence[int], purpose: str) -> None:
-        """Make a group of workers that have made unlike numbers of them: all workers of the run
+        """Make a group of workers that have made different numbers of them: all workers of the run
         call this at once, its members or not."""
-        self._make(ranks, purpose, local=False)
+        self._make_group(ranks, purpose, local=False)
 
-    def _make(self, ranks: Sequence[int], purpose: str, *, local: bool) -> None:
+    def _make_group(self, ranks: Sequence[int], purpose: str, *, local: bool) -> None:
+        timeout = timedelta(seconds=BUSY_S)
         group = dist.new_group(
             list(ranks),
-            timedelta(seconds=BUSY_S),
+            timeout,
             self._topology.backend(ranks),
             use_local_synchronization=local,
             sort_ranks=False,

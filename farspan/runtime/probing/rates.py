@@ -1,8 +1,9 @@
-"""What one device and one group of devices can do: matrix products, memory, collectives. No
+"""Rates of one device and of one group of devices: matrix products, memory, collectives. No
 training step."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from farspan.runtime.comm.collective import Group, meet
 from farspan.runtime.device import free_memory, open_device, release, settle, usable_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Seconds that each figure is taken over: several periods of a CPU quota, whose pauses are part of
+#: Seconds that each figure is taken over: several periods of a CPU quota; its pauses are part of
 #: the rate.
 TIMED_S = 0.5
 #: All-reduces of one size that are timed at most.
@@ -35,88 +36,95 @@ def device_rates(
     dtypes: tuple[DType, ...],
     allowed: int,
 ) -> DeviceRates:
-    """Rates of one device, in so many bytes. `shapes` are (m, k, n) of `[m, k] @ [k, n]`."""
+    """Measure the rates of one device in `allowed` bytes. `shapes` are (m, k, n) of `[m, k] @ [k,
+    n]`."""
     device = open_device(planned)
     memory = usable_memory(device)
     rates = list[MatmulRate]()
     left_out = list[LeftOut]()
     for m, k, n in shapes:
-        if (needed := product_bytes(m, k, n)) > (free := free_memory(device, allowed)):
-            left_out.append(
-                LeftOut(
-                    what=f"the product [{m}, {k}] @ [{k}, {n}]", needed=needed, free=max(0, free)
-                )
-            )
+        needed = product_bytes(m, k, n)
+        free = free_memory(device, allowed)
+        if needed > free:
+            what = f"the product [{m}, {k}] @ [{k}, {n}]"
+            left_out.append(LeftOut(what=what, needed=needed, free=max(0, free)))
             continue
         flops: dict[DType, float] = {}
         for dtype in dtypes:
             # Drawn: a GPU multiplies equal numbers with less power, and so faster.
             a = torch.rand(m, k, device=device).to(DTYPES[dtype])
             b = torch.rand(k, n, device=device).to(DTYPES[dtype])
-            flops[dtype] = 2 * m * k * n / _seconds(lambda a=a, b=b: a @ b, device)
+            product_s = _mean_seconds(functools.partial(torch.matmul, a, b), device)
+            flops[dtype] = 2 * m * k * n / product_s
             del a, b
             release(device)
         rates.append(MatmulRate(m=m, k=k, n=n, flops=flops))
-    source = torch.ones(max(4, min(COPIED, free_memory(device, allowed) // 8)) // 4, device=device)
+    copied = min(COPIED, free_memory(device, allowed) // 8)
+    source = torch.ones(max(4, copied) // 4, device=device)
     target = torch.empty_like(source)
+    copy_s = _mean_seconds(lambda: target.copy_(source), device)
     # Every byte is read once and written once.
-    bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    bandwidth = 2 * source.nbytes / copy_s
     return DeviceRates(
         rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out)
     )
 
 
 def product_bytes(m: int, k: int, n: int) -> int:
-    """What a product takes at most: its three matrices in fp32, and the second one again as
-    libraries lay it out; where the device lacks a narrower dtype, its numbers beside those in
-    fp32."""
+    """Return the most bytes that a product takes: its three matrices in fp32, and the second one
+    again as libraries lay it out, which also covers a dtype that the device converts to fp32."""
     return 6 * (m * k + m * n + 2 * k * n)
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Mean seconds of one call, over TIMED_S and at least three."""
+def _mean_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the mean seconds of one call, over TIMED_S and at least three calls."""
     work()
     settle(device)
     calls = 0
     began = time.perf_counter()
-    while (spent := time.perf_counter() - began) < TIMED_S or calls < 3:
+    spent = 0.0
+    while spent < TIMED_S or calls < 3:
         work()
         settle(device)
         calls += 1
+        spent = time.perf_counter() - began
     return spent / calls
 
 
 def allreduce_seconds(
     rank: int, world: int, device: PlannedDevice, sizes: tuple[int, ...], secret: bytes
 ) -> dict[int, float]:
-    """Seconds of an all-reduce over all devices, by bytes: the slowest rank's median.
+    """Return the seconds of an all-reduce over all devices, by bytes: the slowest rank's median.
 
-    MASTER_ADDR and MASTER_PORT say where the ranks meet, and the secret is by what they know each
-    other.
+    The ranks connect at MASTER_ADDR and MASTER_PORT, and authenticate with the secret.
     """
-    group = Group(rank, world, open_device(device), meet(rank, world, secret))
+    opened = open_device(device)
+    group = Group(rank, world, opened, meet(rank, world, secret))
     times: dict[int, float] = {}
     for size in sorted(sizes):
-        # Large ones grow with their size; the time of a small one says nothing about them.
-        if times and max(times) > 1e6 and times[max(times)] * size / max(times) > LONGEST_S:
+        # Large ones grow with their size, which the time of a small one does not predict.
+        largest = max(times, default=0)
+        if largest > 1e6 and times[largest] * size / largest > LONGEST_S:
             break
         # Gloo keeps a copy of what it sums, and a part of another.
-        if max(group.gather(float(3 * size > free_memory(group.device, 2**62)))):
+        too_large = 3 * size > free_memory(opened, 2**62)
+        if max(group.gather(float(too_large))):
             break
-        tensor = torch.zeros(max(1, size // 4), device=group.device)
+        tensor = torch.zeros(max(1, size // 4), device=opened)
 
         def seconds(tensor: Tensor = tensor) -> float:
             group.sum(0.0)  # All start together.
             began = time.perf_counter()
             dist.all_reduce(tensor)
-            settle(group.device)
+            settle(opened)
             return time.perf_counter() - began
 
         seconds()
-        # As many on every rank: over TIMED_S by the slowest one's second try.
-        again = round(TIMED_S / max(group.gather(seconds())))
-        taken = [seconds() for _ in range(max(2, min(MOST, again)))]
-        # Every rank goes on with the same figure, or they would disagree on when to stop.
+        # The same number on every rank: over TIMED_S by the slowest one's second try.
+        slowest_s = max(group.gather(seconds()))
+        repeats = max(2, min(MOST, round(TIMED_S / slowest_s)))
+        taken = [seconds() for _ in range(repeats)]
+        # Every rank keeps the same figure, or they would disagree on when to stop.
         times[size] = max(group.gather(statistics.median(taken)))
     group.close()
     return times

@@ -45,14 +45,11 @@ def unit_times(
     dtypes: Sequence[DType],
     allowed: int,
 ) -> UnitTimes:
-    """Forward and backward seconds of every unit over so many sequences, by dtype, in so many
-    bytes; what would need more is left out."""
+    """Time the forward and backward pass of every unit, by dtype and number of sequences (`rows`),
+    in `allowed` bytes; what would need more is left out."""
     blocks = min(BLOCKS, spec.layers)
-    ends = {
-        "embedding": (0, 1),
-        "block": (1, 1 + blocks),
-        "head": (spec.layers + 1, spec.layers + 2),
-    }
+    head = spec.layers + 1
+    ends = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (head, head + 1)}
     hash_ = models.graph(spec).units_hash
     measured = list[UnitTime]()
     left_out = list[LeftOut]()
@@ -65,31 +62,31 @@ def unit_times(
             try:
                 if needed > free:
                     raise torch.OutOfMemoryError
-                units = units or {
-                    name: _Unit(device, spec, which, dtype) for name, which in ends.items()
-                }
-                times = _timed(units, (count, seq_len), spec.vocab_size, device)
+                if not units:
+                    for name, which in ends.items():
+                        units[name] = _Unit(device, spec, which, dtype)
+                tokens = torch.randint(spec.vocab_size, (count, seq_len), device=device)
+                times = _time_units(units, tokens)
             except (MemoryError, RuntimeError) as error:
                 if not memory_is_full(error):
                     raise
-                left = tuple(sorted(rows)[place:])
-                left_out.append(
-                    LeftOut(what=f"units in {dtype}", rows=left, needed=needed, free=max(0, free))
-                )
+                what = f"units in {dtype}"
+                not_timed = tuple(sorted(rows)[place:])
+                free = max(0, free)
+                left_out.append(LeftOut(what=what, rows=not_timed, needed=needed, free=free))
                 break
             for name, (forward, backward) in times.items():
                 share = blocks if name == "block" else 1
-                measured.append(
-                    UnitTime(
-                        model=hash_,
-                        unit=name,
-                        dtype=dtype,
-                        rows=count,
-                        seq_len=seq_len,  # type: ignore[arg-type]
-                        forward_s=forward / share,
-                        backward_s=backward / share,
-                    )
+                time_ = UnitTime(
+                    model=hash_,
+                    unit=name,  # type: ignore[arg-type]
+                    dtype=dtype,
+                    rows=count,
+                    seq_len=seq_len,
+                    forward_s=forward / share,
+                    backward_s=backward / share,
                 )
+                measured.append(time_)
             release(device)
             if sum(map(sum, times.values())) > LONG_S:
                 break
@@ -102,28 +99,25 @@ def unit_times(
 def bytes_needed(
     spec: ModelSpec, seq_len: int, rows: int, dtype: DType, backend: str
 ) -> tuple[int, int]:
-    """Bytes that the timed units take: of their state, and of passes over so many sequences."""
+    """Return the bytes of the timed units' state, and of passes over `rows` sequences."""
     graph = models.graph(spec)
-    blocks = min(BLOCKS, spec.layers)
-    own = engine("farspan")
     train = TrainSpec(steps=1, batch=rows, seq_len=seq_len, precision=dtype)
-    kinds = ((graph.embedding, 1), (graph.block, blocks), (graph.head, 1))
-    weights = sum(
-        count * graph.size(weight.dims)
-        for unit, count in kinds
-        for op in unit
-        for weight in op.weights
-    )
-    kept = sum(count * kept_per_row(graph, unit, train, {}, 1, backend) for unit, count in kinds)
-    # Of what a block keeps its backward pass makes gradients, one block at a time.
+    blocks = min(BLOCKS, spec.layers)
+    weights = 0
+    largest = 0
+    kept = 0.0
+    for unit, count in ((graph.embedding, 1), (graph.block, blocks), (graph.head, 1)):
+        kept += count * kept_per_row(graph, unit, train, {}, 1, backend)
+        for op in unit:
+            for weight in op.weights:
+                size = graph.size(weight.dims)
+                weights += count * size
+                largest = max(largest, size)
+    # A block's backward pass makes gradients of what the block keeps, one block at a time.
     kept += kept_per_row(graph, graph.block, train, {}, 1, backend)
-    passing = rows * kept + logits_bytes(graph, train, rows, own)
-    # What a backward pass gives stands beside the sum that it is added to.
-    return round(weights * STATE_BYTES[dtype]), round(
-        passing
-        + 4
-        * max(graph.size(weight.dims) for unit, _ in kinds for op in unit for weight in op.weights)
-    )
+    passing = rows * kept + logits_bytes(graph, train, rows, engine("farspan"))
+    # A weight's new gradient is kept in addition to the sum that it is added to.
+    return round(weights * STATE_BYTES[dtype]), round(passing + 4 * largest)
 
 
 class _Unit:
@@ -133,19 +127,20 @@ class _Unit:
         self, device: torch.device, spec: ModelSpec, units: tuple[int, int], dtype: DType
     ) -> None:
         self._device = device
-        self._first = units[0] == 0
-        self._last = units[1] == spec.layers + 2
+        self._is_embedding = units[0] == 0
+        self._is_head = units[1] == spec.layers + 2
         self._model = Decoder(spec, units=units)
         for parameter in self._model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         self._model.to(device)
         self._state = TrainState(self._model, dtype)
-        self._x = self._y = torch.empty(0)
+        self._x = torch.empty(0)
+        self._y = self._x
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        self._x = x if self._first else x.detach().requires_grad_()
+        self._x = x if self._is_embedding else x.detach().requires_grad_()
         y = self._model.advance(self._x)
-        self._y = self._model.finish(y, targets) if self._last else y
+        self._y = self._model.finish(y, targets) if self._is_head else y
         settle(self._device)
         return self._y
 
@@ -156,51 +151,39 @@ class _Unit:
 
     def clear(self) -> None:
         self._state.clear()
-        self._x = self._y = torch.empty(0)
+        self._x = torch.empty(0)
+        self._y = self._x
 
     def end(self) -> None:
         self._state.end()
 
 
-def _timed(
-    units: dict[str, _Unit], shape: tuple[int, int], vocabulary: int, device: torch.device
-) -> dict[str, tuple[float, float]]:
-    """Mean seconds of each unit's forward and backward pass, one unit after another as in a step,
-    each finding caches as the others left them. Means, since where workers share a core a short
-    pass takes one turn or two."""
-    tokens = torch.randint(vocabulary, shape, device=device)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in units}
-    began = time.perf_counter()
+def _time_units(units: dict[str, _Unit], tokens: Tensor) -> dict[str, tuple[float, float]]:
+    """Return the mean seconds of each unit's forward and backward pass, one unit after another as
+    in a step, so that each finds the caches that the others left. Means, since a short pass takes
+    one time slice or two where workers share a core."""
+    forward: dict[str, list[float]] = {name: [] for name in units}
+    backward: dict[str, list[float]] = {name: [] for name in units}
     passes = 0
-    while (spent := time.perf_counter() - began) < TIMED_S or passes < WARMUP + LEAST:
+    spent = 0.0
+    began = time.perf_counter()
+    while spent < TIMED_S or passes < WARMUP + LEAST:
         if spent > MOST_S and passes > 1:
             break
-        for name, both in _pass(units, tokens).items():
-            times[name].append(both)
+        x = tokens
+        for name, unit in units.items():
+            unit_began = time.perf_counter()
+            x = unit.forward(x, tokens)
+            forward[name].append(time.perf_counter() - unit_began)
+        gradient = None
+        for name, unit in reversed(units.items()):
+            unit_began = time.perf_counter()
+            gradient = unit.backward(gradient)
+            backward[name].append(time.perf_counter() - unit_began)
         passes += 1
+        spent = time.perf_counter() - began
     for unit in units.values():
         unit.clear()
-    kept = min(WARMUP, passes - 1)
-    return {
-        name: (
-            statistics.fmean(f for f, _ in pairs[kept:]),
-            statistics.fmean(b for _, b in pairs[kept:]),
-        )
-        for name, pairs in times.items()
-    }
-
-
-def _pass(units: dict[str, _Unit], tokens: Tensor) -> dict[str, tuple[float, float]]:
-    x = tokens
-    forward = dict[str, float]()
-    backward = dict[str, float]()
-    for name, unit in units.items():
-        began = time.perf_counter()
-        x = unit.forward(x, tokens)
-        forward[name] = time.perf_counter() - began
-    gradient = None
-    for name, unit in reversed(units.items()):
-        began = time.perf_counter()
-        gradient = unit.backward(gradient)
-        backward[name] = time.perf_counter() - began
-    return {name: (forward[name], backward[name]) for name in units}
+    warmup = min(WARMUP, passes - 1)
+    mean = statistics.fmean
+    return {name: (mean(forward[name][warmup:]), mean(backward[name][warmup:])) for name in units}

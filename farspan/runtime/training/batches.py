@@ -25,39 +25,38 @@ class Batches:
         self.order = Order(worker.train.count, self._train.seed, self._train.regular.reshuffle)
 
     def valid(self, samples: NDArray[np.int64]) -> int:
-        """How many targets these samples have."""
-        return int(self._worker.train.valid(self.order.window(samples)).sum())
+        """Count the targets of these samples."""
+        windows = self.order.window(samples)
+        return int(self._worker.train.valid(windows).sum())
 
     def read(self, samples: NDArray[np.int64]) -> Arrays:
-        """Inputs, some of them masked where the training does that, and targets."""
+        """Read inputs, some of them masked if the training does that, and targets."""
+        train = self._train
         inputs, targets = self._worker.train.read(self.order.window(samples))
-        if share := self._train.regular.mask:
-            inputs = mask(
-                inputs, samples, share, self._worker.manifest.vocab_size, self._train.seed
-            )
+        if share := train.regular.mask:
+            vocab_size = self._worker.manifest.vocab_size
+            inputs = mask(inputs, samples, share, vocab_size, train.seed)
         return inputs, targets
 
     def of(self, samples: NDArray[np.int64]) -> Batch:
-        """A microbatch on the device, with what is dropped of it."""
+        """Return a microbatch on the device, with its dropout."""
         batch = self.on_device(self.read(samples))
         if not (share := self._train.regular.dropout):
             return batch
         seeds = np.zeros(len(batch.inputs), np.int32)  # Also of rows that count for nothing.
         seeds[: len(samples)] = dropout_seeds(samples, self._train.seed)
-        return batch._replace(
-            dropout=Dropout(share, torch.from_numpy(seeds).to(self._worker.group.device))
-        )
+        device_seeds = torch.from_numpy(seeds).to(self._worker.group.device)
+        return batch._replace(dropout=Dropout(share, device_seeds))
 
     def on_device(self, arrays: Arrays) -> Batch:
-        """Tokens and targets on the device; a worker without any reads the fewest rows, which count
-        for nothing."""
+        """Copy tokens and targets to the device; a worker without any reads the fewest rows, which
+        count for nothing."""
         inputs, targets = arrays
         if len(inputs) == 0:
             topology = self._worker.executor.topology
-            shape = row_quantum(topology.mesh, topology.stage.splits), inputs.shape[1]
-            inputs = np.zeros(shape, np.int64)
-            targets = np.full(shape, -1, np.int64)
+            rows = row_quantum(topology.mesh, topology.stage.splits)
+            inputs = np.zeros((rows, inputs.shape[1]), np.int64)
+            targets = np.full_like(inputs, -1)
         device = self._worker.group.device
-        return Batch(
-            *(torch.from_numpy(array).to(device, non_blocking=True) for array in (inputs, targets))
-        )
+        tokens = torch.from_numpy(inputs).to(device, non_blocking=True)
+        return Batch(tokens, torch.from_numpy(targets).to(device, non_blocking=True))

@@ -1,12 +1,12 @@
-"""Which tokens each sample holds: a pure function of (seed, sample index), so that any plan reads
+"""The tokens of each sample: a pure function of (seed, sample index), so that any plan reads
 the same run.
 
 A split of N tokens is cut into windows of S inputs; window w predicts tokens w S + 1 ... w S + S,
 so every token but the very first is a target exactly once an epoch. Samples 0, 1, 2, ... walk
 through all windows in a seeded order, epoch after epoch; step t of a run reads samples [t batch, (t
-+ 1) batch), and a plan only says which rank reads which. Where documents are reshuffled, the tokens
-of each later epoch are those of the split with its documents in another order; its windows are then
-numbered on from those of the epochs before.
++ 1) batch), and a plan only determines which rank reads which. Where documents are reshuffled, the
+tokens of each later epoch are those of the split with its documents in another order; its windows
+are then numbered on from those of the epochs before.
 """
 
 from __future__ import annotations
@@ -21,34 +21,38 @@ from farspan.corpus.tokens import Tokens
 Indices = npt.NDArray[np.uint64]
 
 
-def _mix(x: Indices, key: int) -> Indices:
+def _mix_bits(x: Indices, key: int) -> Indices:
     """splitmix64's finaliser (Steele et al. 2014), keyed: a bijection of 64-bit words."""
     z = x + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def permute(index: Indices, size: int, seed: int, epoch: int) -> Indices:
-    """A seeded permutation of range(size), evaluated only where asked, in no memory.
+    """Evaluate a seeded permutation of range(size) at some indices only, in no memory.
 
     A Feistel network of six rounds over the next even power of two, walked until it lands inside
     range(size) (Black and Rogaway 2002, method "cycle walking").
     """
-    half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
-    low = (np.uint64(1) << half_bits) - np.uint64(1)
-    keys = [
-        int(_mix(np.array([seed], np.uint64), epoch * 6 + i + 0x9E3779B97F4A7C15)[0])
-        for i in range(6)
-    ]
+    last_index = max(size - 1, 1)
+    half_bits = np.uint64((last_index.bit_length() + 1) // 2)
+    low_mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    seeds = np.array([seed], np.uint64)
+    first_key = epoch * 6 + 0x9E3779B97F4A7C15
+    keys = [int(_mix_bits(seeds, first_key + i)[0]) for i in range(6)]
     out = index.astype(np.uint64, copy=True)
     pending = np.ones(out.shape, dtype=bool)
     while pending.any():
-        left = out[pending] >> half_bits
-        right = out[pending] & low
+        high = out[pending] >> half_bits
+        low = out[pending] & low_mask
         for key in keys:
-            left, right = right, left ^ (_mix(right, key) & low)
-        out[pending] = (left << half_bits) | right
+            mixed = high ^ (_mix_bits(low, key) & low_mask)
+            high = low
+            low = mixed
+        out[pending] = (high << half_bits) | low
         pending &= out >= size
     return out
 
@@ -62,29 +66,30 @@ class Windows:
 
     @property
     def count(self) -> int:
-        return max(0, -(-(len(self.tokens) - 1) // self.seq_len))
+        targets = len(self.tokens) - 1
+        return max(0, -(-targets // self.seq_len))
 
     def valid(self, window: Indices) -> npt.NDArray[np.int64]:
-        """How many targets each window has: `seq_len`, fewer in the last, none beyond it."""
+        """Count the targets of each window: `seq_len`, fewer in the last, none beyond it."""
         start = window.astype(np.int64) * self.seq_len
         return np.clip(len(self.tokens) - 1 - start, 0, self.seq_len)
 
     def read(self, window: Indices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Inputs and targets (rows, seq_len); targets that do not exist are -1, their inputs 0."""
+        """Read inputs and targets (rows, seq_len); missing targets are -1, their inputs 0."""
         inputs = np.zeros((len(window), self.seq_len), dtype=np.int64)
-        targets = np.full((len(window), self.seq_len), -1, dtype=np.int64)
-        for row, (place, valid) in enumerate(
-            zip(window.tolist(), self.valid(window).tolist(), strict=True)
-        ):
-            if valid:
-                span = self._span(place, valid + 1)
+        targets = np.full_like(inputs, -1)
+        counts = self.valid(window).tolist()
+        for row, number in enumerate(window.tolist()):
+            if valid := counts[row]:
+                span = self._read_span(number, valid + 1)
                 inputs[row, :valid] = span[:-1]
                 targets[row, :valid] = span[1:]
         return inputs, targets
 
-    def _span(self, window: int, count: int) -> npt.NDArray[np.integer]:
-        """The first `count` tokens of a window and what follows it."""
-        return self.tokens[window * self.seq_len : window * self.seq_len + count]
+    def _read_span(self, window: int, count: int) -> npt.NDArray[np.integer]:
+        """Return the first `count` tokens of a window and what follows it."""
+        start = window * self.seq_len
+        return self.tokens[start : start + count]
 
 
 @dataclass(frozen=True)
@@ -102,30 +107,31 @@ class ReshuffledWindows(Windows):
     def valid(self, window: Indices) -> npt.NDArray[np.int64]:
         return super().valid(window % np.uint64(self.count))
 
-    def _span(self, window: int, count: int) -> npt.NDArray[np.integer]:
+    def _read_span(self, window: int, count: int) -> npt.NDArray[np.integer]:
         epoch, window = divmod(window, self.count)
         if epoch == 0:
-            return super()._span(window, count)
-        documents, starts = self._order(epoch)
+            return super()._read_span(window, count)
+        documents, starts = self._document_order(epoch)
         start = window * self.seq_len
         parts = list[npt.NDArray[np.integer]]()
         at = int(np.searchsorted(starts, start, side="right")) - 1
         while count:
-            first = int(self.offsets[documents[at]]) + start - int(starts[at])
-            part = self.tokens[
-                first : min(first + count, int(self.offsets[documents[at] + np.uint64(1)]))
-            ]
+            document = int(documents[at])
+            document_end = int(self.offsets[document + 1])
+            first = int(self.offsets[document]) + start - int(starts[at])
+            part = self.tokens[first : min(first + count, document_end)]
             parts.append(part)
-            start = start + len(part)
-            count = count - len(part)
-            at = at + 1
+            start += len(part)
+            count -= len(part)
+            at += 1
         return np.concatenate(parts)
 
-    def _order(self, epoch: int) -> tuple[Indices, npt.NDArray[np.int64]]:
+    def _document_order(self, epoch: int) -> tuple[Indices, npt.NDArray[np.int64]]:
         if epoch not in self._orders:
             count = len(self.offsets) - 1
+            numbers = np.arange(count, dtype=np.uint64)
             # Another seed than that of the windows.
-            documents = permute(np.arange(count, dtype=np.uint64), count, self.seed + 1, epoch)
+            documents = permute(numbers, count, self.seed + 1, epoch)
             lengths = np.diff(self.offsets)[documents]
             while len(self._orders) > 1:  # A step may end one epoch and begin the next.
                 self._orders.pop(min(self._orders))
@@ -147,9 +153,8 @@ class Order:
         epochs = sample // self.windows
         for epoch in np.unique(epochs):
             mask = epochs == epoch
-            out[mask] = permute(
-                (sample[mask] % self.windows).astype(np.uint64), self.windows, self.seed, int(epoch)
-            )
+            places = (sample[mask] % self.windows).astype(np.uint64)
+            out[mask] = permute(places, self.windows, self.seed, int(epoch))
             if self.reshuffled:
                 out[mask] += np.uint64(epoch * self.windows)
         return out
@@ -168,16 +173,19 @@ def mask(
     vocabulary: int,
     seed: int,
 ) -> npt.NDArray[np.int64]:
-    """Inputs (rows, seq_len) of these samples with a share of their tokens replaced by others of
+    """Replace a share of the tokens of these samples' inputs (rows, seq_len) by others of
     the vocabulary."""
-    places = sample[:, None].astype(np.uint64) * np.uint64(inputs.shape[1]) + np.arange(
-        inputs.shape[1], dtype=np.uint64
-    )
-    chosen = (_mix(places, seed + MASKED) >> np.uint64(11)) < np.uint64(share * 2**53)
-    others = _mix(places, seed + REPLACED) % np.uint64(vocabulary)
-    return np.where(chosen, others.astype(np.int64), inputs)
+    seq_len = inputs.shape[1]
+    first_places = sample[:, None].astype(np.uint64) * np.uint64(seq_len)
+    places = first_places + np.arange(seq_len, dtype=np.uint64)
+    # 53 random bits for each place.
+    draws = _mix_bits(places, seed + MASKED) >> np.uint64(11)
+    others = _mix_bits(places, seed + REPLACED) % np.uint64(vocabulary)
+    masked = draws < np.uint64(share * 2**53)
+    return np.where(masked, others.astype(np.int64), inputs)
 
 
 def dropout_seeds(sample: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int32]:
-    """Of each sample the seed of what is dropped when it is read."""
-    return _mix(sample.astype(np.uint64), seed + DROPPED).astype(np.uint32).view(np.int32)
+    """Draw for each sample the seed of its dropout."""
+    bits = _mix_bits(sample.astype(np.uint64), seed + DROPPED)
+    return bits.astype(np.uint32).view(np.int32)

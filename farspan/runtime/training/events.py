@@ -27,7 +27,7 @@ class EventLog:
     `may` is asked before each event, and raises where this worker was replaced."""
 
     def __init__(self, path: Path, may: Callable[[], None] = lambda: None) -> None:
-        self._may = may
+        self._require_own = may
         may()
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: what a full disk has taken of a line is known.
@@ -38,9 +38,12 @@ class EventLog:
         self._unwritten = bytearray()
 
     def write(self, event: Event) -> None:
-        """Raises OSError where more than WAITING bytes could not be written, and Refusal
-        (path-missing) where another file has taken the place of this one."""
-        self._may()
+        """Append an event.
+
+        Raises OSError if more than WAITING bytes could not be written, and Refusal (path-missing)
+        if another file has taken the place of this one.
+        """
+        self._require_own()
         refuse_replaced(self._file, self._path)
         self._unwritten += self._encoder.encode(event) + b"\n"
         try:
@@ -62,8 +65,8 @@ class EventLog:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """Raises OSError where events are still not written, unless something else has gone
-        wrong."""
+        """Close the log. Raises OSError if events are still not written, unless something else has
+        gone wrong."""
         try:
             self._flush()
             os.fsync(self._file.fileno())

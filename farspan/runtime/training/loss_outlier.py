@@ -1,9 +1,9 @@
-"""Whether the loss of one worker strays from the others'.
+"""Detection of a worker with a loss far from the others'.
 
 All workers of a replica hold one model and read sequences drawn at random, so their losses differ
 by chance alone. One that stays far above the others has a model, a corpus or a processor that is
-not theirs, and its gradient spoils the common one. One such step may be strange text; a few on end
-are not.
+not theirs, and its gradient spoils the common one. One such step may be strange text; several in a
+row are not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PATIENCE = 3
 
 @dataclass(frozen=True)
 class LossOutlier:
-    """A worker whose loss is far above the others': nats a token of both, and for how many steps on
-    end."""
+    """A worker with a loss far above the others': nats a token of both, and the number of steps in
+    a row."""
 
     rank: int
     loss: float
@@ -42,29 +42,32 @@ class LossOutliers:
     def __init__(self, replica: Replica, seq_len: int) -> None:
         last = replica.stages[-1]
         #: Tokens of each worker that counts a loss.
-        self._tokens = {
-            group[0]: rows * seq_len
-            for group, rows in zip(last.mesh.batch, last.rows, strict=True)
-            if rows
-        }
+        self._tokens = dict[int, int]()
+        for group, rows in zip(last.mesh.batch, last.rows, strict=True):
+            if rows:
+                self._tokens[group[0]] = rows * seq_len
         self._seen = 0
         self._variance = 0.0
         self._steps = 0
         self._last: int | None = None
 
     def look(self, by_rank: dict[int, float]) -> LossOutlier | None:
-        """The worker that strays, given the summed loss of each; none before enough steps were
-        seen."""
-        if len(self._tokens) < 2 or not all(math.isfinite(by_rank[rank]) for rank in self._tokens):
+        """Return the outlier of a step, given the summed loss of each worker; None before enough
+        steps were seen."""
+        if len(self._tokens) < 2:
+            return None
+        if not all(math.isfinite(by_rank[rank]) for rank in self._tokens):
             return None
         scores = {rank: self._against_others(by_rank, rank) for rank in self._tokens}
         rank = max(scores, key=lambda worker: scores[worker][2])
-        loss, others, above = scores[rank]
-        far = above >= SPREADS * math.sqrt(self._variance) and loss - others >= LEAST_NATS
-        if self._seen < FIRST or not far:
+        loss, others, deviation = scores[rank]
+        threshold = SPREADS * math.sqrt(self._variance)
+        is_far = deviation >= threshold and loss - others >= LEAST_NATS
+        if self._seen < FIRST or not is_far:
             self._seen += 1
-            squares = sum(score[2] ** 2 for score in scores.values()) / len(scores)
-            self._variance += (squares - self._variance) / min(self._seen, MEMORY)
+            squares = sum(score[2] ** 2 for score in scores.values())
+            change = squares / len(scores) - self._variance
+            self._variance += change / min(self._seen, MEMORY)
             self._last = None
             self._steps = 0
             return None
@@ -73,12 +76,13 @@ class LossOutliers:
         return LossOutlier(rank, loss, others, self._steps)
 
     def _against_others(self, by_rank: dict[int, float], rank: int) -> tuple[float, float, float]:
-        """Nats a token of a worker and of all others together, and how far apart they are for so
-        many tokens: by chance a difference of means over n and m tokens has the variance of a
-        token's loss times 1/n + 1/m."""
-        mine = self._tokens[rank]
-        all_of_them = sum(self._tokens.values())
-        rest = all_of_them - mine
-        loss = by_rank[rank] / mine
-        others = sum(by_rank[other] for other in self._tokens if other != rank) / rest
-        return loss, others, (loss - others) / math.sqrt(1 / mine + 1 / rest)
+        """Return nats a token of a worker and of all others together, and their scaled difference:
+        by chance a difference of means over n and m tokens has the variance of a token's loss times
+        1/n + 1/m."""
+        n = self._tokens[rank]
+        m = sum(self._tokens.values()) - n
+        loss = by_rank[rank] / n
+        others_sum = sum(by_rank[other] for other in self._tokens if other != rank)
+        others = others_sum / m
+        deviation = (loss - others) / math.sqrt(1 / n + 1 / m)
+        return loss, others, deviation

@@ -1,9 +1,9 @@
-"""A run's validations: which windows of the validation split are read, what their losses say of
-all of it, whether one is the best so far, and what is reported.
+"""A run's validations: the windows of the validation split that are read, the loss of all of it
+that theirs estimate, the best so far, and the reports.
 
 Windows are drawn without replacement in one seeded order, the same for every run over the split:
-the first so many of it are a sample of the whole split, however many they are. Validations in
-between read the same first ones each time.
+any first part of it is a sample of the whole split. Validations in between read the same first ones
+each time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from farspan.runtime.time_budget import TimeBudget
 from farspan.runtime.training.data import Indices, permute
 from farspan.runtime.training.parts import Worker
 
-#: The last validation of a run reads at most about so many tokens: the standard error of a mean of
-#: as many is thousandths of a nat.
+#: The last validation of a run reads at most about this many tokens: the standard error of their
+#: mean is thousandths of a nat.
 MOST_TOKENS = 1 << 20
 #: Not the run's seed: runs over one split read the same windows, and can be compared.
 SEED = 0
@@ -62,9 +62,11 @@ class LossSums(NamedTuple):
             return 0.0
         if self.windows < 2:
             return None
-        residual = max(0.0, self.ll - 2 * self.mean * self.lt + self.mean**2 * self.tt)
+        mean = self.mean
+        residual = max(0.0, self.ll - 2 * mean * self.lt + mean**2 * self.tt)
         variance = residual * self.windows / (self.windows - 1)
-        return math.sqrt(variance * (1 - self.windows / of)) / self.tokens
+        unread = 1 - self.windows / of
+        return math.sqrt(variance * unread) / self.tokens
 
 
 class Measured(NamedTuple):
@@ -102,58 +104,63 @@ class Validation:
         self._sample = LossSums()
         plan = worker.plan
         val = worker.val
-        each = plan.train.seq_len
+        seq_len = plan.train.seq_len
         count = val.count
-        tokens = plan.train.validate_tokens
         #: Windows that a validation in between reads, and that the last one reads at most.
-        self.first = count if not tokens else min(count, -(-tokens // each))
-        self.most = (
-            count if len(val.tokens) <= MOST_TOKENS else max(self.first, MOST_TOKENS // each)
-        )
+        self.first = count
+        if tokens := plan.train.validate_tokens:
+            self.first = min(count, -(-tokens // seq_len))
+        self.most = count
+        if len(val.tokens) > MOST_TOKENS:
+            self.most = max(self.first, MOST_TOKENS // seq_len)
         self._order = permute(np.arange(self.most, dtype=np.uint64), count, SEED, 0)
         topology = worker.executor.topology
-        self._sizes = [
-            _rows(r, topology.stage_index if r is topology.replica else 0) for r in plan.replicas
-        ]
+        #: By replica, the windows of a microbatch that each batch coordinate reads.
+        self._sizes = list[list[int]]()
+        for replica in plan.replicas:
+            stage_index = topology.stage_index if replica is topology.replica else 0
+            self._sizes.append(_windows_per_round(replica, stage_index))
         #: Windows that all workers together read at once.
         self.round = sum(map(sum, self._sizes))
         self._entropies: dict[int, tuple[float, float]] = {}
 
     def windows(self, first: int, stop: int) -> Indices:
-        """The windows number `first` to `stop` of the seeded order."""
+        """Return the windows number `first` to `stop` of the seeded order."""
         return self._order[first:stop]
 
     def tokens(self, count: int) -> int:
-        """Targets of the first so many windows."""
+        """Count the targets of the first `count` windows."""
         return int(self._val.valid(self.windows(0, count)).sum())
 
     def read(self, first: int, stop: int) -> LossSums:
-        """The losses of these windows, each read once by one worker."""
+        """Evaluate the losses of these windows, each read once by one worker."""
         chosen = self.windows(first, stop)
-        mine = list(self._mine(chosen))
-        losses = self._worker.executor.evaluate(
-            self._to_device(self._val.read(windows)) for windows in mine
-        )
-        targets = [float(count) for windows in mine for count in self._val.valid(windows)]
-        pairs = list(zip(losses, targets, strict=True)) if losses else []
-        sums = self._worker.group.sum(
-            sum(losses), sum(loss * loss for loss in losses), sum(a * b for a, b in pairs)
-        )
-        valid = self._val.valid(chosen)
-        return LossSums(len(chosen), int(valid.sum()), *sums, float((valid * valid).sum()))
+        val = self._val
+        own = list(self._own_windows(chosen))
+        batches = (self._to_device(val.read(windows)) for windows in own)
+        losses = self._worker.executor.evaluate(batches)
+        lt = 0.0
+        if losses:
+            targets = np.concatenate([val.valid(windows) for windows in own]).tolist()
+            lt = sum(loss * count for loss, count in zip(losses, targets, strict=True))
+        ll = sum(loss * loss for loss in losses)
+        sums = self._worker.group.sum(sum(losses), ll, lt)
+        valid = val.valid(chosen)
+        tt = float((valid * valid).sum())
+        return LossSums(len(chosen), int(valid.sum()), *sums, tt)
 
-    def _mine(self, chosen: Indices) -> Iterator[Indices]:
-        """The windows of each microbatch that this worker reads: as many microbatches on every
-        worker of a replica, all replicas taking turns, each window once."""
+    def _own_windows(self, chosen: Indices) -> Iterator[Indices]:
+        """Yield the windows of each microbatch that this worker reads: the same number on every
+        worker of a replica, the replicas one after another, each window once."""
         topology = self._worker.executor.topology
-        sizes = self._sizes
-        mine = sizes[topology.replica_index]
-        before = sum(map(sum, sizes[: topology.replica_index]))
-        first = before + sum(mine[: topology.batch])
+        replica = topology.replica_index
+        sizes = self._sizes[replica]
+        before = sum(map(sum, self._sizes[:replica])) + sum(sizes[: topology.batch])
         # The window after the last has no targets: it fills up.
-        filled = np.append(chosen, np.full(self.round, self._val.count, np.uint64))
-        for start in range(0, len(chosen), self.round):
-            yield filled[start + first : start + first + mine[topology.batch]]
+        padding = np.full(self.round, self._val.count, np.uint64)
+        filled = np.append(chosen, padding)
+        for start in range(before, before + len(chosen), self.round):
+            yield filled[start : start + sizes[topology.batch]]
 
     # -- what a run does with them
     #   --------------------------------------------------------------------------------------------
@@ -163,7 +170,8 @@ class Validation:
         None where nothing of it is new."""
         began = self._monotonic()
         known = step == self.step
-        sample = sums = self._sample if known else self.read_timed(0, self.first, budget)
+        sample = self._sample if known else self.read_timed(0, self.first, budget)
+        sums = sample
         if last:
             sums = self._read_on(sample, budget)
         if known and sums == sample:
@@ -178,24 +186,23 @@ class Validation:
         return sums
 
     def _read_on(self, sums: LossSums, budget: TimeBudget) -> LossSums:
-        """The losses of all windows that the last validation has time for, those of `sums` among
-        them: rank 0 says how many more are read at a time."""
-        left = self.most - sums.windows
-        while left > 0:
-            mine = 0
-            least = min(left, self.round)
-            if self._worker.group.rank == 0:
-                mine = budget.more_windows(self._plan.train.seq_len, least, left)
-            (more,) = map(int, self._worker.group.sum(mine))
+        """Read the losses of all windows that the last validation has time for, including those of
+        `sums`: rank 0 decides how many more are read at a time."""
+        group = self._worker.group
+        while (remaining := self.most - sums.windows) > 0:
+            count = 0.0
+            if group.rank == 0:
+                least = min(remaining, self.round)
+                count = budget.more_windows(self._plan.train.seq_len, least, remaining)
+            more = int(group.sum(count)[0])
             if more == 0:
                 break
             sums = sums.plus(self.read_timed(sums.windows, sums.windows + more, budget))
-            left -= more
         return sums
 
     def judge(self, step: int, measured: Measured) -> bool:
-        """Whether no validation's sample had so small a loss; counted where it is clearly worse,
-        with those since the best before it."""
+        """Return whether a validation's sample has the smallest loss so far; a validation that is
+        clearly worse than the best adds to the stale ones, any other ends their row."""
         self.step = step
         self._sample = measured.sample
         if measured.known:
@@ -206,38 +213,46 @@ class Validation:
             state.best_loss = loss
             state.stale = 0
             return True
-        noise = CLEARLY * (measured.sample.standard_error(math.inf) or 0.0)
+        standard_error = measured.sample.standard_error(math.inf) or 0.0
+        noise = CLEARLY * standard_error
         state.stale = state.stale + 1 if loss > state.best_loss + noise else 0
         return False
 
     def report(self, step: int, measured: Measured, best: bool) -> Validated:
         """Return the event of a validation; of the last one with its loss on the sample that others
         read."""
-        worker = self._worker
+        manifest = self._worker.manifest
+        val = manifest.val
         sums = measured.sums
-        val = worker.manifest.val
-        sample = measured.sample if measured.last else None
+        mean = sums.mean
         unigram = None
         bigram = None
-        if worker.group.rank == 0:
+        if self._worker.group.rank == 0:
             unigram, bigram = self._entropies_of(sums.windows)
+        sample_loss = None
+        sample_tokens = None
+        if measured.last:
+            sample_loss = measured.sample.mean
+            sample_tokens = measured.sample.tokens
+        # Runs with one name have read the same windows.
+        name = content_hash(manifest.hash, self._plan.train.seq_len, SEED, sums.windows)
+        all_targets = max(0, len(self._val.tokens) - 1)
+        bits_per_byte = mean / math.log(2) * val.tokens / val.text_bytes
         return Validated(
-            at=worker.clock(),
+            at=self._worker.clock(),
             step=step,
-            loss=sums.mean,
+            loss=mean,
             tokens=sums.tokens,
             seconds=measured.seconds,
             best=best,
-            bits_per_byte=sums.mean / math.log(2) * val.tokens / val.text_bytes,
-            # Targets of the whole split.
-            of=max(0, len(self._val.tokens) - 1),
+            bits_per_byte=bits_per_byte,
+            of=all_targets,
             standard_error=sums.standard_error(self._val.count),
-            # Runs with one name have read the same windows.
-            read=content_hash(worker.manifest.hash, self._plan.train.seq_len, SEED, sums.windows),
+            read=name,
             unigram_nats=unigram,
             bigram_nats=bigram,
-            sample_loss=None if sample is None else sample.mean,
-            sample_tokens=None if sample is None else sample.tokens,
+            sample_loss=sample_loss,
+            sample_tokens=sample_tokens,
         )
 
     def _entropies_of(self, count: int) -> tuple[float, float]:
@@ -250,14 +265,15 @@ class Validation:
             inputs, targets = self._val.read(self.windows(0, count))
             mask = targets >= 0
             train = self._worker.train.tokens
-            entropies = entropies_of(train, inputs[mask], targets[mask], manifest.vocab_size)
-            self._entropies[count] = entropies
+            self._entropies[count] = entropies_of(
+                train, inputs[mask], targets[mask], manifest.vocab_size
+            )
         return self._entropies[count]
 
 
-def _rows(replica: Replica, index: int) -> list[int]:
-    """Windows of a microbatch that each batch coordinate of a stage reads: without rows, the fewest
-    that it can."""
+def _windows_per_round(replica: Replica, index: int) -> list[int]:
+    """Count the windows of a microbatch that each batch coordinate of a stage reads: without rows,
+    the fewest that it can."""
     stage = replica.stages[index]
     least = row_quantum(stage.mesh, stage.splits)
     return [max(least, replica.part(index, c, 0)) for c in range(len(stage.rows))]
