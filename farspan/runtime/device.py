@@ -148,11 +148,15 @@ def detect(backend: str, workers: int | None) -> Cluster:
         devices = [Device(kind=_cpu_name(), backend="mps", memory=memory.total, sheet=sheet)]
     else:
         count = workers or 1
+        dtypes: tuple[DType, ...] = ("fp32",)
+        # bf16 where the CPU multiplies it in hardware (AVX-512 BF16 or AMX).
+        if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            dtypes = ("fp32", "bf16")
         share = Device(
             kind=_cpu_name(),
             backend="cpu",
             memory=usable_memory(torch.device("cpu")) // count,
-            sheet=DataSheet(dtypes=_cpu_dtypes()),
+            sheet=DataSheet(dtypes=dtypes),
             slot=WorkerSlot(threads=max(1, cores // count)),
         )
         devices = [share] * count
@@ -237,13 +241,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _cpu_dtypes() -> tuple[DType, ...]:
-    """fp32, and bf16 where the CPU multiplies it in hardware (AVX-512 BF16 or AMX)."""
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return ("fp32", "bf16")
-    return ("fp32",)
 
 
 def _cuda_device(index: int) -> Device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,7 +14,6 @@ from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import load as load_struct
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import shell_line, shell_word
-from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.runtime.checkpoint import checkpoint
@@ -40,15 +38,19 @@ def load(run: RunFolder) -> Trained:
     checkpoint's. Raises Refusal (checkpoint-corrupt), also where the best are damaged and a
     checkpoint, which others may be in, is whole."""
     plan = run.load_plan()
+    shapes = checkpoint.shapes_of(plan, [checkpoint.MODEL])
     faults = list[str]()
     best = [run.best] if os.path.lexists(run.best) else []
     paths = *best, *checkpoint.newest_first(run.checkpoints)
     for path in paths:
         try:
-            trained = _read_trained(path, plan, run)
+            weights, progress, digest = checkpoint.read_weights(path, shapes)
         except Corrupt as error:
             faults.append(checkpoint.printable(f"{path}: {error}"))
             continue
+        model = Decoder(plan.model, attention=plan.train.attention)
+        model.load_state_dict(weights)
+        trained = Trained(model.eval(), _load_tokenizer(run), progress.step, digest)
         if best and path != run.best:
             raise Refusal(
                 "checkpoint-corrupt",
@@ -103,12 +105,3 @@ def _load_tokenizer(run: RunFolder) -> Tokenizer:
         fact="without it no text becomes tokens",
         remedy=f"{fix}   (from its corpus)" if corpus else f"{run.prepare_command()} && {fix}",
     )
-
-
-def _read_trained(path: Path, plan: Plan, run: RunFolder) -> Trained:
-    """Read the model and tokenizer of a checkpoint. Raises Corrupt."""
-    shapes = checkpoint.shapes_of(plan, [checkpoint.MODEL])
-    weights, progress, digest = checkpoint.read_weights(path, shapes)
-    model = Decoder(plan.model, attention=plan.train.attention)
-    model.load_state_dict(weights)
-    return Trained(model.eval(), _load_tokenizer(run), progress.step, digest)

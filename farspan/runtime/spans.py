@@ -15,7 +15,7 @@ class Spans:
     def __init__(
         self, settled: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.time
     ) -> None:
-        """`settled` waits until a device has done what it was told, where it does so later."""
+        """Build a recorder. `settled` waits until a device has done what was launched on it."""
         self._settled = settled
         self._clock = clock
         self._recorded = list[Span]()

@@ -1,7 +1,7 @@
-"""What asks a worker to save and end: the process that started it, or a signal from elsewhere.
+"""Requests to a worker to save and end, from the process that started it or a signal.
 
-The process that started it says STOP on standard input before it sends a signal. A signal without
-that word is a preemption: the machine goes away, and the run goes on without it.
+The process that started it writes STOP to standard input before it sends a signal. A signal without
+that word is a preemption: the machine goes away, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StopRequests:
             signal.signal(number, lambda received, _: self._signals.append(received))
 
     def asked(self) -> bool:
-        """Return whether the run is to end: the launcher says so, or it is gone, and nobody else
+        """Return whether the run is to end: the launcher asks for it, or is gone, and nobody else
         would stop this worker. A host that goes away takes the connection to the launcher along:
         there the signal counts."""
         return self._launcher.says_stop() or (self._launcher.is_gone() and not self._signals)

@@ -138,7 +138,7 @@ class TimeBudget:
             self._since = (step, self._elapsed())
 
     def validated(self, tokens: int, seconds: float) -> None:
-        """Measure a validation of so many tokens."""
+        """Measure a validation of `tokens` targets."""
         if tokens:
             token_s = seconds / tokens
             self._newest_token_s = token_s
@@ -248,7 +248,8 @@ class TimeBudget:
         return BEST * save_s + samples_s
 
     def _used_share(self, elapsed_s: float) -> float:
-        """Of the time for steps, how much is used: 0 after the first step, 1 at the end."""
+        """Return the share of the time for steps that is used: 0 after the first step, 1 at the
+        end."""
         began_s = elapsed_s if self.state.began_s is None else self.state.began_s
         whole_s = self._steps_end_s - began_s
         if whole_s <= 0:

@@ -124,13 +124,13 @@ def prompts(held_out: TokenFile) -> tuple[list[int], ...]:
 
 
 def check_tokens(group: Group, *files: Windows) -> None:
-    """Refuse workers whose hosts have other tokens under the corpus's name."""
+    """Refuse workers on hosts with other tokens under the corpus's name."""
     if group.world == 1:
         return
     own = sum(fingerprint(windows.tokens) for windows in files)
     expected, *others = group.gather(own)
-    for rank, found in enumerate(others, 1):
-        if found == expected:
+    for rank, value in enumerate(others, 1):
+        if value == expected:
             continue
         raise Refusal(
             "plan-mismatch",
@@ -217,7 +217,8 @@ def train(
                     sys.stderr.flush()
                 lost(*lost_peer)
             group.leave()
-            finish("failed", problem := as_problem(error, plan, run, rank))
+            problem = as_problem(error, plan, run, rank)
+            finish("failed", problem)
             raise Refusal.of(problem) from error
         if trainer.preempted:
             hosts = {peer: plan.devices[peer].host for peer in trainer.preempted}
@@ -263,7 +264,20 @@ def start(
     trainer = Trainer(worker, began=began)
     trainer.restore()
     group.introduce()
-    emit(started(trainer, group.world))
+    machine = environment(group.device)
+    estimate = load(run.estimate, Estimate) if run.estimate.exists() else None
+    peak_flops = catalog.peak_flops(machine.device, plan.train.precision, group.world)
+    started = Started(
+        at=time.time(),
+        step=trainer.state.step,
+        plan=plan.hash,
+        world=group.world,
+        environment=machine,
+        used_s=trainer.elapsed_s,
+        estimate=estimate,
+        peak_flops=peak_flops,
+    )
+    emit(started)
     if (fault := epoch.fault) is not None:
         now = time.time()
         step = trainer.state.step
@@ -279,24 +293,6 @@ def start(
         emit(recovered)
     hold()
     return trainer
-
-
-def started(trainer: Trainer, world: int) -> Started:
-    plan = trainer.worker.plan
-    run = trainer.worker.run
-    machine = environment(trainer.worker.group.device)
-    estimate = load(run.estimate, Estimate) if run.estimate.exists() else None
-    peak_flops = catalog.peak_flops(machine.device, plan.train.precision, world)
-    return Started(
-        at=time.time(),
-        step=trainer.state.step,
-        plan=plan.hash,
-        world=world,
-        environment=machine,
-        used_s=trainer.elapsed_s,
-        estimate=estimate,
-        peak_flops=peak_flops,
-    )
 
 
 def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
@@ -478,8 +474,8 @@ def write_problem_file(
 
 
 def leave_group(run: RunFolder, rank: int) -> None:
-    """Make the folder of logs, and tell the launcher there which control group counts this worker
-    if the kernel kills it."""
+    """Make the folder of logs, and record there for the launcher which control group counts this
+    worker if the kernel kills it."""
     with suppress(OSError):  # The disk may be full.
         # A host with a disk of its own may not have the folder yet.
         run.logs.mkdir(parents=True, exist_ok=True)

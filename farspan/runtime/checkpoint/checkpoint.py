@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: written beside and renamed into place, the newest few kept,
+"""The folder of a run's checkpoints: written aside and renamed into place, the newest few kept,
 read when whole.
 
 A checkpoint is a folder `step-00000120` with a file of slices for each worker that wrote one,
@@ -72,7 +72,7 @@ def printable(text: str) -> str:
 
 
 class Unsaved(Exception):
-    """A checkpoint that could not be written; the message says why."""
+    """A checkpoint that could not be written, with the reason as its message."""
 
 
 def bytes_needed(plan: Plan) -> int:
@@ -105,7 +105,7 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Where a checkpoint lies until it is whole."""
+    """Return the path of a checkpoint until it is whole."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -136,7 +136,7 @@ def write_part(path: Path, rank: int, slices: Sequence[OwnedSlice]) -> None:
 
 
 def missing_parts(path: Path, ranks: Iterable[int]) -> list[int]:
-    """Return the ranks of the workers whose part is not written yet."""
+    """Return the ranks of the workers that have not written their part yet."""
     folder = unfinished(path)
     missing = list[int]()
     for rank in ranks:
@@ -192,7 +192,7 @@ def mend(folder: Path) -> None:
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Delete all but the newest `keep`, of which the first was just written. One that lacks files
+    """Delete all but the newest `keep`, the first of them just written. One that lacks files
     does not count, and goes. Of a later step there is only what this start found damaged: it stays
     until the run is there again."""
     step = step_of(newest)
@@ -292,21 +292,16 @@ def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str,
     """Return the shape of every global tensor of these kinds, by name."""
     with torch.device("meta"):
         model = Decoder(plan.model)
-    lacking = without_second_moment(plan)
+    # Muon keeps one moment of the parameters that it updates.
+    lacking = set[str]()
+    if plan.train.optimizer.muon:
+        lacking.update(block_matrices(models.graph(plan.model)))
     shapes = dict[str, tuple[int, ...]]()
     for kind in kinds:
         for name, parameter in model.named_parameters():
             if name not in lacking or not kind.endswith(SECOND):
                 shapes[f"{kind}/{name}"] = tuple(parameter.shape)
     return shapes
-
-
-def without_second_moment(plan: Plan) -> frozenset[str]:
-    """Return the parameters of which the optimizer keeps one moment only: those that Muon
-    updates."""
-    if not plan.train.optimizer.muon:
-        return frozenset()
-    return frozenset(block_matrices(models.graph(plan.model)))
 
 
 def own(replica: int, kind: str) -> str:

@@ -41,7 +41,7 @@ Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
 
 class Corrupt(Exception):
-    """A checkpoint that must not be used; the message says why."""
+    """A checkpoint that must not be used, with the reason as its message."""
 
 
 class TrainerState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

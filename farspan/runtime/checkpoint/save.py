@@ -84,7 +84,7 @@ class SharedFolder:
             if group.rank == 0:
                 self._server = Server(group.secret, self._receive_part)
                 port = self._server.port
-            self._rank_0 = group.rank_0, int(group.sum(port)[0])
+            self._rank_0 = os.environ["MASTER_ADDR"], int(group.sum(port)[0])
 
     def send_part(self, group: Group, slices: Sequence[OwnedSlice]) -> None:
         """Send a worker's part to rank 0, and wait until it lies on the disk there. Raises

@@ -118,7 +118,10 @@ class Group:
                 self._heartbeat = Heartbeat(notices, world)
                 if lost is not None:
                     self.watch(lost)
-                kinds = _exchange_kinds(notices, rank, world, device)
+                # The kinds of device of all workers: those of a probe have no plan that lists them.
+                keys = [f"farspan/kind/{peer}" for peer in range(world)]
+                notices.say(keys[rank], device.type)
+                kinds = [kind.decode() for kind in notices.wait(keys)]
                 store = _connect_store(notices)
             self._heartbeat.opened()
             timeout = timedelta(seconds=BUSY_S)
@@ -213,11 +216,6 @@ class Group:
         """By which the workers of the run know each other."""
         return b"" if self._notices is None else self._notices.secret
 
-    @property
-    def rank_0(self) -> str:
-        """The address at which the workers met."""
-        return os.environ["MASTER_ADDR"]
-
     def close(self) -> None:
         """Part from the others, once all have come here: the first to end must not look lost."""
         if self._heartbeat is not None:
@@ -262,14 +260,6 @@ def gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
     packed = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(packed, padded)
     return [bytes(part[:size].numpy()) for part, size in zip(packed, sizes, strict=True)]
-
-
-def _exchange_kinds(notices: Notices, rank: int, world: int, device: torch.device) -> list[str]:
-    """Exchange the kinds of device of all workers: those of a probe have no plan
-    that lists them."""
-    keys = [f"farspan/kind/{peer}" for peer in range(world)]
-    notices.say(keys[rank], device.type)
-    return [kind.decode() for kind in notices.wait(keys)]
 
 
 @contextmanager

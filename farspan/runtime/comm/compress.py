@@ -127,15 +127,16 @@ class ErrorFeedback:
     def encode_(self, key: Hashable, x: Tensor) -> Tensor:
         """x (n,) fp32 plus the residual of `key` -> (encoded_size(n),) uint8. x becomes what these
         stand for."""
-        if self.codec.bits == 32:
-            return self.codec.encode(x)
+        codec = self.codec
+        if codec.bits == 32:
+            return codec.encode(x)
         if key not in self.residuals:
             self.residuals[key] = torch.zeros_like(x)
         residuals = self.residuals[key].split(CHUNK)
-        data = torch.empty(self.codec.encoded_size(len(x)), dtype=torch.uint8, device=x.device)
-        chunks = self.codec.chunks(x, data)
+        data = torch.empty(codec.encoded_size(len(x)), dtype=torch.uint8, device=x.device)
+        chunks = codec.chunks(x, data)
         for (part, encoded), rest in zip(chunks, residuals, strict=True):
-            part.copy_(self.codec.write(rest.add_(part), encoded))
+            part.copy_(codec.write(rest.add_(part), encoded))
             # What is not finite was sent as such: kept, it would make every later step NaN.
             rest.sub_(part).nan_to_num_(0.0, 0.0, 0.0)
         return data

@@ -142,23 +142,22 @@ class Heartbeat:
     def _watch_peers(self, lost: Callable[[int, How], None]) -> None:
         """Count the seconds of silence and report losses. They are counted, not read from a clock:
         machines that were suspended together blame nobody."""
-        while not self._gone and not self._ended.wait(COUNT_S):
+        gone = self._gone
+        while not gone and not self._ended.wait(COUNT_S):
             self._check_for_loss()
             if self._step_stalls():
-                self._gone.append(self.tell(self._rank, "stall"))
+                gone.append(self.tell(self._rank, "stall"))
             self._counted_s += COUNT_S
-            for peer, heard_s in self._last_beat_s.items():
-                if self._counted_s - heard_s > self._allowed_silence_s(peer):
-                    self._gone.append(self.tell(peer, "silence"))
-        if self._gone:
+            for peer, last_s in self._last_beat_s.items():
+                rtt_s = max(self._rtt_s, self._their_rtt_s.get(peer, 0.0))
+                allowed_s = SILENCE_S + RTTS * rtt_s
+                if peer in self._opening and peer not in self._notices.ended:
+                    allowed_s = OPEN_S
+                if self._counted_s - last_s > allowed_s:
+                    gone.append(self.tell(peer, "silence"))
+        if gone:
             self.stay()
-            lost(*self._gone[0])
-
-    def _allowed_silence_s(self, peer: int) -> float:
-        if peer in self._opening and peer not in self._notices.ended:
-            return OPEN_S
-        rtt_s = max(self._rtt_s, self._their_rtt_s.get(peer, 0.0))
-        return SILENCE_S + RTTS * rtt_s
+            lost(*gone[0])
 
     @contextmanager
     def step(self) -> Iterator[None]:

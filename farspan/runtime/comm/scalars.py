@@ -2,7 +2,7 @@
 stop, when to save.
 
 Each worker sends its own part straight to all others, and has receives posted for theirs: half a
-round trip, of which whatever is sent before the last stage is done hides behind it. All add the
+round trip, which hides behind the last stage for all that is sent before that is done. All add the
 parts in the order of ranks, in double precision, so that all decide alike.
 """
 
@@ -34,16 +34,14 @@ class ScalarExchange:
         self._num_sent = 0
         self._num_posted = 0
         self._own_values: deque[Sequence[float]] = deque()
-        self._waiting: deque[dict[int, Posted]] = deque()
+        self._waiting: deque[list[Posted]] = deque()
 
     def say(self, values: Sequence[float]) -> None:
         """Send this worker's part."""
         messenger = self._messenger
         while self._num_posted < self._num_sent + AHEAD:
             number = tag(self._channel, self._num_posted)
-            posted: dict[int, Posted] = {}
-            for rank in self.others:
-                posted[rank] = messenger.post(self._width, torch.float64, rank, number)
+            posted = [messenger.post(self._width, torch.float64, r, number) for r in self.others]
             self._waiting.append(posted)
             self._num_posted += 1
         number = tag(self._channel, self._num_sent)
@@ -59,6 +57,6 @@ class ScalarExchange:
     def hear(self) -> dict[int, Sequence[float]]:
         """Return all workers' parts of the oldest exchange that was not received yet, by rank."""
         parts: dict[int, Sequence[float]] = {self._rank: self._own_values.popleft()}
-        for rank, receive in self._waiting.popleft().items():
+        for rank, receive in zip(self.others, self._waiting.popleft(), strict=True):
             parts[rank] = receive.wait().tolist()
         return {rank: parts[rank] for rank in sorted(parts)}

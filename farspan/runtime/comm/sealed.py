@@ -181,8 +181,7 @@ class Server:
             except OSError:  # Closed; or the caller has gone, or there are too many.
                 time.sleep(POLL_S)
                 continue
-            thread = threading.Thread(target=self._answer_caller, args=(connection,), daemon=True)
-            thread.start()
+            threading.Thread(target=self._answer_caller, args=(connection,), daemon=True).start()
 
     def _answer_caller(self, connection: socket.socket) -> None:
         # A caller may send anything, or go away.

@@ -1,10 +1,11 @@
 """Rank 0's host sends plan and tokens to hosts that lack them: no shared disk is assumed.
 
-Rank 0's run folder is the run. A worker whose own run folder holds another plan, or none, fetches
-the files that a worker reads; one that lacks the corpus (known by its hash) fetches the token files
-into its cache, where every worker of that host finds them by that hash: no worker writes the record
-of a run, which may be rank 0's. One worker a host fetches, the others wait for it. The files come
-as `file_transfer` sends them, over a connection that is signed with the secret of the run.
+Rank 0's run folder is the run. A worker that has another plan in its own run folder, or none,
+fetches the files that a worker reads; one that lacks the corpus (known by its hash) fetches the
+token files into its cache, where every worker of that host finds them by that hash: no worker
+writes the record of a run, which may be rank 0's. One worker a host fetches, the others wait for
+it. The files come as `file_transfer` sends them, over a connection that is signed with the secret
+of the run.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Topology:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the replica."""
-        return tuple(rank for stage in self.replica.stages for rank in stage.mesh.ranks)
+        return sum((stage.mesh.ranks for stage in self.replica.stages), ())
 
     @property
     def tensor(self) -> int:

@@ -43,7 +43,9 @@ def device_rates(
     rates = list[MatmulRate]()
     left_out = list[LeftOut]()
     for m, k, n in shapes:
-        needed = product_bytes(m, k, n)
+        # The three matrices in fp32, and the second one again as libraries lay it out; this also
+        # covers a dtype that the device converts to fp32.
+        needed = 6 * (m * k + m * n + 2 * k * n)
         free = free_memory(device, allowed)
         if needed > free:
             what = f"the product [{m}, {k}] @ [{k}, {n}]"
@@ -68,12 +70,6 @@ def device_rates(
     return DeviceRates(
         rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out)
     )
-
-
-def product_bytes(m: int, k: int, n: int) -> int:
-    """Return the most bytes that a product takes: its three matrices in fp32, and the second one
-    again as libraries lay it out, which also covers a dtype that the device converts to fp32."""
-    return 6 * (m * k + m * n + 2 * k * n)
 
 
 def _mean_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -127,16 +127,17 @@ class ReshuffledWindows(Windows):
         return np.concatenate(parts)
 
     def _document_order(self, epoch: int) -> tuple[Indices, npt.NDArray[np.int64]]:
-        if epoch not in self._orders:
+        orders = self._orders
+        if epoch not in orders:
             count = len(self.offsets) - 1
             numbers = np.arange(count, dtype=np.uint64)
             # Another seed than that of the windows.
             documents = permute(numbers, count, self.seed + 1, epoch)
             lengths = np.diff(self.offsets)[documents]
-            while len(self._orders) > 1:  # A step may end one epoch and begin the next.
-                self._orders.pop(min(self._orders))
-            self._orders[epoch] = documents, np.cumsum(lengths) - lengths
-        return self._orders[epoch]
+            while len(orders) > 1:  # A step may end one epoch and begin the next.
+                orders.pop(min(orders))
+            orders[epoch] = documents, np.cumsum(lengths) - lengths
+        return orders[epoch]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Writing events: one JSON line each, whole lines only, on disk before anything depends on them.
 
-Where the disk is full they are kept until there is space again: whether a run goes on without is
-decided by its saves.
+Where the disk is full they are kept until there is space again: the run's saves decide whether it
+continues without.
 """
 
 from __future__ import annotations

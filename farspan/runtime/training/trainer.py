@@ -126,6 +126,9 @@ class Trainer:
         budget = self.budget
         validation = self.validation
         train = worker.plan.train
+        every = train.validate_every
+        sync = worker.plan.sync
+        interval = 1 if sync is None else sync.every
         spans = worker.executor.spans
         reason = self._end_reason()
         first_step = state.step
@@ -173,8 +176,9 @@ class Trainer:
             if unmeasured and not first:
                 validation.read_timed(0, min(validation.first, validation.round), budget)
                 budget.goes_on()
-            # The last validation, which comes with the end, reads more.
-            if self._is_due(train.validate_every) and state.step < state.steps:
+            # A validation is due once a multiple of `every` steps was reached since the last outer
+            # sync. The last one, which comes with the end, reads more.
+            if state.step % every < min(interval, every) and state.step < state.steps:
                 self._validate()
                 budget.goes_on()
             reason, save = self._agree_on_stop_and_save()
@@ -249,12 +253,6 @@ class Trainer:
         executor.meet(step, last)
         return True
 
-    def _is_due(self, every: int) -> bool:
-        """Return whether a multiple of `every` steps was reached since the last outer sync."""
-        sync = self.worker.plan.sync
-        interval = 1 if sync is None else sync.every
-        return self.state.step % every < min(interval, every)
-
     def _end_reason(self) -> str:
         if self.state.step >= self.worker.plan.train.step_limit:
             return "done"
@@ -270,13 +268,14 @@ class Trainer:
         worker = self.worker
         state = self.state
         train = worker.plan.train
-        # What this worker proposes.
+        step = state.step
+        # This worker's proposal.
         steps = 0
         save = False
         share = 0.0
         if worker.group.rank == 0:
             save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
-            steps, share, save = self.budget.say(state.step, state.steps, save)
+            steps, share, save = self.budget.say(step, state.steps, save)
             if save:
                 self._saved_at = self.monotonic()  # Proposed once: it is done a step later.
         stop = float(worker.stop())
@@ -288,18 +287,16 @@ class Trainer:
             agreed = worker.group.sum(*own)
         else:
             exchange.say(own)
-            if exchange.others and exchange.unheard < 2 and state.step < state.steps:
+            if exchange.others and exchange.unheard < 2 and step < state.steps:
                 return "", False
             agreed = [sum(values) for values in zip(*exchange.hear().values(), strict=True)]
         stop, preempted, new_steps, due, used = agreed
         # Decided a step ago, it may be to end where this step has already gone.
-        state.steps = max(int(new_steps), state.step)
-        reports = self.budget.hear(state.step, used, bool(due))
+        state.steps = max(int(new_steps), step)
+        reports = self.budget.hear(step, used, bool(due))
         if reports and state.steps != train.steps:
             now = worker.clock()
-            worker.emit(
-                Rescheduled(at=now, step=state.step, steps=state.steps, planned=train.steps)
-            )
+            worker.emit(Rescheduled(at=now, step=step, steps=state.steps, planned=train.steps))
         reason = "interrupted" if stop else self._end_reason()
         if not reason and preempted:
             reason = "preempted"
@@ -450,7 +447,7 @@ class Trainer:
                 )
 
     def _copy_state(self) -> TrainerState:
-        """Return a copy of the state, which is written while training goes on."""
+        """Return a copy of the state, which is written while training continues."""
         self.state.elapsed_s = self.elapsed_s
         return deepcopy(self.state)
 

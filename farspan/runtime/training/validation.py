@@ -16,7 +16,7 @@ import numpy as np
 
 from farspan.corpus.entropy import EXACT_TOKENS, entropies_of
 from farspan.domain.codec import content_hash
-from farspan.domain.plan import Replica, row_quantum
+from farspan.domain.plan import row_quantum
 from farspan.domain.results import Validated
 from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.parallel.pipeline import Batch
@@ -58,14 +58,15 @@ class LossSums(NamedTuple):
         """Of the mean, as an estimate of that of all `of` windows: of a ratio, from a sample
         without replacement (Cochran 1977, equation 6.13). 0 where all were read, None where fewer
         than two of more were."""
-        if self.windows >= of:
+        windows = self.windows
+        if windows >= of:
             return 0.0
-        if self.windows < 2:
+        if windows < 2:
             return None
         mean = self.mean
         residual = max(0.0, self.ll - 2 * mean * self.lt + mean**2 * self.tt)
-        variance = residual * self.windows / (self.windows - 1)
-        unread = 1 - self.windows / of
+        variance = residual * windows / (windows - 1)
+        unread = 1 - windows / of
         return math.sqrt(variance * unread) / self.tokens
 
 
@@ -96,14 +97,14 @@ class Validation:
         self._state = state
         self._to_device = to_device
         self._monotonic = monotonic
-        self._plan = worker.plan
-        self._val = worker.val
+        plan = worker.plan
+        val = worker.val
+        self._plan = plan
+        self._val = val
         #: The step whose state was validated last, -1 where it is to be read again; and what the
         #: validations in between read of it.
         self.step = -1
         self._sample = LossSums()
-        plan = worker.plan
-        val = worker.val
         seq_len = plan.train.seq_len
         count = val.count
         #: Windows that a validation in between reads, and that the last one reads at most.
@@ -118,8 +119,12 @@ class Validation:
         #: By replica, the windows of a microbatch that each batch coordinate reads.
         self._sizes = list[list[int]]()
         for replica in plan.replicas:
-            stage_index = topology.stage_index if replica is topology.replica else 0
-            self._sizes.append(_windows_per_round(replica, stage_index))
+            index = topology.stage_index if replica is topology.replica else 0
+            stage = replica.stages[index]
+            # A coordinate without rows reads the fewest that it can.
+            least = row_quantum(stage.mesh, stage.splits)
+            rows = [max(least, replica.part(index, c, 0)) for c in range(len(stage.rows))]
+            self._sizes.append(rows)
         #: Windows that all workers together read at once.
         self.round = sum(map(sum, self._sizes))
         self._entropies: dict[int, tuple[float, float]] = {}
@@ -236,6 +241,7 @@ class Validation:
             sample_tokens = measured.sample.tokens
         # Runs with one name have read the same windows.
         name = content_hash(manifest.hash, self._plan.train.seq_len, SEED, sums.windows)
+        standard_error = sums.standard_error(self._val.count)
         all_targets = max(0, len(self._val.tokens) - 1)
         bits_per_byte = mean / math.log(2) * val.tokens / val.text_bytes
         return Validated(
@@ -247,7 +253,7 @@ class Validation:
             best=best,
             bits_per_byte=bits_per_byte,
             of=all_targets,
-            standard_error=sums.standard_error(self._val.count),
+            standard_error=standard_error,
             read=name,
             unigram_nats=unigram,
             bigram_nats=bigram,
@@ -269,11 +275,3 @@ class Validation:
                 train, inputs[mask], targets[mask], manifest.vocab_size
             )
         return self._entropies[count]
-
-
-def _windows_per_round(replica: Replica, index: int) -> list[int]:
-    """Count the windows of a microbatch that each batch coordinate of a stage reads: without rows,
-    the fewest that it can."""
-    stage = replica.stages[index]
-    least = row_quantum(stage.mesh, stage.splits)
-    return [max(least, replica.part(index, c, 0)) for c in range(len(stage.rows))]
