@@ -90,13 +90,13 @@ def check_disk(folder: Path, needed: int) -> None:
     """Refuse when the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        missing = format_bytes(needed - free)
         raise Refusal(
             "disk-full",
             what="there is not enough disk space for checkpoints",
             where=folder,
             fact=f"{format_bytes(needed)} needed, {format_bytes(free)} free",
-            remedy=f"free {missing} there, or keep the run elsewhere: farspan train --run FOLDER",
+            remedy=f"free {format_bytes(needed - free)} there, or keep the run elsewhere: farspan "
+            "train --run FOLDER",
         )
 
 
