@@ -27,7 +27,7 @@ def measure(context: Context) -> None:
     for d_model in (32,) if context.dry else (768, 1024):
         data = Data(context, tokens, d_model, vocabulary)
         time_head(context, data, "farspan", data.farspan)
-        with mock.patch.object(kernels, "_width", lambda V, device: V):
+        with mock.patch.object(kernels, "_pad_vocabulary", lambda V, device: V):
             time_head(context, data, "farspan unpadded", data.farspan)
         for rows in (16,) if context.dry else CHUNK_ROWS:
             with mock.patch.object(kernels, "LOGITS_CHUNK_BYTES", rows * vocabulary * 2):

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from farspan.corpus import tokenizer as tokenizers
 from farspan.runtime.model.decoder import Decoder, drawn
-from farspan.runtime.model.generate import _pick, generate
+from farspan.runtime.model.generate import _sample_token, generate
 from farspan.runtime.model.kv_cache import KVCache
 from tests import tiny
 
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_windows_computed_whole(spec, temperature, top_k):
             with torch.no_grad():
                 state_D = model.hidden(torch.tensor([ids[-spec.context :]]))[0, -1]
                 logits_V = (model.head_VD @ state_D)[: tokenizer.vocab_size]
-            ids.append(_pick(logits_V, temperature, top_k, random))
+            ids.append(_sample_token(logits_V, temperature, top_k, random))
         assert text == tokenizer.decode(
             [token for token in ids[first:] if token != tokenizer.end_of_text]
         )

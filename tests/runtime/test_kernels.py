@@ -121,7 +121,7 @@ def test_a_head_with_rows_of_zeros_behind_it_is_the_same_head(monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_CHUNK_BYTES", 80 * 77 * 8)
     alone = kernels.head_loss(x, weight, targets)
     alone_grads = torch.autograd.grad(alone, [x, weight])
-    monkeypatch.setattr(kernels, "_width", lambda V, device: 128)
+    monkeypatch.setattr(kernels, "_pad_vocabulary", lambda V, device: 128)
     padded = kernels.head_loss(x, weight, targets)
     padded_grads = torch.autograd.grad(padded, [x, weight])
     torch.testing.assert_close(padded, alone, rtol=1e-12, atol=0)

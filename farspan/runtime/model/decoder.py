@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.model.kernels import (
+    LogitsLoss,
     causal_attention,
     head_loss,
     head_losses,
-    logits_loss,
     logits_losses,
 )
 from farspan.runtime.model.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
@@ -64,8 +64,9 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x_BSD, self.weight.shape, self.weight, self.eps)
 
 
-def _norm(spec: ModelSpec) -> nn.Module:
-    return (LayerNorm if spec.norm == "layernorm" else RMSNorm)(spec.d_model, spec.norm_eps)
+def _make_norm(spec: ModelSpec) -> nn.Module:
+    norm = LayerNorm if spec.norm == "layernorm" else RMSNorm
+    return norm(spec.d_model, spec.norm_eps)
 
 
 class Summand(Linear):
@@ -77,12 +78,14 @@ class Summand(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias
-        return F.linear(x, self.weight, bias if bias is None else self.layouts.once(bias))
+        if bias is not None:
+            bias = self.layouts.once(bias)
+        return F.linear(x, self.weight, bias)
 
 
-def _contracting(name: str, inputs: int, spec: ModelSpec, layouts: Layouts) -> Linear:
-    """The matrix that writes the residual stream (D) from `inputs`, over which the axis may divide
-    it."""
+def _make_residual_writer(name: str, inputs: int, spec: ModelSpec, layouts: Layouts) -> Linear:
+    """Make the matrix that writes the residual stream (D) from `inputs`, over which the axis may
+    divide it."""
     ways = layouts.ways(name)
     if ways > 1:
         return Summand(inputs // ways, spec.d_model, spec.bias, layouts)
@@ -99,51 +102,56 @@ class Attention(nn.Module):
         self.heads = spec.heads // ways
         self.kv_heads = spec.kv_heads // ways
         self.head_dim = spec.head_dim
-        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self.qkv = Linear(spec.d_model, rows // layouts.ways("attn.qkv"), bias=spec.bias)
-        self.out = _contracting("attn.out", spec.d_model, spec, layouts)
+        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // layouts.ways("attn.qkv")
+        self.qkv = Linear(spec.d_model, rows, bias=spec.bias)
+        self.out = _make_residual_writer("attn.out", spec.d_model, spec, layouts)
         self.vanilla = vanilla
         self.layouts = layouts
 
     def forward(self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        projected = self.layouts.between(self.qkv(x_BSD), "attn.qkv", "attn")
+        layouts = self.layouts
+        projected = layouts.between(self.qkv(x_BSD), "attn.qkv", "attn")
         B, S, _ = projected.shape
-        split = [self.heads, self.kv_heads, self.kv_heads]
-        q, k, v = projected.view(B, S, -1, self.head_dim).transpose(1, 2).split(split, dim=1)
+        heads_BHSE = projected.view(B, S, -1, self.head_dim).transpose(1, 2)
+        head_counts = [self.heads, self.kv_heads, self.kv_heads]
+        q, k, v = heads_BHSE.split(head_counts, dim=1)
         if rotation is not None:
             q = rotate(q, *rotation)
             k = rotate(k, *rotation)
         attend = vanilla_attention if self.vanilla else causal_attention
-        y_BHSE = attend(q, k, v)
-        return self.out(
-            self.layouts.between(y_BHSE.transpose(1, 2).reshape(B, S, -1), "attn", "attn.out")
-        )
+        y_BSD = attend(q, k, v).transpose(1, 2).reshape(B, S, -1)
+        return self.out(layouts.between(y_BSD, "attn", "attn.out"))
 
 
 def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention by the textbook, its S x S scores in memory: the cost study's "vanilla" setting,
     and an oracle."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores_BHSS = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    future_SS = torch.ones(scores_BHSS.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    queries_per_kv = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(queries_per_kv, dim=1)
+    v = v.repeat_interleave(queries_per_kv, dim=1)
+    scores_BHSS = q @ k.transpose(-2, -1)
+    scores_BHSS = scores_BHSS / math.sqrt(q.shape[-1])
+    future_SS = torch.ones_like(scores_BHSS[0, 0], dtype=torch.bool).triu(1)
     scores_BHSS = scores_BHSS.masked_fill(future_SS, float("-inf"))
-    return torch.softmax(scores_BHSS.float(), dim=-1).to(v.dtype) @ v
+    p_BHSS = torch.softmax(scores_BHSS.float(), dim=-1)
+    return p_BHSS.to(v.dtype) @ v
 
 
 def rotary_table(spec: ModelSpec, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (S, E) of rotary positions, halves repeated as in Llama (arXiv
+    """Return cosines and sines (S, E) of rotary positions, halves repeated as in Llama (arXiv
     2104.09864)."""
-    inverse_E2 = spec.rope_theta ** (
-        -torch.arange(0, spec.head_dim, 2, device=device).float() / spec.head_dim
-    )
-    angles_SE2 = torch.outer(torch.arange(length, device=device).float(), inverse_E2)
+    dims_E2 = torch.arange(0, spec.head_dim, 2, device=device).float()
+    inverse_E2 = spec.rope_theta ** (-dims_E2 / spec.head_dim)
+    positions_S = torch.arange(length, device=device).float()
+    angles_SE2 = torch.outer(positions_S, inverse_E2)
     angles_SE = torch.cat((angles_SE2, angles_SE2), dim=-1)
     return angles_SE.cos(), angles_SE.sin()
 
 
 def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     first, second = x_BHSE.chunk(2, dim=-1)
-    return x_BHSE * cos_SE.to(x_BHSE) + torch.cat((-second, first), dim=-1) * sin_SE.to(x_BHSE)
+    turned_BHSE = torch.cat((-second, first), dim=-1) * sin_SE.to(x_BHSE)
+    return x_BHSE * cos_SE.to(x_BHSE) + turned_BHSE
 
 
 class MLP(nn.Module):
@@ -155,27 +163,27 @@ class MLP(nn.Module):
         self.layouts = layouts
         rows = spec.d_ff * (2 if spec.activation == "swiglu" else 1)
         self.up = Linear(spec.d_model, rows // layouts.ways("mlp.up"), bias=spec.bias)
-        self.down = _contracting("mlp.down", spec.d_ff, spec, layouts)
+        self.down = _make_residual_writer("mlp.down", spec.d_ff, spec, layouts)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        h_BSF = self._activate(self.layouts.between(self.up(x_BSD), "mlp.up", "mlp.act"))
-        return self.down(self.layouts.between(h_BSF, "mlp.act", "mlp.down"))
-
-    def _activate(self, h_BSF: Tensor) -> Tensor:
+        layouts = self.layouts
+        h_BSF = layouts.between(self.up(x_BSD), "mlp.up", "mlp.act")
         if self.activation == "swiglu":
             gate_BSF, value_BSF = h_BSF.chunk(2, dim=-1)
-            return F.silu(gate_BSF) * value_BSF
-        if self.activation == "relu":
-            return F.relu(h_BSF)
-        return F.gelu(h_BSF, approximate="tanh")
+            h_BSF = F.silu(gate_BSF) * value_BSF
+        elif self.activation == "relu":
+            h_BSF = F.relu(h_BSF)
+        else:
+            h_BSF = F.gelu(h_BSF, approximate="tanh")
+        return self.down(layouts.between(h_BSF, "mlp.act", "mlp.down"))
 
 
 class Block(nn.Module):
     def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
-        self.attn_norm = _norm(spec)
+        self.attn_norm = _make_norm(spec)
         self.attn = Attention(spec, vanilla, layouts)
-        self.mlp_norm = _norm(spec)
+        self.mlp_norm = _make_norm(spec)
         self.mlp = MLP(spec, layouts)
         self.between = layouts.between
 
@@ -186,16 +194,20 @@ class Block(nn.Module):
         dropout: Dropout | None = None,
         unit: int = 0,
     ) -> Tensor:
-        """The residual stream, in its own layout, before the block and after it; `unit` is the
-        block's number."""
+        """Return the residual stream after the block; before and after it has its own layout.
+        `unit` is the block's number."""
         h_BSD = self.attn_norm(self.between(x_BSD, RESIDUAL, "attn_norm"))
         h_BSD = self.attn(self.between(h_BSD, "attn_norm", "attn.qkv"), rotation)
         h_BSD = self.between(h_BSD, "attn.out", RESIDUAL)
-        x_BSD = x_BSD + (h_BSD if dropout is None else dropout(h_BSD, 2 * unit))
+        if dropout is not None:
+            h_BSD = dropout(h_BSD, 2 * unit)
+        x_BSD = x_BSD + h_BSD
         h_BSD = self.mlp_norm(self.between(x_BSD, RESIDUAL, "mlp_norm"))
         h_BSD = self.mlp(self.between(h_BSD, "mlp_norm", "mlp.up"))
         h_BSD = self.between(h_BSD, "mlp.down", RESIDUAL)
-        return x_BSD + (h_BSD if dropout is None else dropout(h_BSD, 2 * unit + 1))
+        if dropout is not None:
+            h_BSD = dropout(h_BSD, 2 * unit + 1)
+        return x_BSD + h_BSD
 
 
 class Decoder(nn.Module):
@@ -226,38 +238,46 @@ class Decoder(nn.Module):
         self.partial = layouts.partial
         ends = last == spec.layers + 2
         if first == 0 or (ends and spec.tied):
-            self.tok = Embedding(spec.vocab_size // layouts.shards(TABLE), spec.d_model)
+            rows = spec.vocab_size // layouts.shards(TABLE)
+            self.tok = Embedding(rows, spec.d_model)
         if first == 0 and spec.positions == "learned":
             self.pos = Embedding(spec.context + spec.extra_positions, spec.d_model)
         # Filled by name: a stage's blocks have their place in the model as theirs.
         self.blocks = nn.ModuleList()
         for unit in range(max(first, 1), min(last, spec.layers + 1)):
-            self.blocks.add_module(str(unit - 1), Block(spec, attention == "vanilla", layouts))
+            block = Block(spec, attention == "vanilla", layouts)
+            self.blocks.add_module(str(unit - 1), block)
         if ends:
-            self.norm = _norm(spec)
+            self.norm = _make_norm(spec)
             if not spec.tied:
-                self.head = Linear(
-                    spec.d_model, spec.vocab_size // layouts.shards("head.weight"), bias=False
-                )
+                rows = spec.vocab_size // layouts.shards("head.weight")
+                self.head = Linear(spec.d_model, rows, bias=False)
 
     @property
     def head_VD(self) -> Tensor:
-        return self.layouts.table(self.tok.weight if self.spec.tied else self.head.weight, "head")
+        table_VD = self.tok.weight if self.spec.tied else self.head.weight
+        return self.layouts.table(table_VD, "head")
 
     def streams(self, x: Tensor, dropout: Dropout | None = None) -> Iterator[Tensor]:
-        """The residual stream (B, S, D) before the first block and after each, from tokens (B, S),
-        or from the stream that the stage before this one left; `dropout` has the seeds of all B
-        rows. Raises ValueError past the context."""
+        """Yield the residual stream (B, S, D) before the first block and after each, from tokens
+        (B, S), or from the stream that the stage before this one sent; `dropout` has the seeds of
+        all B rows. Raises ValueError past the context."""
+        spec = self.spec
         S = x.shape[1]
-        if S > self.spec.context:
-            raise ValueError(f"{S} positions given, the model's context is {self.spec.context}")
-        dropout = self._local(dropout)
-        x_BSD = self._embed(x) if self.units[0] == 0 else x
-        if dropout is not None and self.units[0] == 0:
-            x_BSD = dropout(x_BSD, 0)
-        rotation = (
-            None if self.spec.positions == "learned" else rotary_table(self.spec, S, x.device)
-        )
+        if S > spec.context:
+            raise ValueError(f"{S} positions given, the model's context is {spec.context}")
+        axis = self.layouts.axis
+        if dropout is not None and self.layouts.split(RESIDUAL) == "b":
+            own_seeds = dropout.seeds.chunk(axis.size)[axis.coordinate]
+            dropout = dropout._replace(seeds=own_seeds)
+        x_BSD = x
+        if self.units[0] == 0:
+            x_BSD = self._embed(x)
+            if dropout is not None:
+                x_BSD = dropout(x_BSD, 0)
+        rotation = None
+        if spec.positions != "learned":
+            rotation = rotary_table(spec, S, x.device)
         yield x_BSD
         for unit, block in enumerate(self.blocks, max(self.units[0], 1)):
             if self.recompute and self.training:
@@ -268,17 +288,10 @@ class Decoder(nn.Module):
                 x_BSD = block(x_BSD, rotation, dropout, unit)
             yield x_BSD
 
-    def _local(self, dropout: Dropout | None) -> Dropout | None:
-        """Of the rows of the residual stream that are here."""
-        axis = self.layouts.axis
-        if dropout is None or self.layouts.split(RESIDUAL) != "b":
-            return dropout
-        return dropout._replace(seeds=dropout.seeds.chunk(axis.size)[axis.coordinate])
-
     def _embed(self, tokens_BS: Tensor) -> Tensor:
-        """The residual stream (B, S, D) that tokens begin with."""
+        """Return the residual stream (B, S, D) that tokens begin with."""
         layouts = self.layouts
-        table_VD = self.layouts.table(self.tok.weight, "tok")
+        table_VD = layouts.table(self.tok.weight, "tok")
         tokens_BS = layouts.between(tokens_BS, TOKENS, "tok")
         shard = layouts.shard("tok")
         if shard is None:
@@ -291,63 +304,69 @@ class Decoder(nn.Module):
         if self.spec.positions == "learned":
             first = self.spec.extra_positions
             positions_SD = self.pos.weight[first : first + tokens_BS.shape[1]]
-            x_BSD = x_BSD + (positions_SD if shard is None else layouts.once(positions_SD))
+            if shard is not None:
+                positions_SD = layouts.once(positions_SD)
+            x_BSD = x_BSD + positions_SD
         return layouts.between(x_BSD, "tok", RESIDUAL)
 
     def advance(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
-        """The residual stream (B, S, D) after this stage, in its layout over the axis; as in
+        """Return the residual stream (B, S, D) after this stage, in its layout over the axis; as in
         `streams`."""
         (x_BSD,) = deque(self.streams(x, dropout), maxlen=1)
         return x_BSD
 
-    def _normed(self, x_BSD: Tensor) -> Tensor:
-        """The residual stream (B, S, D) to states (B, S, D) after the final norm, as the head reads
-        them."""
+    def _normalize(self, x_BSD: Tensor) -> Tensor:
+        """Return states (B, S, D) after the final norm, as the head reads them, from the residual
+        stream (B, S, D)."""
         states_BSD = self.norm(self.layouts.between(x_BSD, RESIDUAL, "norm"))
         return self.layouts.between(states_BSD, "norm", "head")
 
     def hidden(self, tokens_BS: Tensor) -> Tensor:
-        """States (B, S, D) after the final norm, of a model that is all here."""
-        return self._normed(self.advance(tokens_BS))
+        """Return states (B, S, D) after the final norm, of a model that is all here."""
+        return self._normalize(self.advance(tokens_BS))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return F.linear(self.hidden(tokens_BS), self.head_VD)
 
     def finish(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """From the last block's residual stream (B, S, D) in its layout and all targets (B, S), -1
-        where there is none, the cross-entropy in nats summed over valid targets: an fp32 scalar,
-        the same on every rank of an axis."""
+        """Return the cross-entropy in nats summed over valid targets: an fp32 scalar, the same on
+        every rank of an axis.
+
+        From the last block's residual stream (B, S, D) in its layout, and all targets (B, S), -1
+        where there is none.
+        """
         layouts = self.layouts
-        x_BSD = self._normed(x_BSD)
+        x_BSD = self._normalize(x_BSD)
         targets_N = layouts.between(targets_BS, TOKENS, "loss").flatten()
         shard = layouts.shard("loss")
         if layouts.split("head") == layouts.split("loss"):
             loss = head_loss(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
         else:
             logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
-            loss = logits_loss(logits_BSV.flatten(0, 1), targets_N, shard)
+            loss = LogitsLoss.apply(logits_BSV.flatten(0, 1), targets_N, shard)
         return layouts.between(loss, "loss", TOTAL)
 
     @torch.no_grad()
     def row_losses(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """As `finish`, summed over each row alone (B,). No gradient follows."""
+        """Return what `finish` does, summed over each row alone (B,). No gradient follows."""
         layouts = self.layouts
-        x_BSD = self._normed(x_BSD)
-        targets = layouts.between(targets_BS, TOKENS, "loss")
+        x_BSD = self._normalize(x_BSD)
+        targets_here = layouts.between(targets_BS, TOKENS, "loss")
+        targets_N = targets_here.flatten()
         shard = layouts.shard("loss")
         if layouts.split("head") == layouts.split("loss"):
-            losses_N = head_losses(x_BSD.flatten(0, 1), self.head_VD, targets.flatten(), shard)
+            losses_N = head_losses(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
         else:
             logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
-            losses_N = logits_losses(logits_BSV.flatten(0, 1), targets.flatten(), shard)
-        rows = losses_N.new_zeros(len(targets_BS))
-        count = len(targets)
+            losses_N = logits_losses(logits_BSV.flatten(0, 1), targets_N, shard)
+        losses_B = losses_N.new_zeros(len(targets_BS))
+        count = len(targets_here)
         first = layouts.axis.coordinate * count if count < len(targets_BS) else 0
-        rows[first : first + count] = losses_N.view_as(targets).sum(dim=1)
-        return layouts.between(rows, "loss", TOTAL)
+        losses_B[first : first + count] = losses_N.view_as(targets_here).sum(dim=1)
+        return layouts.between(losses_B, "loss", TOTAL)
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """`finish` of a model that has all units."""
+        """Return `finish` of a model that has all units."""
         return self.finish(self.advance(tokens_BS), targets_BS)
 
 
@@ -359,31 +378,34 @@ def load_whole(model: Decoder, name: str, whole: Tensor) -> None:
 
 
 def initialise(model: Decoder, seed: int) -> None:
-    """Give every parameter, or the slice that is held of it, its first value, as `drawn` says."""
-    names = {name for name, _ in model.named_parameters()}
+    """Give every parameter, or the slice of it that is here, its first value, as in `drawn`."""
+    own_names = dict(model.named_parameters())
     for name, whole in drawn(model.spec, seed):
-        if name in names:
+        if name in own_names:
             load_whole(model, name, whole)
 
 
+def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Return the shapes of all parameters of a whole model, by name."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+
+
 def drawn(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The first values of all parameters, GPT-2's: N(0, 0.02), residual projections divided by
-    sqrt(2 layers), biases zero.
+    """Yield the first values of all parameters, GPT-2's: N(0, 0.02), residual projections divided
+    by sqrt(2 layers), biases zero.
 
     Drawn whole on the CPU in name order, one by one, so that any device and any part of the model
     sees the same.
     """
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
-    for name, shape in sorted(shapes.items()):
-        if "norm" in name or name.endswith("bias"):
-            yield (
-                name,
-                torch.full(shape, 1.0 if "norm" in name and name.endswith("weight") else 0.0),
-            )
-            continue
-        std = 0.02
-        if name.endswith(("attn.out.weight", "mlp.down.weight")):
-            std /= math.sqrt(2 * spec.layers)
-        yield name, torch.empty(shape).normal_(0.0, std, generator=generator)
+    for name, shape in sorted(parameter_shapes(spec).items()):
+        if name.endswith("bias"):
+            yield name, torch.zeros(shape)
+        elif "norm" in name:
+            yield name, torch.ones(shape)
+        else:
+            std = 0.02
+            if name.endswith(("attn.out.weight", "mlp.down.weight")):
+                std /= math.sqrt(2 * spec.layers)
+            yield name, torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -25,23 +25,22 @@ class Dropout(NamedTuple):
     seeds: Tensor
 
     def __call__(self, x_BSD: Tensor, place: int) -> Tensor:
-        """`x_BSD` with the choice of one place of the model."""
-        rest = 1 - self.share
-        kept_BSD = self._random(x_BSD.shape, place) >= round(self.share * 2**32) - 2**31
-        return x_BSD * (kept_BSD.to(x_BSD.dtype) / rest)
+        """Return `x_BSD` with the choice of one place of the model."""
+        threshold = round(self.share * 2**32) - 2**31
+        kept_BSD = self._draw_numbers(x_BSD.shape, place) >= threshold
+        return x_BSD * (kept_BSD.to(x_BSD.dtype) / (1 - self.share))
 
-    def _random(self, shape: torch.Size, place: int) -> Tensor:
-        """Evenly distributed int32 of this shape."""
-        index = torch.arange(shape[1:].numel(), dtype=torch.int32, device=self.seeds.device).view(
-            1, *shape[1:]
-        )
+    def _draw_numbers(self, shape: torch.Size, place: int) -> Tensor:
+        """Draw evenly distributed int32 of this shape."""
+        length = shape[1:].numel()
+        index = torch.arange(length, dtype=torch.int32, device=self.seeds.device)
         # An odd constant of the golden ratio keeps places and positions of neighbours apart.
-        x = mixed(self.seeds + (place * 0x61C88647 & 0x7FFFFFFF)).view(-1, 1, 1) + index
-        return mixed(x)
+        seeds = mixed(self.seeds + (place * 0x61C88647 & 0x7FFFFFFF))
+        return mixed(seeds.view(-1, 1, 1) + index.view(1, *shape[1:]))
 
 
 def mixed(x: Tensor) -> Tensor:
-    """int32 that are as good as drawn at random, one for each of other int32."""
+    """Return int32 that are as good as drawn at random, one for each of other int32."""
     x = (x ^ (x >> 16 & 0xFFFF)) * FIRST
     x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND
     return x ^ (x >> 16 & 0xFFFF)

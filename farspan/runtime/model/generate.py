@@ -32,30 +32,36 @@ def generate(
     device = model.tok.weight.device
     cache = KVCache(model)
     generator = torch.Generator().manual_seed(seed)
-    ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
+    end = tokenizer.end_of_text
+    context = model.spec.context
+    ids = [end, *tokenizer.encode(prompt)]
     first = len(ids)
     was_training = model.training
     model.eval()
     for _ in range(tokens):
         if enough():
             break
-        if len(ids) <= model.spec.context:
+        if len(ids) <= context:
             state_D = cache.append(torch.tensor(ids[cache.length :], device=device))
         else:
-            state_D = model.hidden(torch.tensor([ids[-model.spec.context :]], device=device))[0, -1]
-        logits_V = (model.head_VD @ state_D).float().cpu()[: tokenizer.vocab_size]
-        ids.append(_pick(logits_V, temperature, top_k, generator))
-        if ids[-1] == tokenizer.end_of_text:
+            window_BS = torch.tensor([ids[-context:]], device=device)
+            state_D = model.hidden(window_BS)[0, -1]
+        logits_V = (model.head_VD @ state_D).float().cpu()
+        logits_V = logits_V[: tokenizer.vocab_size]
+        ids.append(_sample_token(logits_V, temperature, top_k, generator))
+        if ids[-1] == end:
             break
     model.train(was_training)
-    return tokenizer.decode([i for i in ids[first:] if i != tokenizer.end_of_text])
+    return tokenizer.decode([i for i in ids[first:] if i != end])
 
 
-def _pick(
+def _sample_token(
     logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator
 ) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
-    values, indices = logits_V.topk(min(top_k, len(logits_V)) if top_k else len(logits_V))
-    chosen = torch.multinomial(torch.softmax(values / temperature, dim=-1), 1, generator=generator)
+    count = min(top_k or len(logits_V), len(logits_V))
+    values, indices = logits_V.topk(count)
+    p = torch.softmax(values / temperature, dim=-1)
+    chosen = torch.multinomial(p, 1, generator=generator)
     return int(indices[chosen])

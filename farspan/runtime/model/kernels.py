@@ -21,12 +21,13 @@ from farspan.semantics.kernel_choice import LOGITS_CHUNK_BYTES, keeps_scores, qu
 
 @functools.lru_cache(maxsize=8)
 def _future_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(S, S): 0 up to each position, -inf after it."""
-    return torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu_(1)
+    """Return (S, S): 0 up to each position, -inf after it."""
+    mask_SS = torch.full((length, length), float("-inf"), dtype=dtype, device=device)
+    return mask_SS.triu_(1)
 
 
 class MatrixAttention(torch.autograd.Function):
-    """Causal attention by batched matrix products, so many queries at a time with the keys up to
+    """Causal attention by batched matrix products, a block of queries at a time with the keys up to
     the last of them: what lies in the future of all of them is never computed. Keeps the
     probabilities for the backward pass.
 
@@ -38,19 +39,23 @@ class MatrixAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, H, S, E = q.shape
         K = k.shape[1]
-        q_GRSE = q.reshape(B * K, H // K, S, E)
-        k_GSE = k.reshape(B * K, S, E)
-        v_GSE = v.reshape(B * K, S, E)
+        G = B * K
+        q_GRSE = q.reshape(G, H // K, S, E)
+        k_GSE = k.reshape(G, S, E)
+        v_GSE = v.reshape(G, S, E)
         y_GRSE = torch.empty_like(q_GRSE)
         kept = []
+        scale = 1 / math.sqrt(E)
         for part in query_blocks(S, q.element_size()):
             stop = part.stop
-            T = part.stop - part.start
-            queries_GTE = q_GRSE[:, :, part].reshape(B * K, -1, E)
-            scores = torch.bmm(queries_GTE, k_GSE[:, :stop].transpose(1, 2)).view(B * H, T, stop)
-            scores.mul_(1 / math.sqrt(E))[:, :, part].add_(_future_mask(T, q.dtype, q.device))
-            p_GTS = torch.softmax(scores, dim=-1).view(B * K, -1, stop)
-            y_GRSE[:, :, part] = torch.bmm(p_GTS, v_GSE[:, :stop]).view(B * K, -1, T, E)
+            T = stop - part.start
+            queries_GTE = q_GRSE[:, :, part].reshape(G, -1, E)
+            scores = torch.bmm(queries_GTE, k_GSE[:, :stop].transpose(1, 2))
+            scores = scores.view(B * H, T, stop).mul_(scale)
+            scores[:, :, part].add_(_future_mask(T, q.dtype, q.device))
+            p_GTS = torch.softmax(scores, dim=-1).view(G, -1, stop)
+            y_GTE = torch.bmm(p_GTS, v_GSE[:, :stop])
+            y_GRSE[:, :, part] = y_GTE.view(G, -1, T, E)
             kept.append(p_GTS)
         ctx.save_for_backward(q_GRSE, k_GSE, v_GSE, *kept)
         return y_GRSE.view(B, H, S, E)
@@ -62,25 +67,26 @@ class MatrixAttention(torch.autograd.Function):
         dy_GRSE = gradients[0].reshape(G, R, S, E)
         dq_GRSE = torch.empty_like(q_GRSE)
         dk_GSE = dv_GSE = None
-        blocks = query_blocks(S, q_GRSE.element_size())
-        for part, p_GTS in zip(
-            reversed(blocks), reversed(kept), strict=True
-        ):  # The last one writes to every key.
+        scale = 1 / math.sqrt(E)
+        # The last block comes first: it writes to every key.
+        for part in reversed(query_blocks(S, q_GRSE.element_size())):
             stop = part.stop
+            p_GTS = kept.pop()
             dy_GTE = dy_GRSE[:, :, part].reshape(G, -1, E)
-            dp = torch.bmm(dy_GTE, v_GSE[:, :stop].transpose(1, 2))
-            ds_GTS = torch._softmax_backward_data(dp, p_GTS, -1, p_GTS.dtype).mul_(1 / math.sqrt(E))
-            dq_GRSE[:, :, part] = torch.bmm(ds_GTS, k_GSE[:, :stop]).view(G, R, -1, E)
+            dp_GTS = torch.bmm(dy_GTE, v_GSE[:, :stop].transpose(1, 2))
+            ds_GTS = torch._softmax_backward_data(dp_GTS, p_GTS, -1, p_GTS.dtype).mul_(scale)
+            dq_GTE = torch.bmm(ds_GTS, k_GSE[:, :stop])
+            dq_GRSE[:, :, part] = dq_GTE.view(G, R, -1, E)
             queries_GTE = q_GRSE[:, :, part].reshape(G, -1, E)
-            dk_GSE = _added(dk_GSE, ds_GTS.transpose(1, 2), queries_GTE)
-            dv_GSE = _added(dv_GSE, p_GTS.transpose(1, 2), dy_GTE)
+            dk_GSE = _add_product(dk_GSE, ds_GTS.transpose(1, 2), queries_GTE)
+            dv_GSE = _add_product(dv_GSE, p_GTS.transpose(1, 2), dy_GTE)
         assert dk_GSE is not None and dv_GSE is not None
-        B = gradients[0].shape[0]
-        return dq_GRSE.view(B, -1, S, E), dk_GSE.view(B, -1, S, E), dv_GSE.view(B, -1, S, E)
+        whole = (len(gradients[0]), -1, S, E)
+        return dq_GRSE.view(whole), dk_GSE.view(whole), dv_GSE.view(whole)
 
 
-def _added(whole: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, added to the first rows of what is there."""
+def _add_product(whole: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Add `a @ b` to the first rows of what is there."""
     if whole is None:
         return torch.bmm(a, b)
     whole[:, : a.shape[1]].baddbmm_(a, b)
@@ -92,8 +98,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     device and length."""
     if keeps_scores(q.shape[2], q.element_size(), q.device.type):
         return MatrixAttention.apply(q, k, v)
+    grouped = q.shape[1] != k.shape[1]
     return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, is_causal=True, enable_gqa=grouped
     )
 
 
@@ -105,8 +112,8 @@ class VocabularyShard(NamedTuple):
     first: int
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums and exponentials are computed in: fp32 at least."""
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what sums and exponentials are computed in: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -126,29 +133,32 @@ class HeadLoss(torch.autograd.Function):
         N = x_ND.shape[0]
         V = weight_VD.shape[0]
         rows = max(1, min(N, LOGITS_CHUNK_BYTES // (V * x_ND.element_size())))
-        loss = torch.zeros((), dtype=_wide(x_ND.dtype), device=x_ND.device)
+        loss = torch.zeros((), dtype=_sum_dtype(x_ND.dtype), device=x_ND.device)
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dx_ND = torch.empty_like(x_ND) if needs_grad else x_ND
         dw_VD = weight_VD
         aligned = weight_VD
-        width = V if shard is not None else _width(V, x_ND.device)
+        width = V if shard is not None else _pad_vocabulary(V, x_ND.device)
         if width > V:
             aligned = weight_VD.new_zeros(width, weight_VD.shape[1])
             aligned[:V] = weight_VD
         logits = torch.empty(rows, width, dtype=x_ND.dtype, device=x_ND.device)
         for start in range(0, N, rows):
-            x = x_ND[start : start + rows]
-            target = targets_N[start : start + rows]
-            chunk = torch.mm(x, aligned.t(), out=logits[: x.shape[0]])
+            chunk_rows = slice(start, start + rows)
+            x = x_ND[chunk_rows]
+            chunk = torch.mm(x, aligned.t(), out=logits[: len(x)])
             if width > V:
                 chunk[:, V:] = float("-inf")
-            loss += _loss_and_gradient_(chunk, target, shard)
+            loss += _loss_and_gradient_(chunk, targets_N[chunk_rows], shard)
             if needs_grad:
-                torch.mm(chunk, aligned, out=dx_ND[start : start + rows])
-                part = torch.mm(chunk.t(), x)[:V]
-                dw_VD = (
-                    part if rows >= N else part.to(loss.dtype) if start == 0 else dw_VD.add_(part)
-                )
+                torch.mm(chunk, aligned, out=dx_ND[chunk_rows])
+                part_VD = torch.mm(chunk.t(), x)[:V]
+                if rows >= N:
+                    dw_VD = part_VD
+                elif start == 0:
+                    dw_VD = part_VD.to(loss.dtype)
+                else:
+                    dw_VD.add_(part_VD)
         if needs_grad:
             ctx.save_for_backward(dx_ND, dw_VD.to(weight_VD.dtype))
         return loss
@@ -158,13 +168,17 @@ class HeadLoss(torch.autograd.Function):
         dx_ND, dw_VD = ctx.saved_tensors
         scale = gradients[0]
         # In place: a step goes backward once.
-        return dx_ND.mul_(scale.to(dx_ND.dtype)), dw_VD.mul_(scale.to(dw_VD.dtype)), None, None
+        dx_ND.mul_(scale.to(dx_ND.dtype))
+        dw_VD.mul_(scale.to(dw_VD.dtype))
+        return dx_ND, dw_VD, None, None
 
 
-def _width(V: int, device: torch.device) -> int:
-    """Rows of the head that are multiplied, the last ones zeros: cuBLAS has its fast products for
-    multiples of 8 alone. With GPT-2's 50,257 it took kernels of Turing's on an H200, and the head
-    more than half of a step (docs/log.md)."""
+def _pad_vocabulary(V: int, device: torch.device) -> int:
+    """Return the rows of the head that are multiplied, the last ones zeros.
+
+    cuBLAS has its fast products for multiples of 8 alone. With GPT-2's 50,257 it took kernels of
+    Turing's on an H200, and the head more than half of a step (docs/log.md).
+    """
     return -(-V // 64) * 64 if device.type == "cuda" else V
 
 
@@ -190,36 +204,37 @@ class LogitsLoss(torch.autograd.Function):
 def _loss_and_gradient_(
     logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None
 ) -> Tensor:
-    """Summed loss of one chunk; the logits are overwritten by their gradient."""
+    """Return the summed loss of one chunk; the logits are overwritten by their gradient."""
     step = _rows_at_once(logits_NV)
     if shard is not None:
         return _sharded_loss_and_gradient_(logits_NV, targets_N, shard, step)
-    loss = torch.zeros((), dtype=_wide(logits_NV.dtype), device=logits_NV.device)
-    for start in range(0, logits_NV.shape[0], step):
+    on_cpu = logits_NV.device.type == "cpu"
+    loss = torch.zeros((), dtype=_sum_dtype(logits_NV.dtype), device=logits_NV.device)
+    for start in range(0, len(logits_NV), step):
         part = logits_NV[start : start + step]
         target = targets_N[start : start + step]
         valid = target >= 0
         index = target.clamp(min=0).unsqueeze(1)
         # Row by row, so that on a CPU it may write where it reads.
-        out = part if part.dtype == loss.dtype and part.device.type == "cpu" else None
+        out = part if on_cpu and part.dtype == loss.dtype else None
         log_p = torch.log_softmax(part, dim=-1, dtype=loss.dtype, out=out)
-        loss -= (log_p.gather(1, index).squeeze(1) * valid).sum()
+        target_log_p = log_p.gather(1, index).squeeze(1)
+        loss -= (target_log_p * valid).sum()
         p = log_p.exp_()
         p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
         if out is None:
             part.copy_(p)
-        if part.device.type != "cpu" or not bool(valid.all()):  # Asking a GPU would wait for it.
+        if not on_cpu or not bool(valid.all()):  # Asking a GPU would wait for it.
             part.mul_(valid.unsqueeze(1))
     return loss
 
 
 def _rows_at_once(logits_NV: Tensor) -> int:
-    """A CPU works through so many rows at a time that their fp32 copy stays in cache."""
-    return (
-        max(1, 2**20 // logits_NV.shape[1])
-        if logits_NV.device.type == "cpu"
-        else max(1, logits_NV.shape[0])
-    )
+    """Return the rows that a CPU works through at a time: their fp32 copy stays in cache."""
+    rows, width = logits_NV.shape
+    if logits_NV.device.type == "cpu":
+        rows = 2**20 // width
+    return max(1, rows)
 
 
 def _sharded_loss_and_gradient_(
@@ -227,34 +242,37 @@ def _sharded_loss_and_gradient_(
 ) -> Tensor:
     """As `_loss_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and target's
     logit only (Megatron-LM, arXiv 1909.08053, section 3)."""
-    wide = _wide(logits_NV.dtype)
+    sum_dtype = _sum_dtype(logits_NV.dtype)
     valid_N = targets_N >= 0
-    index_N1, here_N1 = _indices(targets_N, shard, logits_NV.shape[1])
+    index_N1, here_N1 = _locate_targets(targets_N, shard, logits_NV.shape[1])
     log_sum_N, target_N = _sharded_sums(logits_NV, index_N1, here_N1, shard, step)
-    for start in range(0, logits_NV.shape[0], step):
+    for start in range(0, len(logits_NV), step):
         rows = slice(start, start + step)
-        p = (logits_NV[rows].to(wide) - log_sum_N[rows].unsqueeze(1)).exp_()
-        p.scatter_add_(1, index_N1[rows], -here_N1[rows].to(wide))
+        log_p = logits_NV[rows].to(sum_dtype) - log_sum_N[rows].unsqueeze(1)
+        p = log_p.exp_()
+        p.scatter_add_(1, index_N1[rows], -here_N1[rows].to(sum_dtype))
         logits_NV[rows] = p.mul_(valid_N[rows].unsqueeze(1))
     return ((log_sum_N - target_N) * valid_N).sum()
 
 
-def _indices(targets_N: Tensor, shard: VocabularyShard, V: int) -> tuple[Tensor, Tensor]:
-    """Where each target is in this rank's part of the vocabulary, and whether it is."""
+def _locate_targets(targets_N: Tensor, shard: VocabularyShard, V: int) -> tuple[Tensor, Tensor]:
+    """Return where each target is in this rank's part of the vocabulary, and whether it is."""
     index_N1 = (targets_N - shard.first).unsqueeze(1)
-    here_N1 = (index_N1 >= 0) & (index_N1 < V) & (targets_N >= 0).unsqueeze(1)
+    valid_N1 = (targets_N >= 0).unsqueeze(1)
+    here_N1 = (index_N1 >= 0) & (index_N1 < V) & valid_N1
     return index_N1.clamp(0, V - 1), here_N1
 
 
 def _sharded_sums(
     logits_NV: Tensor, index_N1: Tensor, here_N1: Tensor, shard: VocabularyShard, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Each token's log-sum over the whole vocabulary, and its target's logit."""
-    wide = _wide(logits_NV.dtype)
-    own_N = torch.cat([part.to(wide).logsumexp(dim=1) for part in logits_NV.split(step)])
+    """Return each token's log-sum over the whole vocabulary, and its target's logit."""
+    sum_dtype = _sum_dtype(logits_NV.dtype)
+    own_N = torch.cat([part.to(sum_dtype).logsumexp(dim=1) for part in logits_NV.split(step)])
     most_N = own_N.clone()
     dist.all_reduce(most_N, dist.ReduceOp.MAX, shard.group)
-    target_N = (logits_NV.gather(1, index_N1).to(wide) * here_N1).squeeze(1)
+    logit_N1 = logits_NV.gather(1, index_N1).to(sum_dtype)
+    target_N = (logit_N1 * here_N1).squeeze(1)
     both_2N = torch.stack(((own_N - most_N).exp_(), target_N))
     dist.all_reduce(both_2N, group=shard.group)
     return most_N + both_2N[0].log(), both_2N[1]
@@ -263,48 +281,42 @@ def _sharded_sums(
 def head_loss(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """Summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1 marks
-    targets to skip."""
-    if (
-        not torch.is_grad_enabled()
-    ):  # Which a Function is not told of: it would make gradients all the same.
+    """Return the summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1
+    marks targets to skip."""
+    # A Function does not know that gradients are off: it would make them all the same.
+    if not torch.is_grad_enabled():
         x_ND = x_ND.detach()
         weight_VD = weight_VD.detach()
     return HeadLoss.apply(x_ND, weight_VD, targets_N, shard)
-
-
-def logits_loss(
-    logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
-) -> Tensor:
-    """As `head_loss`, of logits that are there."""
-    return LogitsLoss.apply(logits_NV, targets_N, shard)
 
 
 @torch.no_grad()
 def head_losses(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """Each target's cross-entropy in nats (N,), fp32, of `x @ weight.T`; 0 where it is -1. No
-    gradient follows."""
+    """Return each target's cross-entropy in nats (N,), fp32, of `x @ weight.T`; 0 where it is -1.
+    No gradient follows."""
     rows = max(1, LOGITS_CHUNK_BYTES // (weight_VD.shape[0] * x_ND.element_size()))
-    parts = zip(x_ND.split(rows), targets_N.split(rows), strict=True)
-    return torch.cat(
-        [logits_losses(torch.mm(x, weight_VD.t()), targets, shard) for x, targets in parts]
-    )
+    losses = []
+    for x, targets in zip(x_ND.split(rows), targets_N.split(rows), strict=True):
+        # Without a name, so that one chunk of logits at a time is in memory.
+        losses.append(logits_losses(torch.mm(x, weight_VD.t()), targets, shard))
+    return torch.cat(losses)
 
 
 @torch.no_grad()
 def logits_losses(
     logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """As `head_losses`, of logits that are there."""
+    """Return what `head_losses` does, of logits that are there."""
     step = _rows_at_once(logits_NV)
-    wide = _wide(logits_NV.dtype)
     if shard is not None:
-        index_N1, here_N1 = _indices(targets_N, shard, logits_NV.shape[1])
+        index_N1, here_N1 = _locate_targets(targets_N, shard, logits_NV.shape[1])
         log_sum_N, target_N = _sharded_sums(logits_NV, index_N1, here_N1, shard, step)
         return (log_sum_N - target_N) * (targets_N >= 0)
-    parts = zip(logits_NV.split(step), targets_N.split(step), strict=True)
-    return torch.cat(
-        [cross_entropy(part.to(wide), t, ignore_index=-1, reduction="none") for part, t in parts]
-    )
+    sum_dtype = _sum_dtype(logits_NV.dtype)
+    losses = []
+    for part, targets in zip(logits_NV.split(step), targets_N.split(step), strict=True):
+        logits = part.to(sum_dtype)
+        losses.append(cross_entropy(logits, targets, ignore_index=-1, reduction="none"))
+    return torch.cat(losses)

@@ -1,4 +1,4 @@
-"""Operators divided over a tensor axis, as a plan's `Stage.splits` says: what each rank holds of
+"""Operators divided over a tensor axis, as `Stage.splits` of a plan gives: what each rank holds of
 every parameter, and the collectives between two operators.
 
 Strategies and layouts are those of `estimate.sharding`: an activation is COPY, PARTIAL, or split
@@ -10,6 +10,7 @@ Shapes: B rows, S positions, V vocabulary, D d_model; "..." any.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,8 +32,8 @@ from farspan.semantics.tensor_sharding import (
     strategy,
 )
 
-#: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and
-#: the loss of all.
+#: In addition to operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank
+#: has, and the loss of all.
 TOKENS = "tokens"
 TOTAL = "total"
 TABLE = "tok.weight"
@@ -58,10 +59,10 @@ class TensorSlice(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """A copy of this part of a tensor (...), which does not keep the rest of it in memory."""
-        return torch.cat(
-            [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
-        )
+        """Return a copy of this part of a tensor (...), which does not keep the rest of it in
+        memory."""
+        dim = self.dim
+        return torch.cat([whole.narrow(dim, low, high - low) for low, high in self.ranges], dim)
 
 
 class DimSplit(NamedTuple):
@@ -72,31 +73,33 @@ class DimSplit(NamedTuple):
     sections: tuple[int, ...] = (1,)
 
     def lengths(self, length: int) -> list[int]:
-        return [length // sum(self.sections) * share for share in self.sections]
+        unit = length // sum(self.sections)
+        return [unit * share for share in self.sections]
 
     def slice(self, length: int, ways: int, coordinate: int) -> TensorSlice:
-        """A coordinate's part of a dim. Raises ValueError where it does not divide evenly."""
+        """Return a coordinate's part of a dim. Raises ValueError where it does not divide
+        evenly."""
         ranges = []
         start = 0
         for section in self.lengths(length):
             if section % ways:
                 raise ValueError(f"{section} cannot be divided evenly over a tensor axis of {ways}")
             each = section // ways
-            ranges.append((start + coordinate * each, start + (coordinate + 1) * each))
+            first = start + coordinate * each
+            ranges.append((first, first + each))
             start += section
         return TensorSlice(self.dim, tuple(ranges))
 
     def divide(self, x: Tensor, ways: int) -> list[Tensor]:
-        """Every coordinate's part of x (...), contiguous."""
-        slices = [self.slice(x.shape[self.dim], ways, coordinate) for coordinate in range(ways)]
-        return [part.of(x) for part in slices]
+        """Return every coordinate's part of x (...), contiguous."""
+        length = x.shape[self.dim]
+        return [self.slice(length, ways, coordinate).of(x) for coordinate in range(ways)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole of every coordinate's part."""
-        cut = [part.split(self.lengths(part.shape[self.dim]), self.dim) for part in parts]
-        return torch.cat(
-            [piece for section in zip(*cut, strict=True) for piece in section], self.dim
-        )
+        """Return the whole of every coordinate's part."""
+        lengths = self.lengths(parts[0].shape[self.dim])
+        by_section = zip(*(part.split(lengths, self.dim) for part in parts), strict=True)
+        return torch.cat(list(itertools.chain.from_iterable(by_section)), self.dim)
 
 
 # -- activations
@@ -135,12 +138,13 @@ class Convert(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, edge: OperatorEdge, axis: TensorAxis) -> Tensor:
         ctx.edge = edge
         ctx.axis = axis
-        return _moved(x, edge.writes, edge.reads, edge, axis)
+        return _convert(x, edge.writes, edge.reads, edge, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         edge = ctx.edge
-        return _moved(gradients[0], edge.gradient, edge.returned, edge, ctx.axis), None, None
+        gradient = _convert(gradients[0], edge.gradient, edge.returned, edge, ctx.axis)
+        return gradient, None, None
 
 
 class Uncounted(torch.autograd.Function):
@@ -156,13 +160,14 @@ class Uncounted(torch.autograd.Function):
         return None
 
 
-def _moved(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: TensorAxis) -> Tensor:
-    """x in another layout, by at most one collective."""
+def _convert(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: TensorAxis) -> Tensor:
+    """Return x in another layout, by at most one collective."""
     if source == target:
         return x
     if source == COPY:
         cut = edge.cut(target)
-        return cut.slice(x.shape[cut.dim], axis.size, axis.coordinate).of(x)
+        own_slice = cut.slice(x.shape[cut.dim], axis.size, axis.coordinate)
+        return own_slice.of(x)
     x = x.contiguous()
     if target == COPY:
         if source == PARTIAL:
@@ -185,7 +190,7 @@ def _moved(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: Tensor
 def edges(
     graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]
 ) -> dict[tuple[str, str], OperatorEdge]:
-    """What must be converted between operators, by the names of writer and reader. The first
+    """Return what must be converted between operators, by the names of writer and reader. The first
     operator of a unit reads the residual stream, which those that `returns_to_residual` write."""
     residual = splits.get(RESIDUAL, COPY)
     pairs = {}
@@ -194,12 +199,13 @@ def edges(
         writes = residual
         for op in unit:
             plan = strategy(op, splits.get(op.name, ""))
-            if op.inputs[0] == "bs":
-                pairs[TOKENS, op.name] = OperatorEdge(COPY, plan.reads, plan.reads)
+            reads = plan.reads
+            activation = op.inputs[0]
+            if activation == "bs":
+                pairs[TOKENS, op.name] = OperatorEdge(COPY, reads, reads)
             else:
-                pairs[before, op.name] = OperatorEdge(
-                    writes, plan.reads, plan.gradient, sections(graph, op.inputs[0])
-                )
+                parts = sections(graph, activation)
+                pairs[before, op.name] = OperatorEdge(writes, reads, plan.gradient, parts)
             before = op.name
             writes = plan.writes
             if returns_to_residual(op):
@@ -207,11 +213,12 @@ def edges(
                 before = RESIDUAL
                 writes = residual
             if op.kind == "loss":
-                rows = "b" if plan.split == "b" else COPY
-                pairs[TOKENS, op.name] = OperatorEdge(COPY, rows, rows)
                 # Each rank's rows are a summand of the loss; a part of the vocabulary has been
                 # summed by the kernel.
-                pairs[op.name, TOTAL] = OperatorEdge(PARTIAL if rows else COPY, COPY, COPY)
+                rows = "b" if plan.split == "b" else COPY
+                pairs[TOKENS, op.name] = OperatorEdge(COPY, rows, rows)
+                loss = PARTIAL if rows else COPY
+                pairs[op.name, TOTAL] = OperatorEdge(loss, COPY, COPY)
     return {pair: edge for pair, edge in pairs.items() if not edge.idle}
 
 
@@ -219,11 +226,11 @@ def edges(
 #   ------------------------------------------------------------------------------------------------
 
 
-def _uses(
+def _parameter_uses(
     graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]
 ) -> Iterator[tuple[str, Weight, str]]:
-    """Every parameter that operators of these units use, by its global name, and how its operator
-    is split."""
+    """Yield every parameter that operators of these units use, by its global name, and how its
+    operator is split."""
     for number in range(*units):
         prefix = f"blocks.{number - 1}." if 1 <= number <= graph.layers else ""
         for op in graph.unit(number):
@@ -231,47 +238,56 @@ def _uses(
                 yield prefix + weight.name, weight, splits.get(op.name, "")
 
 
-def _mixed(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> bool:
-    """Whether a tied table is in one stage with embedding and head that are split unlike each
-    other."""
-    return len({split for name, _, split in _uses(graph, units, splits) if name == TABLE}) > 1
+def _splits_table_twice(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> bool:
+    """Return whether a tied table is in one stage with embedding and head that are split unlike
+    each other."""
+    uses = _parameter_uses(graph, units, splits)
+    return len({split for name, _, split in uses if name == TABLE}) > 1
 
 
 def held(
     spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int, coordinate: int
 ) -> dict[str, TensorSlice]:
-    """The slices of parameters that a coordinate of the axis holds of units [first, last), by
-    global name; all other parameters are whole, and so is a table that embedding and head use
+    """Return the slices of parameters that a coordinate of the axis holds of units [first, last),
+    by global name; all other parameters are whole, and so is a table that embedding and head use
     unlike each other."""
     graph = models.graph(spec)
-    whole = {TABLE} if _mixed(graph, units, splits) else set[str]()
-    slices = {}
-    for name, weight, split in _uses(graph, units, splits):
-        if ways > 1 and split and split in weight.dims and name not in whole:
+    slices = dict[str, TensorSlice]()
+    if ways == 1:
+        return slices
+    for name, weight, split in _parameter_uses(graph, units, splits):
+        dims = weight.dims
+        if split and split in dims:
             # "d" is never divided: it is the rows of a matrix that writes it, else the columns.
-            cut = DimSplit(1 if weight.dims[0] == "d" else 0, sections(graph, weight.dims))
-            slices[name] = cut.slice(graph.size(weight.dims.replace("d", "")), ways, coordinate)
+            cut = DimSplit(1 if dims[0] == "d" else 0, sections(graph, dims))
+            length = graph.size(dims.replace("d", ""))
+            slices[name] = cut.slice(length, ways, coordinate)
+    if _splits_table_twice(graph, units, splits):
+        slices.pop(TABLE, None)
     return slices
 
 
 def summands(
     spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int
 ) -> frozenset[str]:
-    """Parameters of which each rank gets a summand of the gradient: those of operators that divide
-    the rows, and a table that embedding and head use unlike each other."""
+    """Return the parameters that each rank has a summand of the gradient of: those of operators
+    that divide the rows, and a table that embedding and head use unlike each other."""
     graph = models.graph(spec)
     if ways == 1:
         return frozenset()
-    names = {name for name, _, split in _uses(graph, units, splits) if split == "b"}
-    return frozenset(names | ({TABLE} if _mixed(graph, units, splits) else set()))
+    partial = {name for name, _, split in _parameter_uses(graph, units, splits) if split == "b"}
+    if _splits_table_twice(graph, units, splits):
+        partial.add(TABLE)
+    return frozenset(partial)
 
 
 def _demand_even(graph: OpGraph, splits: Mapping[str, str], ways: int) -> None:
     """Raise ValueError where a dim, such as the groups of heads, does not divide over the axis."""
     for name, dim in splits.items():
-        if dim in graph.sizes and graph.sizes[dim] % ways:
+        size = graph.sizes.get(dim, 0)
+        if size % ways:
             raise ValueError(
-                f"{name}: {graph.sizes[dim]} cannot be divided evenly over a tensor axis of {ways}"
+                f"{name}: {size} cannot be divided evenly over a tensor axis of {ways}"
             )
 
 
@@ -283,55 +299,57 @@ class Layouts:
     """What an axis does to the operators of one stage; nothing where there is none."""
 
     def __init__(self, spec: ModelSpec, units: tuple[int, int], axis: TensorAxis | None) -> None:
-        self.axis = axis if axis is not None and axis.size > 1 else TensorAxis(None, 1, 0, {})
+        if axis is None or axis.size == 1:
+            axis = TensorAxis(None, 1, 0, {})
+        self.axis = axis
         self.vocabulary = spec.vocab_size
         self.slices = dict[str, TensorSlice]()
         self.partial = frozenset[str]()
         self._edges = dict[tuple[str, str], OperatorEdge]()
-        self._mixed = False
-        if self.axis.size > 1:
+        self._splits_table_twice = False
+        if axis.size > 1:
             graph = models.graph(spec)
-            splits = self.axis.splits
-            _demand_even(graph, splits, self.axis.size)
-            self.slices = held(spec, units, splits, self.axis.size, self.axis.coordinate)
-            self.partial = summands(spec, units, splits, self.axis.size)
+            splits = axis.splits
+            _demand_even(graph, splits, axis.size)
+            self.slices = held(spec, units, splits, axis.size, axis.coordinate)
+            self.partial = summands(spec, units, splits, axis.size)
             self._edges = edges(graph, units, splits)
-            self._mixed = _mixed(graph, units, splits)
+            self._splits_table_twice = _splits_table_twice(graph, units, splits)
 
     def split(self, op: str) -> str:
         return self.axis.splits.get(op, "")
 
     def ways(self, op: str) -> int:
-        """Parts that an operator's own dims come in."""
+        """Return the parts that an operator's own dims come in."""
         return 1 if self.split(op) in ("", "b") else self.axis.size
 
     def shards(self, table: str) -> int:
-        """Parts that a table's rows come in."""
+        """Return the parts that a table's rows come in."""
         return self.axis.size if table in self.slices else 1
 
     def between(self, x: Tensor, writer: str, reader: str) -> Tensor:
-        """What `writer` wrote (...), as `reader` reads it."""
+        """Return what `writer` wrote (...), as `reader` reads it."""
         edge = self._edges.get((writer, reader))
         return x if edge is None else Convert.apply(x, edge, self.axis)
 
     def once(self, x: Tensor) -> Tensor:
-        """x (...) on the first rank and zeros on the others, to be added to summands: of their sum
-        each rank gets the whole gradient, and so does x."""
+        """Return x (...) on the first rank and zeros on the others, to be added to summands: of
+        their sum each rank gets the whole gradient, and so does x."""
         return x if self.axis.coordinate == 0 else x - x.detach()
 
     def shard(self, op: str) -> VocabularyShard | None:
-        """The part of the vocabulary of an operator that is split over it."""
+        """Return the part of the vocabulary of an operator that is split over it."""
         if self.split(op) != "v":
             return None
-        return VocabularyShard(
-            self.axis.group, self.vocabulary // self.axis.size * self.axis.coordinate
-        )
+        axis = self.axis
+        return VocabularyShard(axis.group, self.vocabulary // axis.size * axis.coordinate)
 
     def table(self, weight_VD: Tensor, op: str) -> Tensor:
-        """The part of a table that an operator uses. Of one that both ends use unlike each other,
-        each rank gets a summand of the gradient: a copy's counts once."""
-        if not self._mixed or self.split(op) == "b":
+        """Return the part of a table that an operator uses. Of one that both ends use unlike each
+        other, each rank gets a summand of the gradient: a copy's counts once."""
+        if not self._splits_table_twice or self.split(op) == "b":
             return weight_VD
-        if (shard := self.shard(op)) is not None:
+        shard = self.shard(op)
+        if shard is not None:
             return weight_VD.narrow(0, shard.first, self.vocabulary // self.axis.size)
         return weight_VD if self.axis.coordinate == 0 else Uncounted.apply(weight_VD)
