@@ -6,6 +6,9 @@ Each worker announces its buckets once; afterwards both sides know what every me
 
 from __future__ import annotations
 
+import builtins
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -33,10 +36,14 @@ class Piece(NamedTuple):
     stop: int
     at: int
 
+    @property
+    def in_bucket(self) -> builtins.slice:
+        return slice(self.at, self.at + self.stop - self.start)
+
 
 class BucketManifest(NamedTuple):
     """One worker's buckets, by replica: bytes' worth of pieces each, whether another stage has the
-    same, and whether they are of matrices, of which the optimizer keeps one moment."""
+    same, and whether they are of matrices, which have one moment in the optimizer."""
 
     replica: int
     sizes: list[int]
@@ -62,53 +69,46 @@ class FullState:
         self._state = state
         self._messenger = messenger
         self.shapes = shapes
-        mine = _manifest(topology, state, slices)
-        self.manifests = [mine]
-        if (world := len(topology.plan.devices)) > 1:
-            said = gather_bytes(msgspec.msgpack.encode(mine), topology.rank, world)
-            self.manifests = [
-                msgspec.msgpack.decode(content, type=BucketManifest) for content in said
-            ]
-        self._count = self._handed = 0
+        own = _make_manifest(topology, state, slices)
+        self.manifests = [own]
+        world = len(topology.plan.devices)
+        if world > 1:
+            contents = gather_bytes(msgspec.msgpack.encode(own), topology.rank, world)
+            decode = msgspec.msgpack.Decoder(BucketManifest).decode
+            self.manifests = [decode(content) for content in contents]
+        self._rounds = itertools.count()
+        self._handed = itertools.count()
 
     def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
-        """The parameters of one replica, whole and on rank 0, from what each worker keeps by
+        """Return the parameters of one replica, whole and on rank 0, from what each worker keeps by
         bucket: masters, moments, or gradients. Empty on other ranks."""
-        number = tag(Channel.FULL_STATE, self._count)
-        self._count = self._count + 1
-        sources = self._sources(replica)
+        number = tag(Channel.FULL_STATE, next(self._rounds))
+        sources = self._first_owners(replica)
         if self._rank != 0:
             for rank, bucket in sources:
                 if rank == self._rank:
                     self._messenger.send(flats[bucket].reshape(-1), 0, number)
             self._messenger.close()
             return {}
-        posted: list[tuple[int, int, Posted | None]] = [
-            (
-                rank,
-                b,
-                None
-                if rank == 0
-                else self._messenger.post(
-                    self.manifests[rank].sizes[b], torch.float32, rank, number
-                ),
-            )
-            for rank, b in sources
-        ]
+        posted: dict[tuple[int, int], Posted] = {}
+        for rank, b in sources:
+            if rank != 0:
+                size = self.manifests[rank].sizes[b]
+                posted[rank, b] = self._messenger.post(size, torch.float32, rank, number)
         tensors: dict[str, Tensor] = {}
         parts: dict[tuple[str, TensorSlice | None], Tensor] = {}
-        for rank, b, receive in posted:
-            content = flats[b].reshape(-1) if receive is None else receive.wait()
+        for rank, b in sources:
+            flat = flats[b].reshape(-1) if rank == 0 else posted.pop((rank, b)).wait()
             for piece in self.manifests[rank].pieces[b]:
-                self._place(
-                    tensors, parts, piece, content[piece.at : piece.at + piece.stop - piece.start]
-                )
+                self._place_piece(tensors, parts, piece, flat[piece.in_bucket])
         for (name, cut), local in parts.items():
             if cut is not None:
-                into(tensors.setdefault(name, torch.empty(tuple(self.shapes[name]))), cut, local)
+                if name not in tensors:
+                    tensors[name] = torch.empty(tuple(self.shapes[name]))
+                into(tensors[name], cut, local)
         return tensors
 
-    def _place(
+    def _place_piece(
         self,
         tensors: dict[str, Tensor],
         parts: dict[tuple[str, TensorSlice | None], Tensor],
@@ -116,8 +116,8 @@ class FullState:
         content: Tensor,
     ) -> None:
         """Put a piece where it belongs; one that is a whole parameter is not copied."""
-        size = torch.Size(piece.shape).numel()
-        if piece.slice is None and piece.stop - piece.start == size:
+        size = math.prod(piece.shape)
+        if piece.slice is None and len(content) == size:
             tensors[piece.name] = content.view(piece.shape).cpu()
             return
         key = (piece.name, piece.slice)
@@ -135,104 +135,98 @@ class FullState:
     ) -> None:
         """Fill every worker's buckets (of one replica, or of all) from whole parameters, which rank
         0 gives."""
-        number = tag(Channel.FULL_STATE, self._count)
-        self._count = self._count + 1
-        wanted = [
-            rank
-            for rank, manifest in enumerate(self.manifests)
-            if replica is None or manifest.replica == replica
-        ]
+        number = tag(Channel.FULL_STATE, next(self._rounds))
+        wanted = []
+        for rank, manifest in enumerate(self.manifests):
+            if replica in (None, manifest.replica):
+                wanted.append(rank)
         if self._rank != 0:
             if self._rank in wanted:
-                self._receive(flats, number)
+                self._receive_buckets(flats, number)
             return
         assert whole is not None
         if 0 in wanted:
+            wanted.remove(0)
             for b, flat in enumerate(flats):
-                flat.copy_(self._content(0, b, whole))
-        self._send(
-            [rank for rank in wanted if rank != 0],
-            lambda rank, b: self._content(rank, b, whole),
-            number,
-        )
+                flat.copy_(self._fill_bucket(0, b, whole))
+        self._send_buckets(wanted, lambda rank, b: self._fill_bucket(rank, b, whole), number)
 
     def send_out(self, ranks: Sequence[int], content: Callable[[int, int], Tensor]) -> None:
-        """On rank 0: fill the buckets of these workers, each of which calls `receive`, with
-        `content(rank, bucket)`."""
-        number = tag(Channel.HANDED_OUT, self._handed)
-        self._handed = self._handed + 1
-        self._send(ranks, content, number)
+        """Fill the buckets of these workers from rank 0, with `content(rank, bucket)`; each of them
+        calls `receive`."""
+        self._send_buckets(ranks, content, tag(Channel.HANDED_OUT, next(self._handed)))
 
     def receive(self, flats: Sequence[Tensor]) -> None:
         """Fill this worker's buckets with what rank 0 sends."""
-        number = tag(Channel.HANDED_OUT, self._handed)
-        self._handed = self._handed + 1
-        self._receive(flats, number)
+        self._receive_buckets(flats, tag(Channel.HANDED_OUT, next(self._handed)))
 
-    def _send(
+    def _send_buckets(
         self, ranks: Sequence[int], content: Callable[[int, int], Tensor], number: int
     ) -> None:
-        for b in range(max((len(self.manifests[rank].pieces) for rank in ranks), default=0)):
-            for rank in (
-                receiver for receiver in ranks if b < len(self.manifests[receiver].pieces)
-            ):
-                if len(values := content(rank, b)):  # Of Muon's matrices there is no second moment.
-                    self._messenger.send(values, rank, number)
-            # Few are held at once. Whoever receives has posted all of them before it waits for any.
+        most = max((len(self.manifests[rank].pieces) for rank in ranks), default=0)
+        for b in range(most):
+            for rank in ranks:
+                if b < len(self.manifests[rank].pieces):
+                    values = content(rank, b)
+                    if len(values):  # Of Muon's matrices there is no second moment.
+                        self._messenger.send(values, rank, number)
+            # Few are held at once. A receiver has posted all of them before it waits for any.
             self._messenger.settle()
         self._messenger.close()
 
-    def _receive(self, flats: Sequence[Tensor], number: int) -> None:
+    def _receive_buckets(self, flats: Sequence[Tensor], number: int) -> None:
         kept = [flat for flat in flats if len(flat)]
         posted = [self._messenger.post(len(flat), torch.float32, 0, number) for flat in kept]
         for flat, receive in zip(kept, posted, strict=True):
             flat.copy_(receive.wait())
 
-    def _content(self, rank: int, b: int, whole: Mapping[str, Tensor]) -> Tensor:
-        """What a worker owns of one of its buckets."""
-        content = torch.zeros(self.manifests[rank].sizes[b])
-        for piece in self.manifests[rank].pieces[b]:
-            local = whole[piece.name] if piece.slice is None else piece.slice.of(whole[piece.name])
-            content[piece.at : piece.at + piece.stop - piece.start] = local.reshape(-1)[
-                piece.start : piece.stop
-            ]
+    def _fill_bucket(self, rank: int, b: int, whole: Mapping[str, Tensor]) -> Tensor:
+        """Return what a worker owns of one of its buckets."""
+        manifest = self.manifests[rank]
+        content = torch.zeros(manifest.sizes[b])
+        for piece in manifest.pieces[b]:
+            local = whole[piece.name]
+            if piece.slice is not None:
+                local = piece.slice.of(local)
+            flat = local.reshape(-1)
+            content[piece.in_bucket] = flat[piece.start : piece.stop]
         return content
 
-    def _sources(self, replica: int) -> list[tuple[int, int]]:
-        """The first worker that owns each bucket of a replica, and the bucket's number there."""
-        seen = set()
-        sources = []
+    def _first_owners(self, replica: int) -> list[tuple[int, int]]:
+        """Return the first worker that owns each bucket of a replica, and the bucket's number
+        there."""
+        owners: dict[object, tuple[int, int]] = {}
         for rank, manifest in enumerate(self.manifests):
+            if manifest.replica != replica:
+                continue
             for b, pieces in enumerate(manifest.pieces):
-                key = tuple((piece.name, piece.slice, piece.start, piece.stop) for piece in pieces)
-                if manifest.replica == replica and not manifest.copies[b] and key not in seen:
-                    seen.add(key)
-                    sources.append((rank, b))
-        return sources
+                if not manifest.copies[b]:
+                    key = tuple(piece[:5] for piece in pieces)
+                    owners.setdefault(key, (rank, b))
+        return list(owners.values())
 
 
-def _manifest(
+def _make_manifest(
     topology: Topology, state: TrainState, slices: Mapping[str, TensorSlice]
 ) -> BucketManifest:
-    pieces: list[list[Piece]] = [[] for _ in state.buckets]
+    buckets = state.buckets
+    pieces: list[list[Piece]] = [[] for _ in buckets]
     for i, name in enumerate(state.names):
         start, stop, where = state.owned(i)
         if stop > start:
-            piece = Piece(name, slices.get(name), tuple(state.shapes[i]), start, stop, where.start)
-            pieces[state.home[i][0]].append(piece)
-    copies = [bucket.tied and not topology.first for bucket in state.buckets]
-    return BucketManifest(
-        topology.replica_index,
-        [length(bucket) for bucket in state.buckets],
-        pieces,
-        copies,
-        [bucket.matrices for bucket in state.buckets],
-    )
+            shape = tuple(state.shapes[i])
+            b, _ = state.home[i]
+            piece = Piece(name, slices.get(name), shape, start, stop, where.start)
+            pieces[b].append(piece)
+    sizes = [length(bucket) for bucket in buckets]
+    copies = [bucket.tied and not topology.first for bucket in buckets]
+    matrices = [bucket.matrices for bucket in buckets]
+    return BucketManifest(topology.replica_index, sizes, pieces, copies, matrices)
 
 
 def into(whole: Tensor, cut: TensorSlice, local: Tensor) -> None:
     """Put a worker's slice into a whole parameter."""
-    at = 0
-    for start, stop in cut.ranges:
-        whole.narrow(cut.dim, start, stop - start).copy_(local.narrow(cut.dim, at, stop - start))
-        at += stop - start
+    sizes = [stop - start for start, stop in cut.ranges]
+    parts = local.split(sizes, cut.dim)
+    for (start, _), size, part in zip(cut.ranges, sizes, parts, strict=True):
+        whole.narrow(cut.dim, start, size).copy_(part)

@@ -8,6 +8,7 @@ Shapes: N and M the shorter and the longer side, A matrices of one shape.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -29,16 +30,16 @@ LEAST_NORM = 1e-7
 
 
 def orthogonalized(x_AMN: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
-    """Matrices (A, ., .) with their singular vectors, and singular values between about 0.7 and
-    1.2, by products in `dtype`."""
+    """Return matrices (A, ., .) with their singular vectors, and singular values between about 0.7
+    and 1.2, by products in `dtype`."""
     tall = x_AMN.shape[-2] > x_AMN.shape[-1]
     x_ANM = (x_AMN.mT if tall else x_AMN).to(dtype)
-    x_ANM = x_ANM / (x_ANM.norm(dim=(-2, -1), keepdim=True) + LEAST_NORM)
+    norm_A11 = x_ANM.norm(dim=(-2, -1), keepdim=True)
+    x_ANM = x_ANM / (norm_A11 + LEAST_NORM)
     for _ in range(iterations):
-        square_ANN = x_ANM @ x_ANM.mT
-        x_ANM = (
-            A * x_ANM + torch.baddbmm(square_ANN, square_ANN, square_ANN, beta=B, alpha=C) @ x_ANM
-        )
+        y_ANN = x_ANM @ x_ANM.mT
+        y_ANN = torch.baddbmm(y_ANN, y_ANN, y_ANN, beta=B, alpha=C)
+        x_ANM = A * x_ANM + y_ANN @ x_ANM
     return (x_ANM.mT if tall else x_ANM).to(x_AMN.dtype)
 
 
@@ -58,102 +59,101 @@ class MatrixUpdates:
         self._dtype = dtype
         self._ways = 1 if group is None else group.size()
         self._matrices: dict[str, Matrix] = block_matrices(graph)
-        dims = {weight.name: weight.dims for op in graph.block for weight in op.weights}
-        self._cuts = {
-            name: DimSplit(slices[name].dim, sections(graph, dims[name.split(".", 2)[2]]))
-            for name in self._matrices
-            if name in slices
-        }
+        dims = {}
+        for op in graph.block:
+            for weight in op.weights:
+                dims[weight.name] = weight.dims
+        #: How each matrix that is not whole here is divided over the axis.
+        self._splits = dict[str, DimSplit]()
+        for name in self._matrices:
+            if name in slices:
+                _, _, in_block = name.split(".", 2)
+                self._splits[name] = DimSplit(slices[name].dim, sections(graph, dims[in_block]))
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._matrices)
 
     def directions(
-        self, names: Sequence[str], momenta: Sequence[Tensor], iterations: int
+        self, parameter_names: Sequence[str], momenta: Sequence[Tensor], iterations: int
     ) -> list[Tensor]:
-        """Of each momentum (parameter's part here), the same part of the step that an element's
-        learning rate of 1 makes. All ranks of a tensor axis give the same names."""
-        found: dict[str, Tensor] = {}
-        for sliced in (False, True):
-            mine = {
-                n: m for n, m in zip(names, momenta, strict=True) if (n in self._cuts) == sliced
-            }
-            if mine:
-                found |= (
-                    self._over_axis(mine, iterations)
-                    if sliced
-                    else self._orthogonal(mine, iterations)
-                )
-        return [found[name] for name in names]
+        """Return of each momentum (parameter's part here) the same part of the step that an
+        element's learning rate of 1 makes. All ranks of a tensor axis give the same names."""
+        whole = {}
+        parts = {}
+        for name, momentum in zip(parameter_names, momenta, strict=True):
+            if name in self._splits:
+                parts[name] = momentum
+            else:
+                whole[name] = momentum
+        directions = self._orthogonalize(whole, iterations)
+        if parts:
+            directions |= self._orthogonalize_over_axis(parts, iterations)
+        return [directions[name] for name in parameter_names]
 
-    def _orthogonal(self, whole: Mapping[str, Tensor], iterations: int) -> dict[str, Tensor]:
-        """Every matrix of these parameters for itself, those of one shape together."""
-        by_shape: dict[tuple[int, int], list[Tensor]] = {}
-        directions = {name: torch.empty_like(momentum) for name, momentum in whole.items()}
-        targets: dict[tuple[int, int], list[Tensor]] = {}
+    def _orthogonalize(self, whole: Mapping[str, Tensor], iterations: int) -> dict[str, Tensor]:
+        """Return every matrix of these parameters for itself, those of one shape together."""
+        directions = {}
+        parts = defaultdict[torch.Size, list[Tensor]](list)
+        targets = defaultdict[torch.Size, list[Tensor]](list)
         for name, momentum in whole.items():
+            directions[name] = torch.empty_like(momentum)
             rows = [rows for rows, _ in self._matrices[name].parts]
-            for part, target in zip(
-                momentum.split(rows), directions[name].split(rows), strict=True
-            ):
-                shape = part.shape[0], part.shape[1]
-                by_shape.setdefault(shape, []).append(part)
-                targets.setdefault(shape, []).append(target)
-        for shape, parts in by_shape.items():
+            for part in momentum.split(rows):
+                parts[part.shape].append(part)
+            for target in directions[name].split(rows):
+                targets[target.shape].append(target)
+        for shape, same_shape in parts.items():
             scale = 0.2 * max(shape) ** 0.5
-            made = orthogonalized(torch.stack(parts), iterations, self._dtype)
-            for target, part in zip(targets[shape], made, strict=True):
-                torch.mul(part, scale, out=target)
+            made = orthogonalized(torch.stack(same_shape), iterations, self._dtype)
+            for target, direction in zip(targets[shape], made, strict=True):
+                torch.mul(direction, scale, out=target)
         return directions
 
-    def _over_axis(self, parts: Mapping[str, Tensor], iterations: int) -> dict[str, Tensor]:
-        """Matrices of which each rank of the axis has a part: each is done by one of them."""
-        names = list(parts)
-        whole = self._gathered(torch.cat([part.reshape(-1) for part in parts.values()]))
-        owner = owners(
-            [round(update_flops(self._matrices[name], iterations)) for name in names], self._ways
-        )
-        at = 0
-        mine = dict[str, Tensor]()
-        rank = dist.get_rank(self._group)
-        for name, k in zip(names, owner, strict=True):
-            shape = parts[name].shape
-            size = parts[name].numel()
-            if k == rank:
-                mine[name] = self._cuts[name].join(
-                    [flat[at : at + size].view(shape) for flat in whole]
-                )
-            at += size
-        made = self._orthogonal(mine, iterations)
-        return self._handed(names, owner, made, next(iter(parts.values())))
-
-    def _handed(
-        self, names: Sequence[str], owner: Sequence[int], made: Mapping[str, Tensor], like: Tensor
+    def _orthogonalize_over_axis(
+        self, parts: Mapping[str, Tensor], iterations: int
     ) -> dict[str, Tensor]:
-        """This rank's part of what all have made."""
-        sizes = [self._matrices[name].rows * self._matrices[name].columns for name in names]
-        held = [
-            sum(size for size, k in zip(sizes, owner, strict=True) if k == rank)
-            for rank in range(self._ways)
-        ]
-        flat = torch.zeros(max(held), dtype=like.dtype, device=like.device)
+        """Return this rank's parts of the directions of matrices that the axis divides: each whole
+        one is made by one of its ranks."""
+        costs = [round(update_flops(self._matrices[name], iterations)) for name in parts]
+        owner = owners(costs, self._ways)
+        flat = torch.cat([part.reshape(-1) for part in parts.values()])
+        by_rank = self._gather_flat(flat)
+        at = 0
+        own = dict[str, Tensor]()
+        rank = dist.get_rank(self._group)
+        for (name, part), k in zip(parts.items(), owner, strict=True):
+            end = at + part.numel()
+            if k == rank:
+                pieces = [flat[at:end].view(part.shape) for flat in by_rank]
+                own[name] = self._splits[name].join(pieces)
+            at = end
+
+        # Every rank sends what it made, filled up to as much as the most.
+        made = self._orthogonalize(own, iterations)
+        elements = [0] * self._ways
+        ends = []
+        for name, k in zip(parts, owner, strict=True):
+            matrix = self._matrices[name]
+            elements[k] += matrix.rows * matrix.columns
+            ends.append(elements[k])
+        content = flat.new_zeros(max(elements))
         at = 0
         for direction in made.values():
-            flat[at : at + direction.numel()] = direction.reshape(-1)
-            at += direction.numel()
-        came = self._gathered(flat)
-        places = [0] * self._ways
-        found = dict[str, Tensor]()
-        for name, size, k in zip(names, sizes, owner, strict=True):
+            end = at + direction.numel()
+            content[at:end] = direction.reshape(-1)
+            at = end
+        by_rank = self._gather_flat(content)
+        directions = dict[str, Tensor]()
+        for name, end, k in zip(parts, ends, owner, strict=True):
             matrix = self._matrices[name]
-            direction = came[k][places[k] : places[k] + size].view(matrix.rows, matrix.columns)
-            found[name] = self._slices[name].of(direction)
-            places[k] += size
-        return found
+            start = end - matrix.rows * matrix.columns
+            direction = by_rank[k][start:end].view(matrix.rows, matrix.columns)
+            directions[name] = self._slices[name].of(direction)
+        return directions
 
-    def _gathered(self, flat: Tensor) -> list[Tensor]:
-        """The same of every rank of the axis."""
-        came = [torch.empty_like(flat) for _ in range(self._ways)]
-        dist.all_gather(came, flat, group=self._group)
-        return came
+    def _gather_flat(self, flat: Tensor) -> list[Tensor]:
+        """Return the same of every rank of the axis."""
+        by_rank = [torch.empty_like(flat) for _ in range(self._ways)]
+        dist.all_gather(by_rank, flat, group=self._group)
+        return by_rank

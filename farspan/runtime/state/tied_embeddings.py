@@ -39,109 +39,115 @@ class TiedEmbedding:
     ) -> None:
         """`rows`: the rows [start, stop) of the table that each worker of both stages holds."""
         self._topology = topology
+        self._rank = topology.rank
         self._state = state
         self._messenger = messenger
-        self._held = rows
-        self._bucket = state.home[state.names.index(TABLE)][0]
+        self._rows = rows
+        self._index = state.names.index(TABLE)
         first = topology.replica.stages[0]
-        #: What rounding left of other steps' rows is in the first stage's sums, too.
+        last = topology.replica.stages[-1]
+        #: The quantization residuals of other steps' rows are in the first stage's sums, too.
         self._rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
         self._count = -1
-        self._complete = self._released = False
-        ends = topology.replica.stages[0].mesh.ranks, topology.replica.stages[-1].mesh.ranks
-        self._mine, self._theirs = ends if topology.first else ends[::-1]
-        self._received: list[list[tuple[Send, Posted]]] = []
-        self._out: tuple[NDArray[np.int64], Sequence[Send], Sequence[Send]]
+        self._complete = False
+        self._released = False
+        ends = [(first.mesh.ranks, Channel.EMBEDDING), (last.mesh.ranks, Channel.HEAD)]
+        if not topology.first:
+            ends.reverse()
+        (self._mine, self._own_channel), (self._theirs, self._other_channel) = ends
 
     def expect(self, tokens: NDArray[np.int64]) -> None:
-        """A step begins that reads these tokens: post the receives."""
+        """Post the receives of a step that reads these tokens."""
         self._count += 1
-        self._complete = self._released = False
-        every = np.arange(max(stop for _, stop in self._held.values()))
+        self._complete = False
+        self._released = False
+        every = np.arange(max(stop for _, stop in self._rows.values()))
         touched = every if self._rounded else np.unique(tokens)
         sent, received = (touched, every) if self._topology.first else (every, touched)
-        self._out = (sent, *self._sends(sent, self._mine, self._theirs))
-        first, second = self._sends(received, self._theirs, self._mine)
-        rank = self._topology.rank
-        embedding = not self._topology.first
-        self._received = [
-            [
-                (
-                    send,
-                    self._messenger.post(
-                        self._size(send), torch.float32, send.source, self._tag(embedding, hop)
-                    ),
-                )
-                for send in sends
-                if send.target == rank
-            ]
-            for hop, sends in enumerate((first, second))
-        ]
-        low, high = np.searchsorted(received, self._held[self._topology.rank])
-        self._expected = int(low), int(high)
-        self._hands = [send for send in second if send.source == self._topology.rank]
-        self._incoming = received
+        self._sent_rows = sent
+        self._sends, _ = self._exchange(sent, self._mine, self._theirs)
+        # From the other end, then inside the site.
+        first, second = self._exchange(received, self._theirs, self._mine)
+        low, high = map(int, np.searchsorted(received, self._rows[self._rank]))
+        self._received_rows = received[low:high]
+        self._receives = self._post_receives(first, low, inside=False)
+        self._handed = self._post_receives(second, low, inside=True)
+        self._hands = []
+        for send in second:
+            if send.source == self._rank:
+                rows = slice(send.start - low, send.stop - low)
+                self._hands.append((rows, send.target))
+
+    def _post_receives(
+        self, sends: Sequence[Send], low: int, *, inside: bool
+    ) -> list[tuple[slice, Posted]]:
+        number = tag(self._other_channel, self._count, inside=inside)
+        d_model = self._topology.plan.model.d_model
+        receives = []
+        for send in sends:
+            if send.target == self._rank:
+                size = (send.stop - send.start) * d_model
+                posted = self._messenger.post(size, torch.float32, send.source, number)
+                rows = slice(send.start - low, send.stop - low)
+                receives.append((rows, posted))
+        return receives
 
     def complete(self) -> None:
-        """This end's own gradient is summed."""
+        """Report that this end's own gradient is summed."""
         self._complete = True
         if self._released:
-            self._send()
+            self._send_rows()
 
     def release(self) -> None:
-        """This worker has no more passes: nothing that is more urgent will be sent."""
+        """Report that this worker has no more passes: nothing that is more urgent will be sent."""
         self._released = True
         if self._complete:
-            self._send()
+            self._send_rows()
 
-    def _send(self) -> None:
+    def _send_rows(self) -> None:
         """Send the rows that the other end lacks."""
-        rows, first, _ = self._out
-        table = self._table()
-        for send in first:
-            if send.source == self._topology.rank:
-                part = table[self._local(rows[send.start : send.stop])].reshape(-1)
-                self._messenger.send(part, send.target, self._tag(self._topology.first, 0))
+        table = self._gradient()
+        number = tag(self._own_channel, self._count)
+        for send in self._sends:
+            if send.source == self._rank:
+                rows = self._local_rows(self._sent_rows[send.start : send.stop])
+                self._messenger.send(table[rows].reshape(-1), send.target, number)
 
     def add(self) -> None:
         """Add the other end's gradient, and hand it on inside the site."""
-        table = self._table()
-        (low, high) = self._expected
-        gradient = torch.empty(high - low, table.shape[1])
-        for hop, received in enumerate(self._received):
-            for send, posted in received:
-                gradient[send.start - low : send.stop - low] = posted.wait().view(
-                    -1, table.shape[1]
-                )
-            for send in self._hands if hop == 0 else ():
-                part = gradient[send.start - low : send.stop - low].reshape(-1)
-                self._messenger.send(part, send.target, self._tag(not self._topology.first, 1))
-        table.index_add_(0, self._local(self._incoming[low:high]), gradient.to(table.device))
+        table = self._gradient()
+        gradient = torch.empty(len(self._received_rows), table.shape[1])
+        for rows, posted in self._receives:
+            gradient[rows].view(-1).copy_(posted.wait())
+        inside = tag(self._other_channel, self._count, inside=True)
+        for rows, target in self._hands:
+            self._messenger.send(gradient[rows].reshape(-1), target, inside)
+        for rows, posted in self._handed:
+            gradient[rows].view(-1).copy_(posted.wait())
+        own_rows = self._local_rows(self._received_rows)
+        table.index_add_(0, own_rows, gradient.to(table.device))
 
-    def _sends(
+    def _exchange(
         self, rows: NDArray[np.int64], source: Sequence[int], target: Sequence[int]
     ) -> tuple[Sequence[Send], Sequence[Send]]:
-        """The exchange of some rows, counted by their place among them."""
+        """Return the exchange of some rows, counted by their place among them."""
 
-        def parts(ranks: Sequence[int]) -> list[HeldRange]:
-            bounds = (np.searchsorted(rows, self._held[rank]) for rank in ranks)
-            return [
-                HeldRange(rank, int(low), int(high))
-                for rank, (low, high) in zip(ranks, bounds, strict=True)
-            ]
+        def held_ranges(ranks: Sequence[int]) -> list[HeldRange]:
+            ranges = []
+            for rank in ranks:
+                low, high = np.searchsorted(rows, self._rows[rank])
+                ranges.append(HeldRange(rank, int(low), int(high)))
+            return ranges
 
-        return transfer(parts(source), parts(target), self._topology.site)
+        return transfer(held_ranges(source), held_ranges(target), self._topology.site)
 
-    def _table(self) -> Tensor:
-        full = self._state.collected[self._bucket]
+    def _gradient(self) -> Tensor:
+        """Return the summed gradient of this end's part of the table."""
+        b, _ = self._state.home[self._index]
+        full = self._state.collected[b]
         assert full is not None
-        return self._state.view({self._bucket: full}, self._state.names.index(TABLE))  # type: ignore[arg-type]
+        return self._state.view({b: full}, self._index)  # type: ignore[arg-type]
 
-    def _local(self, rows: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(rows - self._held[self._topology.rank][0]).to(self._state.device)
-
-    def _size(self, send: Send) -> int:
-        return (send.stop - send.start) * self._topology.plan.model.d_model
-
-    def _tag(self, embedding: bool, hop: int) -> int:
-        return tag(Channel.EMBEDDING if embedding else Channel.HEAD, self._count, inside=hop > 0)
+    def _local_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        first, _ = self._rows[self._rank]
+        return torch.from_numpy(rows - first).to(self._state.device)

@@ -43,22 +43,21 @@ class TrainState:
         updates: MatrixUpdates | None = None,
         averaged: bool = False,
     ) -> None:
-        """`updates` of the division's matrices, where it has any; whether a moving average of the
-        weights is kept."""
+        """Keep the state of a model; `updates` of the division's matrices, where it has any;
+        whether a moving average of the weights is kept."""
         self.division = division or Division()
         self._updates = updates
-        division = self.division
-        named = list(model.named_parameters())
-        self.names = [name for name, _ in named]
-        self.shapes = [parameter.shape for _, parameter in named]
-        self.buckets = divide(self.names, self.shapes, division)
+        old = dict(model.named_parameters())
+        self.names = list(old)
+        self.shapes = [parameter.shape for parameter in old.values()]
+        self.buckets = divide(self.names, self.shapes, self.division)
         self.dtype = WORKING_DTYPES[precision]
-        self.device = named[0][1].device if device is None else device
-        self.home = {
-            member: (b, start)
-            for b, bucket in enumerate(self.buckets)
-            for member, start in zip(bucket.members, bucket.starts, strict=True)
-        }
+        self.device = old[self.names[0]].device if device is None else device
+        #: The bucket of each parameter, and where it begins there.
+        self.home = dict[int, tuple[int, int]]()
+        for b, bucket in enumerate(self.buckets):
+            for member, start in zip(bucket.members, bucket.starts, strict=True):
+                self.home[member] = (b, start)
         self._allocate()
         #: By bucket, as the masters; nothing where no average is kept.
         self.average = [torch.zeros_like(master) for master in self.master] if averaged else []
@@ -67,90 +66,83 @@ class TrainState:
         self._begun: set[int] = set()
         #: Called with a parameter's index each time a backward pass has added to its gradient.
         self.on_grad: Callable[[int], None] | None = None
-        self.parameters = self._replace(model, [parameter for _, parameter in named])
-        values = [(name, parameter) for name, parameter in named if parameter.device.type != "meta"]
+        self.parameters = self._replace_parameters(model, list(old.values()))
+        values = [(name, value) for name, value in old.items() if not value.is_meta]
         if values:
             self.load(values)
 
     def _allocate(self) -> None:
-        whole, own = (
-            sum(getattr(b, name) if name == "size" else length(b) for b in self.buckets)
-            for name in ("size", "own")
-        )
-        new = lambda size, dtype=torch.float32: torch.zeros(size, dtype=dtype, device=self.device)  # noqa: E731
-        sizes = [bucket.size for bucket in self.buckets]
-        owns = [length(bucket) for bucket in self.buckets]
+        buckets = self.buckets
+        sizes = [bucket.size for bucket in buckets]
+        owned_sizes = [length(bucket) for bucket in buckets]
+        # Muon has no second moment: nothing for its matrices.
+        second_sizes = [0 if bucket.matrices else length(bucket) for bucket in buckets]
+        self.working: list[Tensor]
+        self.shards: list[Tensor]
         if self.division.zero == 3:
             # Apart, so that each can be given back to the allocator by itself, and never touched
             # until it is gathered.
-            self.working = [
-                torch.empty(size, dtype=self.dtype, device=self.device)
-                if bucket.ways > 1
-                else new(size, self.dtype)
-                for size, bucket in zip(sizes, self.buckets, strict=True)
-            ]
-            shards = new(own, self.dtype).split(owns)
-            self.shards = [
-                working if bucket.ways == 1 else shard
-                for working, shard, bucket in zip(self.working, shards, self.buckets, strict=True)
-            ]
+            self.working = []
+            self.shards = self._new_zeros(owned_sizes, self.dtype)
+            for b, bucket in enumerate(buckets):
+                working = torch.empty(bucket.size, dtype=self.dtype, device=self.device)
+                if bucket.ways == 1:
+                    self.shards[b] = working.zero_()
+                self.working.append(working)
         else:
-            self.working = list(new(whole, self.dtype).split(sizes))
-            self.shards = [
-                part[bucket.own] for part, bucket in zip(self.working, self.buckets, strict=True)
-            ]
-        same = self.dtype == torch.float32
-        self.master = self.shards if same else list(new(own).split(owns))
-        self.exp_avg = list(new(own).split(owns))
-        #: Muon has no second moment: nothing for its matrices.
-        seconds = [
-            0 if bucket.matrices else size for bucket, size in zip(self.buckets, owns, strict=True)
-        ]
-        self.exp_avg_sq = list(new(sum(seconds)).split(seconds))
+            self.working = self._new_zeros(sizes, self.dtype)
+            self.shards = self._own_parts(self.working)
+        self.master = self.shards
+        if self.dtype != torch.float32:
+            self.master = self._new_zeros(owned_sizes)
+        self.exp_avg = self._new_zeros(owned_sizes)
+        self.exp_avg_sq = self._new_zeros(second_sizes)
         #: The fp32 gradient of a whole bucket where the backward pass writes it; None while it is
         #: not there.
         self.collected: list[Tensor | None]
         if self.division.zero < 2:
-            self.collected = list(new(whole).split(sizes))
-            self.grad = [
-                full[bucket.own]
-                for full, bucket in zip(self.collected, self.buckets, strict=True)
-                if full is not None
-            ]
+            whole = self._new_zeros(sizes)
+            self.collected = [*whole]
+            self.grad = self._own_parts(whole)
         else:
-            self.collected = [None] * len(self.buckets)
-            self.grad = list(new(own).split(owns))
-            for b, bucket in enumerate(self.buckets):
+            self.grad = self._new_zeros(owned_sizes)
+            self.collected = [None] * len(buckets)
+            for b, bucket in enumerate(buckets):
                 if bucket.ways == 1:
                     self.collected[b] = self.grad[b]
 
-    def _replace(self, model: nn.Module, old: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def _new_zeros(self, sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Allocate zeros for all buckets at once."""
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+        return list(flat.split(sizes))
+
+    def _own_parts(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        return [flat[bucket.own] for flat, bucket in zip(flats, self.buckets, strict=True)]
+
+    def _replace_parameters(
+        self, model: nn.Module, old: Sequence[nn.Parameter]
+    ) -> list[nn.Parameter]:
         """Put views of the buckets into the model, and collect their gradients."""
-        new: dict[int, nn.Parameter] = {}
+        new: dict[nn.Parameter, nn.Parameter] = {}
+        self._hooks = []
         for i, parameter in enumerate(old):
-            new[id(parameter)] = nn.Parameter(
-                self.view(self.working, i), requires_grad=parameter.requires_grad
-            )
+            working = self.view(self.working, i)
+            replacement = nn.Parameter(working, requires_grad=parameter.requires_grad)
+            collect = self._collect_lasting(i) if self.division.zero < 2 else self._collect_sent(i)
+            self._hooks.append(replacement.register_post_accumulate_grad_hook(collect))
+            new[parameter] = replacement
         for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
+            for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[name] = new[id(parameter)]
-        parameters = [new[id(parameter)] for parameter in old]
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._collector(i))
-            for i, parameter in enumerate(parameters)
-        ]
-        return parameters
+                    module._parameters[name] = new[parameter]
+        return list(new.values())
 
-    def _collector(self, index: int) -> Callable[[Tensor], None]:
-        return self._into_lasting(index) if self.division.zero < 2 else self._into_leaving(index)
-
-    def _into_lasting(self, index: int) -> Callable[[Tensor], None]:
-        """Into a bucket that is there all the time: once a step's first gradient is, it is the
-        parameter's own, to which torch adds the later ones, without Python, where both have one
-        dtype."""
-        part = self.view(self.collected, index)
-        same = self.dtype == torch.float32  # type: ignore[arg-type]
+    def _collect_lasting(self, index: int) -> Callable[[Tensor], None]:
+        """Return a hook that collects into a bucket that is there all the time: once a step's first
+        gradient is, it is the parameter's own, to which torch adds the later ones, without Python,
+        where both have one dtype."""
+        part = self.view(self.collected, index)  # type: ignore[arg-type]
+        same = self.dtype == torch.float32
 
         def collect(parameter: Tensor) -> None:
             if index not in self._begun:
@@ -167,23 +159,23 @@ class TrainState:
 
         return collect
 
-    def _into_leaving(self, index: int) -> Callable[[Tensor], None]:
-        """Into a bucket that is new whenever the one before has been sent."""
+    def _collect_sent(self, index: int) -> Callable[[Tensor], None]:
+        """Return a hook that collects into a bucket that is new whenever the one before has been
+        sent."""
         b, start = self.home[index]
         shape = self.shapes[index]
-        size = self.buckets[b].size
-        members = self.buckets[b].members
-        gaps = self.buckets[b].gaps
+        stop = start + shape.numel()
+        bucket = self.buckets[b]
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
             flat = self.collected[b]
             if flat is None:
-                flat = self.collected[b] = torch.empty(size, device=self.device)
-                for gap in gaps:
+                flat = self.collected[b] = torch.empty(bucket.size, device=self.device)
+                for gap in bucket.gaps:
                     flat[gap] = 0.0
-                self._begun.difference_update(members)
-            part = flat[start : start + shape.numel()].view(shape)
+                self._begun.difference_update(bucket.members)
+            part = flat[start:stop].view(shape)
             if index in self._begun:
                 part.add_(parameter.grad)
             else:
@@ -196,21 +188,22 @@ class TrainState:
         return collect
 
     def view(self, flats: Sequence[Tensor], index: int) -> Tensor:
-        """Parameter `index` inside whole buckets, in its own shape."""
+        """Return parameter `index` inside whole buckets, in its own shape."""
         b, start = self.home[index]
-        return flats[b][start : start + self.shapes[index].numel()].view(self.shapes[index])
+        shape = self.shapes[index]
+        return flats[b][start : start + shape.numel()].view(shape)
 
     def owned(self, index: int) -> tuple[int, int, slice]:
-        """What of parameter `index`, flattened, this worker owns: [start, stop), and where in its
-        bucket's own part."""
+        """Return what this worker owns of parameter `index`, flattened: [start, stop), and where in
+        its bucket's own part."""
         b, start = self.home[index]
-        bucket = self.buckets[b]
-        size = self.shapes[index].numel()
-        low = max(start, bucket.own.start)
-        high = min(start + size, bucket.own.stop)
+        own = self.buckets[b].own
+        low = max(start, own.start)
+        high = min(start + self.shapes[index].numel(), own.stop)
         if high <= low:
             return 0, 0, slice(0, 0)
-        return low - start, high - start, slice(low - bucket.own.start, high - bucket.own.start)
+        where = slice(low - own.start, high - own.start)
+        return low - start, high - start, where
 
     def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Take parameters' values, each in this worker's shape; call `publish` afterwards where
@@ -218,23 +211,24 @@ class TrainState:
         index = {name: i for i, name in enumerate(self.names)}
         with torch.no_grad():
             for name, value in values:
-                start, stop, where = self.owned(index[name])
-                self.master[self.home[index[name]][0]][where].copy_(
-                    value.detach().reshape(-1)[start:stop]
-                )
+                i = index[name]
+                b, _ = self.home[i]
+                start, stop, where = self.owned(i)
+                own = value.detach().reshape(-1)[start:stop]
+                self.master[b][where].copy_(own)
         self.publish()
 
     def begin_average(self) -> None:
-        """The masters are the first weights."""
+        """Begin the average with the masters, the first weights."""
         for average, master in zip(self.average, self.master, strict=False):
             average.copy_(master)
 
     def follow(self, weights: Sequence[Tensor], share: float) -> None:
-        """The average keeps `share` of itself, and takes the rest of these weights."""
+        """Keep `share` of the average, and add the rest of these weights."""
         torch._foreach_lerp_(self.average, list(weights), 1 - share)
 
     def swap_average(self) -> None:
-        """The masters become the average, which keeps them meanwhile; and back again."""
+        """Make the average the masters, and keep these in it meanwhile; and back again."""
         for average, master in zip(self.average, self.master, strict=False):
             own = master.clone()
             master.copy_(average)
@@ -248,71 +242,72 @@ class TrainState:
                 shard.copy_(master)
 
     def square_sum(self, counted: Callable[[Bucket], bool] | None = None) -> float:
-        """Sum of the squares of the owned gradient, of all buckets or of those that count."""
-        norms = [
-            torch.linalg.vector_norm(part)
-            for bucket, part in zip(self.buckets, self.grad, strict=True)
-            if counted is None or counted(bucket)
-        ]
+        """Sum the squares of the owned gradient, of all buckets or of those that count."""
+        norms = []
+        for bucket, part in zip(self.buckets, self.grad, strict=True):
+            if counted is None or counted(bucket):
+                norms.append(torch.linalg.vector_norm(part))
+        if not norms:
+            return 0.0
         # In double precision on the CPU: Apple's GPUs have none.
-        return (
-            sum((norm * norm for norm in torch.stack(norms).cpu().double().tolist()), 0.0)
-            if norms
-            else 0.0
-        )
+        values = torch.stack(norms).cpu().double().tolist()
+        return sum((norm * norm for norm in values), 0.0)
 
     def end(self) -> None:
-        """Let go of the model, with which this state's memory would stay: the hooks of its
-        parameters hold both."""
+        """Release the model: the hooks of its parameters hold both it and this state in memory."""
         for hook in self._hooks:
             hook.remove()
 
     def clear(self) -> None:
-        """Gradients begin anew: every parameter's must be given before the next update."""
+        """Begin new gradients: every parameter's must be given before the next update."""
         self._begun.clear()
         for parameter in self.parameters:
             parameter.grad = None
-        for bucket, part, full in zip(self.buckets, self.grad, self.collected, strict=True):
+        for b, bucket in enumerate(self.buckets):
             if self.division.zero >= 2 and bucket.ways > 1:
-                part.zero_()  # To which every microbatch's part is added.
-            elif full is not None:
-                for gap in (
-                    bucket.gaps
-                ):  # Rounding to few bits makes NaNs of all that lies beside an infinity.
+                self.grad[b].zero_()  # To which every microbatch's part is added.
+                continue
+            full = self.collected[b]
+            if full is not None:
+                # Rounding to few bits makes NaNs of all that lies in a block with an infinity.
+                for gap in bucket.gaps:
                     full[gap] = 0.0
 
     def update(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
-        """One step on gradients divided by `grad_divisor`; gradients begin anew. `step` counts
+        """Make one step on gradients divided by `grad_divisor`, and begin new ones. `step` counts
         updates from 1."""
         if len(self._begun) < len(self.parameters):
             raise RuntimeError("a parameter got no gradient: it would be updated by an older one")
-        self._adamw(optimizer, lr, step, grad_divisor)
+        self._update_adamw(optimizer, lr, step, grad_divisor)
         if self._updates is not None and optimizer.muon:
-            self._muon(self._updates, optimizer.muon, lr, optimizer.weight_decay, grad_divisor)
+            self._update_muon(
+                self._updates, optimizer.muon, lr, optimizer.weight_decay, grad_divisor
+            )
         self.clear()
         self.publish()
 
-    def _adamw(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
-        """AdamW (arXiv 1711.05101) for all elements that are not of matrices updated whole."""
+    def _update_adamw(
+        self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float
+    ) -> None:
+        """Step AdamW (arXiv 1711.05101) for all elements that are not of matrices updated whole."""
         divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.device)
-        counted = torch.tensor(float(step), device=self.device)
-        faster = optimizer.muon.embedding if optimizer.muon else 1.0
-        for decay, first, rate in ((optimizer.weight_decay, True, lr * faster), (0.0, False, lr)):
-            pieces = [
-                (b, piece)
-                for b, bucket in enumerate(self.buckets)
-                if not bucket.matrices and (piece := segment(bucket, first))
-            ]
-            if not pieces:
+        count = torch.tensor(float(step), device=self.device)
+        # What is decayed, and is not Muon's, are the tables of the embedding and the head.
+        decayed_lr = lr * (optimizer.muon.embedding if optimizer.muon else 1.0)
+        for decay, decayed, rate in ((optimizer.weight_decay, True, decayed_lr), (0.0, False, lr)):
+            tensors: list[list[Tensor]] = [[], [], [], []]
+            for b, bucket in enumerate(self.buckets):
+                part = segment(bucket, decayed)
+                if part is not None and not bucket.matrices:
+                    state = (self.master, self.grad, self.exp_avg, self.exp_avg_sq)
+                    for parts, flats in zip(tensors, state, strict=True):
+                        parts.append(flats[b][part])
+            if not tensors[0]:
                 continue
-            tensors = [
-                [flats[b][piece] for b, piece in pieces]
-                for flats in (self.master, self.grad, self.exp_avg, self.exp_avg_sq)
-            ]
             torch._fused_adamw_(
                 *tensors,
                 [],
-                [counted] * len(pieces),
+                [count] * len(tensors[0]),
                 amsgrad=False,
                 lr=rate,
                 beta1=optimizer.beta1,
@@ -324,7 +319,7 @@ class TrainState:
                 found_inf=None,
             )
 
-    def _muon(
+    def _update_muon(
         self,
         updates: MatrixUpdates,
         muon: Muon,
@@ -332,21 +327,23 @@ class TrainState:
         weight_decay: float,
         grad_divisor: float,
     ) -> None:
-        """Muon with Nesterov's momentum for the matrices that this worker owns."""
-        buckets = [b for b, bucket in enumerate(self.buckets) if bucket.matrices]
-        for b in buckets:
-            self.grad[b].div_(grad_divisor)
-            self.exp_avg[b].lerp_(self.grad[b], 1 - muon.momentum)
-            self.grad[b].lerp_(self.exp_avg[b], muon.momentum)
-        owned = [i for b in buckets for i in self.buckets[b].members if self.owned(i)[1]]
-        momenta = [self._own(self.grad, i) for i in owned]
-        steps = updates.directions([self.names[i] for i in owned], momenta, muon.iterations)
-        for b in buckets:
-            self.master[b].mul_(1 - lr * weight_decay)
+        """Step Muon with Nesterov's momentum for the matrices that this worker owns."""
+        owned = []
+        for b, bucket in enumerate(self.buckets):
+            if bucket.matrices:
+                self.grad[b].div_(grad_divisor)
+                self.exp_avg[b].lerp_(self.grad[b], 1 - muon.momentum)
+                self.grad[b].lerp_(self.exp_avg[b], muon.momentum)
+                self.master[b].mul_(1 - lr * weight_decay)
+                owned += [i for i in bucket.members if self.owned(i)[1]]
+        momenta = [self._view_owned(self.grad, i) for i in owned]
+        matrices = [self.names[i] for i in owned]
+        steps = updates.directions(matrices, momenta, muon.iterations)
         for i, step in zip(owned, steps, strict=True):
-            self._own(self.master, i).sub_(step, alpha=lr)
+            self._view_owned(self.master, i).sub_(step, alpha=lr)
 
-    def _own(self, flats: Sequence[Tensor], index: int) -> Tensor:
-        """Parameter `index`, all of which this worker owns, inside its parts of buckets."""
+    def _view_owned(self, flats: Sequence[Tensor], index: int) -> Tensor:
+        """Return parameter `index`, which this worker owns whole, inside its parts of buckets."""
+        b, _ = self.home[index]
         _, _, where = self.owned(index)
-        return flats[self.home[index][0]][where].view(self.shapes[index])
+        return flats[b][where].view(self.shapes[index])
