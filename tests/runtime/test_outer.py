@@ -15,7 +15,7 @@ from farspan.domain.plan import Sync
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Schedule
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.parallel.outer_step import _ahead
+from farspan.runtime.parallel.outer_step import _most_ahead
 from farspan.semantics.layout import Send
 from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Fleet
@@ -39,12 +39,14 @@ def test_ahead_is_the_maximum_of_sent_minus_received_elements(seed):
     def before(parts, place):
         return sum(max(0, min(one.stop, place) - one.start) for one in parts)
 
-    assert _ahead(sends, receives) == max(before(sends, p) - before(receives, p) for p in range(61))
+    assert _most_ahead(sends, receives) == max(
+        before(sends, p) - before(receives, p) for p in range(61)
+    )
 
 
 def test_ahead_is_zero_for_a_rank_that_receives_what_it_sends():
     parts = [Send(0, 1, 0, 10), Send(0, 1, 20, 50)]
-    assert _ahead(parts, parts) == 0
+    assert _most_ahead(parts, parts) == 0
 
 
 def test_steps_do_not_wait_for_a_replica_that_takes_longer_to_come(fleet: Fleet, folder: Path):

@@ -1,7 +1,7 @@
 """One worker's part of a plan, put together: its stage of the model, its state, and its exchanges
 with the others.
 
-It reads what the plan says, never which technique made it.
+It reads what the plan has, never which technique made it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from farspan.runtime.comm.messages import Messenger
 from farspan.runtime.comm.scalars import ScalarExchange
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.device import settle
-from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.model.decoder import Decoder, parameter_shapes
 from farspan.runtime.model.tensor_axis import TensorAxis
 from farspan.runtime.parallel.grad_sync import GradReducer
 from farspan.runtime.parallel.outer_step import OuterStep
@@ -50,12 +50,11 @@ class Outcome:
 
     @property
     def faulty(self) -> list[int]:
-        """Ranks whose own loss is not finite; where every loss is, those whose gradient is not,
-        maybe by another's part of it."""
+        """Ranks with a loss of their own that is not finite; where every loss is, those with a
+        gradient that is not, maybe by another's part of it."""
         losses = [rank for rank, (loss, _) in self.by_rank.items() if not math.isfinite(loss)]
-        return losses or [
-            rank for rank, (_, square) in self.by_rank.items() if not math.isfinite(square)
-        ]
+        squares = [rank for rank, (_, square) in self.by_rank.items() if not math.isfinite(square)]
+        return losses or squares
 
 
 class Executor:
@@ -72,36 +71,42 @@ class Executor:
         self.spans = Spans() if device.type == "mps" else Spans(lambda: settle(device))
         self.groups = groups = ProcessGroups(topology)
         tensor = groups.of(topology.group("tensor"), "tensor")
+        axis = TensorAxis(tensor, stage.mesh.size("tensor"), topology.tensor, stage.splits)
         with torch.device("meta"):
             self.model = Decoder(
                 plan.model,
                 attention=plan.train.attention,
                 recompute=stage.recompute,
                 units=stage.units,
-                axis=TensorAxis(tensor, stage.mesh.size("tensor"), topology.tensor, stage.splits),
+                axis=axis,
             )
-        data = topology.group("data")
+        slices = self.model.slices
+        optimizer = plan.train.optimizer
+        updates = self._matrix_updates(tensor) if optimizer.muon else None
+        # Both ends of the pipeline have the table, and exchange its gradient.
         shared = plan.model.tied and not (topology.first and topology.last)
-        updates = self._matrix_updates(tensor) if plan.train.optimizer.muon else None
+        table = TABLE if shared else None
+        matrices = updates.names if updates else frozenset[str]()
+        data = topology.group("data")
+        division = Division(
+            zero=topology.zero,
+            ways=len(data),
+            index=data.index(topology.rank),
+            bucket_bytes=stage.grad_sync.bucket_bytes,
+            partial=self.model.partial,
+            sliced=frozenset(slices),
+            tied=table,
+            matrices=matrices,
+        )
         self.state = TrainState(
             self.model,
             plan.train.precision,
             device,
-            Division(
-                zero=topology.zero,
-                ways=len(data),
-                index=data.index(topology.rank),
-                bucket_bytes=stage.grad_sync.bucket_bytes,
-                partial=self.model.partial,
-                sliced=frozenset(self.model.slices),
-                tied=TABLE if shared else None,
-                matrices=updates.names if updates else frozenset(),
-            ),
+            division,
             updates,
-            averaged=bool(plan.train.optimizer.average),
+            averaged=bool(optimizer.average),
         )
-        blocks = {f"blocks.{name}": block for name, block in self.model.blocks.named_children()}
-        self.param_gather = ParamGather(topology, self.state, blocks, groups)
+        self.param_gather = ParamGather(topology, self.state, self.model.blocks, groups)
         self.grad_reducer = GradReducer(topology, self.state, groups, self.messenger)
         self.pipeline = Pipeline(
             topology,
@@ -114,29 +119,26 @@ class Executor:
         )
         self.totals = ScalarExchange(topology, self.messenger, Channel.TOTALS, 2)
         self.decisions = ScalarExchange(topology, self.messenger, Channel.DECISIONS, 5)
-        with torch.device("meta"):
-            shapes = {
-                name: parameter.shape for name, parameter in Decoder(plan.model).named_parameters()
-            }
-        self.whole = FullState(topology, self.state, self.model.slices, shapes, self.messenger)
-        self.tied = self._tied() if shared and (topology.first or topology.last) else None
+        shapes = parameter_shapes(plan.model)
+        self.whole = FullState(topology, self.state, slices, shapes, self.messenger)
+        self.tied: TiedEmbedding | None = None
+        if shared and (topology.first or topology.last):
+            self.tied = TiedEmbedding(topology, self.state, self.messenger, self._table_rows())
         self.outer = OuterStep(topology, self.state, self.whole) if plan.sync else None
         self.grad_reducer.passed = self.param_gather.passed
-        self.grad_reducer.done = self._summed
+        self.grad_reducer.done = self._on_bucket_reduced
 
     def _matrix_updates(self, group: dist.ProcessGroup | None) -> MatrixUpdates:
-        plan = self.topology.plan
         topology = self.topology
-        alike = topology.group("site") if topology.zero else topology.peers
-        precision = matrix_precision(
-            plan.train.precision, (plan.devices[rank].kind for rank in alike)
-        )
-        return MatrixUpdates(
-            models.graph(plan.model), self.model.slices, group, WORKING_DTYPES[precision]
-        )
+        plan = topology.plan
+        # All that own parts of the same matrices compute in one precision.
+        owners = topology.group("site") if topology.zero else topology.peers
+        kinds = (plan.devices[rank].kind for rank in owners)
+        dtype = WORKING_DTYPES[matrix_precision(plan.train.precision, kinds)]
+        return MatrixUpdates(models.graph(plan.model), self.model.slices, group, dtype)
 
-    def _tied(self) -> TiedEmbedding:
-        """The exchange of the table's gradient, and who of both ends holds which of its rows."""
+    def _table_rows(self) -> dict[int, tuple[int, int]]:
+        """Return the rows [start, stop) of the table that each worker of both ends holds."""
         stages = self.topology.replica.stages
         vocabulary = self.topology.plan.model.vocab_size
         rows = {}
@@ -144,11 +146,11 @@ class Executor:
             for group in stage.mesh.batch:
                 ways = len(group) if stage.splits.get(operator) == "v" else 1
                 for t, rank in enumerate(group):
-                    part = t * vocabulary // ways, (t + 1) * vocabulary // ways
-                    rows[rank] = part if ways > 1 else (0, vocabulary)
-        return TiedEmbedding(self.topology, self.state, self.messenger, rows)
+                    part = t % ways
+                    rows[rank] = (part * vocabulary // ways, (part + 1) * vocabulary // ways)
+        return rows
 
-    def _summed(self, bucket: int) -> None:
+    def _on_bucket_reduced(self, bucket: int) -> None:
         if self.tied is not None and self.state.buckets[bucket].tied:
             self.tied.complete()
 
@@ -158,41 +160,42 @@ class Executor:
     def gradients(
         self, tokens: NDArray[np.int64], read: Callable[[int], Batch], scale: float
     ) -> Outcome:
-        """The passes of a step and the sums of its gradients, of `scale` times the summed loss; the
-        state then holds them. `tokens` are all that the replica reads in the step."""
-        if self.tied is not None:
-            self.tied.expect(tokens)
-        early = len(self.totals.others) > 0 and not self._contributes_apart
-        said = (lambda loss: self._say(float(loss), 0.0)) if early else None
-        loss = self.pipeline.train(read, scale, said)
+        """Make the passes of a step and the sums of its gradients, of `scale` times the summed
+        loss; the state then holds them. `tokens` are all that the replica reads in the step."""
+        tied = self.tied
+        if tied is not None:
+            tied.expect(tokens)
+        # Where every worker knows the norm by itself, the loss is sent before the last backward
+        # pass.
+        norm_is_local = len(self.totals.others) > 0 and not self._has_partial_gradient
+        loss = self.pipeline.train(read, scale, self._send_loss if norm_is_local else None)
         with self.spans("collective"):
-            if self.tied is not None:
-                self.tied.release()
+            if tied is not None:
+                tied.release()
             self.grad_reducer.finish()
-            # Only the first stage counts the table in the norm: the others say theirs before they
+            # Only the first stage counts the table in the norm: the others send theirs before they
             # wait for it.
-            if self.topology.first:
-                self._add_tied()
-        squares = self.state.square_sum(None if early else self._counts)
-        if not early:
-            self._say(float(loss), squares)
+            if tied is not None and self.topology.first:
+                tied.add()
+        squares = self.state.square_sum(None if norm_is_local else self._counts_in_norm)
+        if not norm_is_local:
+            self._send_totals(float(loss), squares)
         with self.spans("collective"):
-            if not self.topology.first:
-                self._add_tied()
+            if tied is not None and not self.topology.first:
+                tied.add()
         with self.spans("receive"):
-            parts = self.totals.hear()
-        total = squares if early else sum(values[1] for values in parts.values())
-        by_rank = {
-            rank: (values[0], squares if early else values[1]) for rank, values in parts.items()
-        }
-        return Outcome(sum(values[0] for values in parts.values()), math.sqrt(total), by_rank)
-
-    def _add_tied(self) -> None:
-        if self.tied is not None:
-            self.tied.add()
+            received = self.totals.hear()
+        by_rank = {}
+        for rank, (rank_loss, rank_squares) in received.items():
+            by_rank[rank] = (rank_loss, squares if norm_is_local else rank_squares)
+        total_loss = sum(rank_loss for rank_loss, _ in by_rank.values())
+        if not norm_is_local:
+            squares = sum(rank_squares for _, rank_squares in by_rank.values())
+        return Outcome(total_loss, math.sqrt(squares), by_rank)
 
     def update(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
-        """One step of the optimizer, `step` counting from 1, on gradients divided by `divisor`."""
+        """Make one step of the optimizer, `step` counting from 1, on gradients divided by
+        `divisor`."""
         with self.spans("update"):
             self.state.update(optimizer, lr, step, divisor)
             if optimizer.average and self.outer is None:
@@ -202,74 +205,76 @@ class Executor:
         self.messenger.settle()
 
     def meet(self, step: int, last: bool) -> None:
-        """The replicas have made their steps up to `step`: `OuterStep.meet`."""
+        """Synchronize the replicas, which have made their steps up to `step`: `OuterStep.meet`."""
         assert self.outer is not None
         self.outer.meet(last)
-        self._follow_meeting(step)
-        self.param_gather.publish()
+        self._publish_outer_step(step)
 
     def finish(self, step: int) -> None:
-        """No meeting of the replicas comes any more: they take the exchange under way."""
+        """Take the exchange under way: no outer sync comes any more."""
         assert self.outer is not None
         self.outer.finish()
-        self._follow_meeting(step)
+        self._publish_outer_step(step)
+
+    def _publish_outer_step(self, step: int) -> None:
+        plan = self.topology.plan
+        average = plan.train.optimizer.average
+        if average and self.outer is not None and plan.sync is not None:
+            decay = left(average, step) ** plan.sync.every
+            self.state.follow(self.outer.anchor, decay)
         self.param_gather.publish()
 
-    def _follow_meeting(self, step: int) -> None:
-        plan = self.topology.plan
-        if (
-            (average := plan.train.optimizer.average)
-            and self.outer is not None
-            and plan.sync is not None
-        ):
-            self.state.follow(self.outer.anchor, left(average, step) ** plan.sync.every)
-
     def skip(self) -> None:
-        """Drop the gradients of this step, which overflowed, and what rounding left of them: the
+        """Drop the gradients of this step, which overflowed, and their quantization residuals: the
         next have another scale."""
         self.state.clear()
         self.grad_reducer.forget()
         self.messenger.settle()
 
-    def _say(self, loss: float, squares: float) -> None:
-        counts = self.topology.last and self.topology.tensor == 0
-        self.totals.say((loss if counts else 0.0, squares))
+    def _send_loss(self, loss: Tensor) -> None:
+        self._send_totals(float(loss), 0.0)
+
+    def _send_totals(self, loss: float, squares: float) -> None:
+        self.totals.say((loss if self._counts_loss else 0.0, squares))
 
     @property
-    def _contributes_apart(self) -> bool:
+    def _counts_loss(self) -> bool:
+        return self.topology.last and self.topology.tensor == 0
+
+    @property
+    def _has_partial_gradient(self) -> bool:
         """Whether workers hold unlike parts of the gradient, so that its norm needs them all."""
         topology = self.topology
-        return (
-            len(topology.replica.stages) > 1
-            or topology.mesh.size("tensor") > 1
-            or topology.zero > 0
-        )
+        divided = topology.zero > 0 or topology.mesh.size("tensor") > 1
+        return divided or len(topology.replica.stages) > 1
 
-    def _counts(self, bucket: Bucket) -> bool:
-        """Whether no other worker of the replica counts what this one owns of a bucket."""
+    def _counts_in_norm(self, bucket: Bucket) -> bool:
+        """Return whether no other worker of the replica counts what this one owns of a bucket."""
         topology = self.topology
-        return (
-            (bucket.sliced or topology.tensor == 0)
-            and topology.group("site")[0] == topology.rank
-            and (bucket.ways > 1 or topology.group("data")[0] == topology.rank)
-            and (topology.first or not bucket.tied)
-        )
+        if topology.group("site")[0] != topology.rank:
+            return False
+        if bucket.tied and not topology.first:
+            return False
+        if not bucket.sliced and topology.tensor != 0:
+            return False
+        return bucket.ways > 1 or topology.group("data")[0] == topology.rank
 
-    # -- beside training
+    # -- evaluation and weights
     #   --------------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterable[Batch]) -> list[float]:
-        """The summed loss of each row of microbatches; nothing where another worker counts them."""
+        """Return the summed loss of each row of microbatches; nothing where another worker counts
+        them."""
         self.model.eval()
         losses: list[float] = self.pipeline.evaluate(batches).tolist()
         self.model.train()
         self.messenger.settle()
-        return losses if self.topology.last and self.topology.tensor == 0 else []
+        return losses if self._counts_loss else []
 
     @contextmanager
     def met(self) -> Iterator[None]:
-        """Meanwhile the model is the run's: the average of its weights, or what a checkpoint has,
-        which is the model of all replicas' last meeting."""
+        """Give the model the run's weights meanwhile: their average, or what a checkpoint has,
+        which is the model of all replicas' last outer sync."""
         outer = self.outer if self.outer is not None and self.outer.under_way else None
         if self.state.average:
             self.state.swap_average()
@@ -287,28 +292,31 @@ class Executor:
         self.publish()
 
     def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the whole values of all parameters of the model: of each, what is held here."""
-        held = set(self.state.names)
-        slices = self.model.slices
-        self.state.load(
-            (n, slices[n].of(whole) if n in slices else whole) for n, whole in values if n in held
-        )
+        """Take the whole values of all parameters of the model: of each, the part that is here."""
+        self.state.load(self._own_parts(values))
         self.begin()
 
+    def _own_parts(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        own_names = set(self.state.names)
+        for name, whole in values:
+            if name in own_names:
+                cut = self.model.slices.get(name)
+                yield name, whole if cut is None else cut.of(whole)
+
     def begin(self) -> None:
-        """The masters are the first weights of a run."""
+        """Make the masters the first weights of a run."""
         self.publish()
         self.state.begin_average()
         if self.outer is not None:
             self.outer.start()
 
     def publish(self) -> None:
-        """After the masters changed otherwise than by `update`."""
+        """Publish the masters after they changed otherwise than by `update`."""
         self.state.publish()
         self.param_gather.publish()
 
 
 def left(share: float, step: int) -> float:
-    """What a step leaves of an average: less in the first ones, which soon would be forgotten (as
-    TensorFlow's ExponentialMovingAverage has it)."""
+    """Return the decay of an average at a step: less in the first ones, which soon would be
+    forgotten (as TensorFlow's ExponentialMovingAverage has it)."""
     return min(share, (1 + step) / (10 + step))

@@ -10,6 +10,7 @@ one order. Phases advance whenever a gradient arrives.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,13 +26,13 @@ from farspan.runtime.comm.compress import WHOLE, Codec, ErrorFeedback
 from farspan.runtime.comm.messages import Messenger, Posted, Sent
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.state.zero_buckets import Bucket
+from farspan.runtime.state.zero_buckets import Bucket, length
 
 #: Between two looks at what has arrived: longer while nothing comes, as looking takes from what
 #: others compute with.
 SHORTEST_S = 5e-5
 LONGEST_S = 1e-3
-#: Bytes of whole gradients under way where each worker keeps only its part of them, beside the
+#: Bytes of whole gradients under way where each worker keeps only its part of them, without the
 #: newest: beyond that backward passes wait.
 UNDER_WAY = 64 * 2**20
 Waits = Sequence["dist.Work | Future[Tensor] | Future[None]"]
@@ -50,24 +51,24 @@ class GradReducer:
         self, topology: Topology, state: TrainState, groups: ProcessGroups, messenger: Messenger
     ) -> None:
         self._topology = topology
+        self._rank = topology.rank
         self._state = state
         self._messenger = messenger
         self._sync = topology.stage.grad_sync
         self._data = topology.group("data")
         self._batch = topology.peers
         self._sites = [tuple(ranks) for ranks in topology.sites(self._batch).values()]
-        self._home = next(ranks for ranks in self._sites if topology.rank in ranks)
+        self._home = next(ranks for ranks in self._sites if self._rank in ranks)
         self._by_site = self._sync.topology == "hierarchical" and len(self._sites) > 1
-        self._connect(groups)
+        self._make_groups(groups)
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
-        #: Whether the coming step sends in 32 bits, with all that rounding has left of the steps
+        #: Whether the coming step sends in 32 bits, with the quantization residuals of the steps
         #: before.
         self.settles = False
-        # Gloo does not say whether a message has come but to who waits for it; those of a phase
-        # come in order.
-        self._waiters = {
-            channel: ThreadPoolExecutor(1) for channel in (Channel.SCATTER, Channel.ACROSS)
-        }
+        # Gloo reports that a message has come only to the thread that waits for it; those of a
+        # phase come in order.
+        self._scatter_waiter = ThreadPoolExecutor(1)
+        self._across_waiter = ThreadPoolExecutor(1)
         self._missing: list[int] = []
         self._last = True
         self._rounds = itertools.count()
@@ -77,123 +78,126 @@ class GradReducer:
         self._active: list[_Running] = []
         self.passed: Callable[[int], None] = lambda bucket: None
         self.done: Callable[[int], None] = lambda bucket: None
-        state.on_grad = self._arrived
+        state.on_grad = self._on_grad
 
-    def _connect(self, groups: ProcessGroups) -> None:
-        """Only the groups that the plan needs: over a long line each takes seconds to make."""
+    def _make_groups(self, groups: ProcessGroups) -> None:
+        """Make only the groups that the plan needs: over a long link each takes seconds."""
         buckets = self._state.buckets
         topology = self._topology
+        sync = self._sync
         whole = any(bucket.ways == 1 for bucket in buckets)
+        partial = any(bucket.partial for bucket in buckets)
 
-        def group(needed: bool, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
+        def make_group(
+            needed: bool, ranks: Sequence[int], purpose: str
+        ) -> dist.ProcessGroup | None:
             return groups.of(ranks, purpose) if needed else None
 
-        self._tensor = group(
-            any(bucket.partial for bucket in buckets), topology.group("tensor"), "partial"
-        )
+        self._tensor = make_group(partial, topology.group("tensor"), "partial")
         # Made on all ranks of the stage or on none, as all who share a group must have made as many
         # before it.
         nccl = any(topology.backend(ranks) == NCCL for ranks in topology.mesh.groups("data"))
-        scatter = group(topology.zero > 0 and nccl, self._data, "scatter")
+        scatter = make_group(topology.zero > 0 and nccl, self._data, "scatter")
         self._scatter = scatter if topology.backend(self._data) == NCCL else None
-        self._all = group(whole and not self._by_site and self._sync.bits == 32, self._batch, "sum")
-        self._inside = group(whole and self._by_site, self._home, "inside")
-        self._back = group(whole and self._by_site, self._home, "back")
-        if self._sync.wan_rate is not None and len(self._sites) > 1:
-            tcp.pace(self._sync.wan_rate)
+        plain = whole and not self._by_site and sync.bits == 32
+        self._all = make_group(plain, self._batch, "sum")
+        self._inside = make_group(whole and self._by_site, self._home, "inside")
+        self._back = make_group(whole and self._by_site, self._home, "back")
+        if sync.wan_rate is not None and len(self._sites) > 1:
+            tcp.pace(sync.wan_rate)
 
     @property
     def _codec(self) -> Codec:
         return WHOLE if self.settles else self._feedback.codec
 
     def forget(self) -> None:
-        """Drop what rounding left of gradients: it is not to be added to the next ones."""
+        """Drop the quantization residuals of gradients: they are not to be added to the next
+        ones."""
         self._feedback.residuals.clear()
 
     def arm(self, last: bool) -> None:
-        """The next backward pass is coming; the step's last one if `last`."""
-        divided = self._state.division.zero >= 2
-        if not last and not divided:
-            self._missing = []
+        """Prepare for the next backward pass; the step's last one if `last`."""
+        self._missing = []
+        if not last and self._state.division.zero < 2:
             return
-        self._last, self._round = last, next(self._rounds)
+        self._last = last
+        self._round = next(self._rounds)
         if last:
-            self._post()
-        self._missing = [
-            len(bucket.members) if last or bucket.ways > 1 else -1 for bucket in self._state.buckets
-        ]
+            self._post_receives()
+        for bucket in self._state.buckets:
+            summed = last or bucket.ways > 1
+            self._missing.append(len(bucket.members) if summed else -1)
 
-    def _post(self) -> None:
+    def _post_receives(self) -> None:
         """Post all receives of the round's sums over sites: what the others send then travels at
         once."""
         for b, bucket in enumerate(self._state.buckets):
-            size = self._codec.encoded_size(bucket.own.stop - bucket.own.start)
-            self._coming[b] = {
-                rank: self._messenger.post(size, torch.uint8, rank, self._number(b))
-                for rank in self._others(bucket, b)
-            }
+            size = self._codec.encoded_size(length(bucket))
+            number = self._across_tag(b)
+            posted: dict[int, Posted] = {}
+            self._coming[b] = posted
+            for rank in self._cross_site_peers(bucket, b):
+                posted[rank] = self._messenger.post(size, torch.uint8, rank, number)
 
-    def _others(self, bucket: Bucket, b: int) -> list[int]:
-        """Who sums a bucket over sites with this worker, straight: nobody where another worker of
-        its site does."""
+    def _cross_site_peers(self, bucket: Bucket, b: int) -> list[int]:
+        """Return the workers that sum a bucket over sites with this one, straight: none where
+        another worker of its site does."""
+        ranks: Sequence[int] = ()
         if bucket.ways > 1:
-            ranks: Sequence[int] = self._topology.group("site")
+            ranks = self._topology.group("site")
         elif self._by_site:
             ranks = [ranks[b % len(ranks)] for ranks in self._sites]
-        else:
-            ranks = self._batch if self._sync.bits < 32 else ()
-        return (
-            [rank for rank in ranks if rank != self._topology.rank]
-            if self._topology.rank in ranks
-            else []
-        )
+        elif self._sync.bits < 32:
+            ranks = self._batch
+        if self._rank not in ranks:
+            return []
+        return [rank for rank in ranks if rank != self._rank]
 
-    def _number(self, b: int) -> int:
+    def _across_tag(self, b: int) -> int:
         return tag(Channel.ACROSS, self._round * len(self._state.buckets) + b)
 
-    def _arrived(self, index: int) -> None:
+    def _on_grad(self, index: int) -> None:
         if self._missing:
             bucket = self._state.home[index][0]
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0:
                 self.passed(bucket)
-                self._active.append(_Running(bucket, self._phases(bucket, self._last, self._round)))
+                phases = self._reduce_bucket(bucket, self._last, self._round)
+                self._active.append(_Running(bucket, phases))
         self.progress()
         if self._state.division.zero >= 2:
-            self._wait(
-                lambda: (
-                    4 * sum(self._state.buckets[sync.bucket].size for sync in self._active[:-1])
-                    > UNDER_WAY
-                )
-            )
+            self._progress_while(self._holds_too_much)
+
+    def _holds_too_much(self) -> bool:
+        elements = 0
+        for running in self._active[:-1]:
+            elements += self._state.buckets[running.bucket].size
+        return 4 * elements > UNDER_WAY
 
     def progress(self) -> bool:
-        """Let every bucket go as far as what it waits for has come; whether any went on."""
-        before: _Running | None = None
-        went = False
+        """Advance every bucket as far as what it waits for has come; whether any advanced."""
+        advanced = False
+        # The phase that a bucket may enter last: that of the bucket before it.
+        limit = sys.maxsize
         for running in self._active:
-            while not running.ended and (
-                before is None or before.ended or running.phase < before.phase
-            ):
-                if not running.ready():
-                    break
-                running.advance()
-                went = True
+            while not running.ended and running.phase < limit and running.is_ready():
+                running.next_phase()
+                advanced = True
                 if running.ended:
                     self.done(running.bucket)
-            before = running
+            limit = sys.maxsize if running.ended else running.phase
         while self._active and self._active[0].ended:
             self._active.pop(0)
-        return went
+        return advanced
 
     def finish(self) -> None:
         """Wait until the sums of all buckets are complete."""
         if any(count > 0 for count in self._missing):
             raise RuntimeError("a parameter got no gradient: its bucket was never sent")
-        self._wait(lambda: bool(self._active))
+        self._progress_while(lambda: bool(self._active))
         self._missing = []
 
-    def _wait(self, needed: Callable[[], bool]) -> None:
+    def _progress_while(self, needed: Callable[[], bool]) -> None:
         """Look after what is under way as long as it is needed."""
         pause = SHORTEST_S
         while needed():
@@ -206,9 +210,9 @@ class GradReducer:
     # -- the phases of one bucket: each yields what the next one waits for
     #   ---------------------------------------------
 
-    def _phases(self, b: int, last: bool, count: int) -> Phases:
+    def _reduce_bucket(self, b: int, last: bool, round_: int) -> Phases:
         state = self._state
-        bucket = self._state.buckets[b]
+        bucket = state.buckets[b]
         full = state.collected[b]
         assert full is not None
         if bucket.ways > 1 and state.division.zero >= 2:
@@ -217,97 +221,93 @@ class GradReducer:
         if bucket.ways > 1:
             whole = [full]
             del full
-            yield from self._divided(b, whole, last, count)
+            yield from self._reduce_scatter(b, whole, last, round_)
         elif self._by_site:
-            yield from self._hierarchical(b, full)
+            yield from self._reduce_by_site(b, full)
         elif self._sync.bits < 32:
             yield []
-            yield from self._across(b, full)
+            yield from self._cross_site_all_reduce(b, full)
             yield []
         else:
             yield [_all_reduce(full, self._all)] if self._all else []
             yield []
             yield []
 
-    def _divided(self, b: int, whole: list[Tensor], last: bool, count: int) -> Phases:
-        """This worker's part of the sum over the data axis, added to earlier microbatches'; then
+    def _reduce_scatter(self, b: int, whole: list[Tensor], last: bool, round_: int) -> Phases:
+        """Sum this worker's part over the data axis, and add it to earlier microbatches'; then sum
         over sites. `whole` is left empty: its memory goes when it is no longer needed."""
         state = self._state
-        own = self._state.buckets[b].own
+        total = state.grad[b]
         if self._scatter is not None:
-            part = torch.empty(own.stop - own.start, device=state.device)
-            yield [
-                _work(
-                    dist.reduce_scatter_tensor(part, whole[0], group=self._scatter, async_op=True)
-                )
-            ]
+            part = torch.empty(length(state.buckets[b]), device=state.device)
+            work = dist.reduce_scatter_tensor(part, whole[0], group=self._scatter, async_op=True)
+            yield [_require_work(work)]
             whole.clear()
         else:
-            part = yield from self._scattered(b, whole.pop(), count)
+            part = yield from self._sum_sent_parts(b, whole.pop(), round_)
         if state.division.zero >= 2:
-            state.grad[b].add_(part)
+            total.add_(part)
         else:
-            state.grad[b].copy_(part)
-        yield from self._across(b, state.grad[b]) if last else ([],)
+            total.copy_(part)
+        if last:
+            yield from self._cross_site_all_reduce(b, total)
+        else:
+            yield []
         yield []
 
-    def _scattered(self, b: int, full: Tensor, count: int) -> Generator[Waits, None, Tensor]:
-        """A sum of parts sent straight to their owner, in the order of ranks: gloo's own scatters
-        the sum of all."""
+    def _sum_sent_parts(self, b: int, full: Tensor, round_: int) -> Generator[Waits, None, Tensor]:
+        """Sum parts sent straight to their owner, in the order of ranks: gloo's own scatters the
+        sum of all."""
         size = full.numel() // len(self._data)
-        number = tag(Channel.SCATTER, count * len(self._state.buckets) + b)
-        posted: dict[int, Posted] = {}
+        number = tag(Channel.SCATTER, round_ * len(self._state.buckets) + b)
+        parts = list(full.split(size))
+        arriving: list[Posted] = []
         leaving: list[Sent] = []
         for k, rank in enumerate(self._data):
-            if rank != self._topology.rank:
-                posted[k] = self._messenger.post(size, full.dtype, rank, number)
-                leaving += self._messenger.send(full[k * size : (k + 1) * size], rank, number)
-        # Neither may it change nor does it stay in memory: it is waited for until it has left, too.
-        yield [
-            self._waiters[Channel.SCATTER].submit(message.wait)
-            for message in (*posted.values(), *leaving)
-        ]
-        mine = self._data.index(self._topology.rank)
-        parts = [
-            full[k * size : (k + 1) * size] if k == mine else posted[k].buffer
-            for k in range(len(self._data))
-        ]
+            if rank != self._rank:
+                arriving.append(self._messenger.post(size, full.dtype, rank, number))
+                leaving += self._messenger.send(parts[k], rank, number)
+                parts[k] = arriving[-1].buffer
+        # What leaves may neither change nor stay in memory: it is waited for, too.
+        yield [self._scatter_waiter.submit(message.wait) for message in (*arriving, *leaving)]
         total = parts[0].to(full.device, copy=True)
         for part in parts[1:]:
             total += part.to(full.device)
         return total
 
-    def _hierarchical(self, b: int, full: Tensor) -> Phases:
-        """Summed by one worker of each site, another one for each bucket; between these; and spread
+    def _reduce_by_site(self, b: int, full: Tensor) -> Phases:
+        """Sum on one worker of each site, another one for each bucket; between these; and spread
         inside the site."""
         leader = self._home[b % len(self._home)]
-        yield (
-            [_work(dist.reduce(full, leader, group=self._inside, async_op=True))]
-            if self._inside
-            else []
-        )
-        yield from self._across(b, full)
-        yield (
-            [_work(dist.broadcast(full, leader, group=self._back, async_op=True))]
-            if self._back
-            else []
-        )
+        works = []
+        if self._inside:
+            work = dist.reduce(full, leader, group=self._inside, async_op=True)
+            works.append(_require_work(work))
+        yield works
+        yield from self._cross_site_all_reduce(b, full)
+        works = []
+        if self._back:
+            work = dist.broadcast(full, leader, group=self._back, async_op=True)
+            works.append(_require_work(work))
+        yield works
 
-    def _across(self, b: int, full: Tensor) -> Phases:
-        """Sum `full` with the same of the others, straight, each byte over the line once a pair.
+    def _cross_site_all_reduce(self, b: int, full: Tensor) -> Phases:
+        """Sum `full` with the same of the others, straight, each byte over the link once a pair.
         Everyone adds the same numbers in the order of ranks, so all end with the same bits."""
         posted = self._coming.pop(b)
-        mine = full.reshape(-1)
-        own = self._topology.rank
         if not posted:
             yield []
             return
+        mine = full.reshape(-1)
+        own = self._rank
         codec = self._codec
-        sent = self._feedback.settle_(b, mine) if self.settles else self._feedback.encode_(b, mine)
+        encode_ = self._feedback.settle_ if self.settles else self._feedback.encode_
+        content = encode_(b, mine)
+        number = self._across_tag(b)
         for rank in posted:
-            self._messenger.send(sent, rank, self._number(b))
-        del sent
-        yield [self._waiters[Channel.ACROSS].submit(receive.wait) for receive in posted.values()]
+            self._messenger.send(content, rank, number)
+        del content
+        yield [self._across_waiter.submit(receive.wait) for receive in posted.values()]
         contents = {rank: receive.buffer.to(full.device) for rank, receive in posted.items()}
         order = sorted([*contents, own])
         # The first two of a sum may change places, so that most begin with what is here already.
@@ -332,12 +332,13 @@ class _Running:
         self._phases = phases
         self._waits: Waits = next(phases)
 
-    def ready(self) -> bool:
-        return all(
-            work.done() if isinstance(work, Future) else work.is_completed() for work in self._waits
-        )
+    def is_ready(self) -> bool:
+        for work in self._waits:
+            if not (work.done() if isinstance(work, Future) else work.is_completed()):
+                return False
+        return True
 
-    def advance(self) -> None:
+    def next_phase(self) -> None:
         for work in self._waits:
             work.result() if isinstance(work, Future) else work.wait()
         self.phase += 1
@@ -349,9 +350,9 @@ class _Running:
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    return _work(dist.all_reduce(tensor, group=group, async_op=True))
+    return _require_work(dist.all_reduce(tensor, group=group, async_op=True))
 
 
-def _work(work: dist.Work | None) -> dist.Work:
+def _require_work(work: dist.Work | None) -> dist.Work:
     assert work is not None
     return work

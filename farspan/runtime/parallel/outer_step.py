@@ -1,15 +1,18 @@
-"""Replicas that keep optimizer state of their own and meet now and then (DiLoCo, arXiv 2311.08105).
+"""Replicas that keep optimizer state of their own and synchronize every H steps (DiLoCo, arXiv
+2311.08105).
 
-Every H steps the mean of what all replicas changed, each weighted by the sequences that it reads
-(federated averaging, arXiv 1602.05629), becomes the gradient of an outer Nesterov step on the
-parameters of the last meeting. With `overlap` the exchange goes on during the next H steps; what a
-replica learns meanwhile is added to its result (arXiv 2501.18512, section 2.3).
+The mean of what all replicas changed, each weighted by the sequences that it reads (federated
+averaging, arXiv 1602.05629), becomes the gradient of an outer Nesterov step on the parameters of
+the last outer sync. With `overlap` the exchange takes place during the next H steps; what a replica
+learns meanwhile is added to its result (arXiv 2501.18512, section 2.3).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
+import operator
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -35,33 +38,31 @@ ON_THE_LINE = 16 * 2**20
 
 
 class OuterStep:
-    """One worker's part of the meetings: `meet` every H steps, `finish` where none comes any more,
-    `resume` after the state was restored at a meeting."""
+    """One worker's part of the outer syncs: `meet` every H steps, `finish` where none comes any
+    more, `resume` after the state was restored at an outer sync."""
 
     def __init__(self, topology: Topology, state: TrainState, whole: FullState) -> None:
-        assert topology.plan.sync is not None
+        plan = topology.plan
+        assert plan.sync is not None
         self._state = state
-        self._sync = topology.plan.sync
+        self._sync = plan.sync
         # Its own: an exchange may take H steps, and the end of each step waits for what the steps
         # before have sent.
         self._messenger = Messenger()
         self._replica = topology.replica_index
-        self._shares = [
-            replica.batch / topology.plan.train.batch for replica in topology.plan.replicas
-        ]
-        #: By bucket: parameters of the last meeting, the outer momentum, and what the exchange
-        #: under way left from.
+        self._shares = [replica.batch / plan.train.batch for replica in plan.replicas]
+        #: By bucket: parameters of the last outer sync, the outer momentum, and the masters that
+        #: the exchange under way started from.
         self.anchor = [master.clone() for master in state.master]
         self.momentum = [torch.zeros_like(master) for master in state.master]
-        self._left: list[Tensor] | None = None
+        self._started_from: list[Tensor] | None = None
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
         self._space = _Space(whole.manifests, topology.rank)
-        self._routes = {
-            r: _Route(self._space, topology, r)
-            for r in range(len(self._shares))
-            if r != self._replica
-        }
-        if self._sync.bits < 32 and not self._alike():
+        self._routes = {}
+        for r in range(len(self._shares)):
+            if r != self._replica:
+                self._routes[r] = _Route(self._space, topology, r)
+        if self._sync.bits < 32 and not self._sends_same_parts():
             raise Refusal(
                 "cannot-plan",
                 what=f"replicas of unlike shape cannot meet in {self._sync.bits} bits",
@@ -73,175 +74,180 @@ class OuterStep:
         self._coming: dict[int, _Exchange] = {}
         self._own: Tensor | None = None
 
-    def _alike(self) -> bool:
-        """Whether what this worker owns goes to every other replica in the same parts."""
+    def _sends_same_parts(self) -> bool:
+        """Return whether what this worker owns goes to every other replica in the same parts."""
         parts = {route.chunks for route in self._routes.values()}
-        whole = all(
-            sum(stop - start for start, stop in chunks) == self._space.owned for chunks in parts
-        )
-        return whole and len(parts) <= 1
+        for chunks in parts:
+            if sum(stop - start for start, stop in chunks) != self._space.owned:
+                return False
+        return len(parts) <= 1
 
     def meet(self, last: bool) -> None:
-        """The replicas have made H steps. Without overlap, and at the end of the run, all go on
-        from one model."""
-        if self._left is not None:
-            self._take()
+        """Synchronize the replicas after H steps. Without overlap, and at the end of the run, all
+        resume from one model."""
+        if self._started_from is not None:
+            self._apply_outer_step()
         if self._sync.overlap and not last:
-            self._left = [master.clone() for master in self._state.master]
-            self._send()
+            self._begin_overlapped()
             return
-        self._send()
-        self._take()
+        self._send_changes()
+        self._apply_outer_step()
+
+    def _begin_overlapped(self) -> None:
+        self._started_from = [master.clone() for master in self._state.master]
+        self._send_changes()
 
     @property
     def under_way(self) -> bool:
-        """Whether an exchange goes on while steps are made."""
-        return self._left is not None
+        """Whether an exchange is under way while steps are made."""
+        return self._started_from is not None
 
     def show_met(self) -> None:
-        """The masters become those of the last meeting, the same in all replicas, until `show_own`;
-        directly after a meeting that an exchange goes on from."""
-        self._become(self.anchor)
+        """Make the masters those of the last outer sync, the same in all replicas, until
+        `show_own`; directly after an outer sync with an exchange under way."""
+        _copy_all(self.anchor, self._state.master)
 
     def show_own(self) -> None:
-        """The masters are again this replica's own."""
-        assert self._left is not None
-        self._become(self._left)
-
-    def _become(self, values: Sequence[Tensor]) -> None:
-        for master, value in zip(self._state.master, values, strict=True):
-            master.copy_(value)
+        """Make the masters this replica's own again."""
+        assert self._started_from is not None
+        _copy_all(self._started_from, self._state.master)
 
     def finish(self) -> None:
-        """No meeting comes any more: take the exchange under way."""
-        self._take()
+        """Take the exchange under way: no outer sync comes any more."""
+        self._apply_outer_step()
 
     def close(self) -> None:
-        """Wait for all that this worker has sent: who parts from the others before would cut it
+        """Wait for all that this worker has sent: a worker that exits before cuts the others
         off."""
         self._messenger.close()
 
     def start(self) -> None:
-        """The masters are those of a meeting, the first."""
-        for anchor, master in zip(self.anchor, self._state.master, strict=True):
-            anchor.copy_(master)
+        """Begin from these masters, as after a first outer sync."""
+        _copy_all(self._state.master, self.anchor)
 
     @property
     def apart(self) -> bool:
-        """Whether this worker has left the model of the last meeting."""
-        return any(
-            not torch.equal(*pair) for pair in zip(self.anchor, self._state.master, strict=True)
-        )
+        """Whether this worker has diverged from the model of the last outer sync."""
+        pairs = zip(self.anchor, self._state.master, strict=True)
+        return any(not torch.equal(anchor, master) for anchor, master in pairs)
 
-    def resume(self, apart: bool) -> None:
-        """The masters, the anchor and the momentum are those of a meeting; where any worker was
-        `apart`, an exchange was under way: it is sent again."""
-        self._left = None
-        if self._sync.overlap and apart:
-            self._left = [master.clone() for master in self._state.master]
-            self._send()
+    def resume(self, diverged: bool) -> None:
+        """Resume from masters, anchor and momentum of an outer sync; where any worker `diverged`,
+        an exchange was under way: it is sent again."""
+        self._started_from = None
+        if self._sync.overlap and diverged:
+            self._begin_overlapped()
 
-    def _send(self) -> None:
+    def _send_changes(self) -> None:
         """Send what this replica changed, and post receives for what the others did."""
         number = self._count
-        self._count = self._count + 1
+        self._count += 1
+        codec = self._feedback.codec
         for r, route in self._routes.items():
-            self._coming[r] = _Exchange(
-                [self._post(send, r, number) for send in route.receives],
-                [
-                    self._messenger.post(
-                        send.stop - send.start,
-                        torch.float32,
-                        send.source,
-                        tag(Channel.OUTER + r, number, inside=True),
-                    )
-                    for send in route.handed
-                ],
-            )
+            across = tag(Channel.OUTER + r, number)
+            inside = tag(Channel.OUTER + r, number, inside=True)
+            receives = []
+            for send in route.receives:
+                size = codec.encoded_size(send.stop - send.start)
+                parts = []
+                for at in range(0, size, PART):
+                    part_bytes = min(PART, size - at)
+                    parts.append(self._messenger.post(part_bytes, torch.uint8, send.source, across))
+                receives.append(parts)
+            handed = []
+            for send in route.handed:
+                elements = send.stop - send.start
+                handed.append(self._messenger.post(elements, torch.float32, send.source, inside))
+            self._coming[r] = _Exchange(receives, handed)
         pairs = zip(self.anchor, self._state.master, strict=True)
         self._own = own = torch.cat([anchor - master for anchor, master in pairs]).cpu()
         encoded: dict[tuple[int, int], Tensor] = {}
-        for start, stop in {
-            chunk: None for route in self._routes.values() for chunk in route.chunks
-        }:
-            content = self._space.read(own, start, stop)
-            encoded[start, stop] = self._feedback.encode_((start, stop), content)
-            # Everyone adds what went over the line, this replica too.
-            self._space.put(own, start, content)
+        for chunk in itertools.chain.from_iterable(route.chunks for route in self._routes.values()):
+            if chunk not in encoded:
+                content = self._space.read_range(own, *chunk)
+                encoded[chunk] = self._feedback.encode_(chunk, content)
+                # Everyone adds what went over the link, this replica too.
+                self._space.write_range(own, chunk[0], content)
         for r, route in self._routes.items():
-            self._coming[r].leaving = deque(
-                (part, send.target)
-                for send in route.sends
-                for part in encoded[send.start, send.stop].split(PART)
-            )
-            # While steps go on nobody looks after the exchange: then all leaves at once.
-            least = PART + self._feedback.codec.encoded_size(route.ahead)
-            self._leave(r, max(least, ON_THE_LINE // route.senders) if self._left is None else None)
+            leaving = self._coming[r].leaving
+            for send in route.sends:
+                for part in encoded[send.start, send.stop].split(PART):
+                    leaving.append((part, send.target))
+            # While steps are made nobody looks after the exchange: then all leaves at once.
+            limit = None
+            if self._started_from is None:
+                least = PART + codec.encoded_size(route.ahead)
+                limit = max(least, ON_THE_LINE // route.senders)
+            self._send_parts(r, limit)
 
-    def _post(self, send: Send, r: int, number: int) -> list[Posted]:
-        """Receives for the parts of one range of replica `r`."""
-        size = self._feedback.codec.encoded_size(send.stop - send.start)
-        sizes = (min(PART, size - at) for at in range(0, size, PART))
-        return [
-            self._messenger.post(part, torch.uint8, send.source, tag(Channel.OUTER + r, number))
-            for part in sizes
-        ]
-
-    def _leave(self, r: int, limit: int | None) -> None:
-        """Send the next parts to replica `r`, of so many bytes or all."""
+    def _send_parts(self, r: int, limit: int | None) -> None:
+        """Send the next parts to replica `r`, of `limit` bytes or all."""
         leaving = self._coming[r].leaving
+        number = tag(Channel.OUTER + self._replica, self._count - 1)
         sent = 0
         while leaving and (limit is None or sent < limit):
             part, target = leaving.popleft()
-            self._messenger.send(part, target, tag(Channel.OUTER + self._replica, self._count - 1))
+            self._messenger.send(part, target, number)
             sent += part.nbytes
 
-    def _take(self) -> None:
-        """The outer step on what all replicas changed, and this replica's parameters after it."""
+    def _apply_outer_step(self) -> None:
+        """Make the outer step on what all replicas changed, and set this replica's parameters."""
         assert self._own is not None
-        changes = {self._replica: self._own} | {
-            r: self._received(r, route) for r, route in self._routes.items()
-        }
+        changes = {self._replica: self._own}
+        for r, route in self._routes.items():
+            changes[r] = self._receive_change(r, route)
         total = torch.zeros(self._space.size)
         for r in sorted(changes):
             total.add_(changes[r], alpha=self._shares[r])
-        gradients = self._space.by_bucket(total, self._state.master)
-        left = self._left or self._state.master
-        for master, anchor, momentum, gradient, before in zip(
-            self._state.master, self.anchor, self.momentum, gradients, left, strict=True
-        ):
+        masters = self._state.master
+        gradients = total.split(self._space.sizes)
+        for b, master in enumerate(masters):
+            anchor = self.anchor[b]
+            momentum = self.momentum[b]
+            gradient = gradients[b].to(master.device)
             # Nesterov's momentum as torch.optim.SGD has it.
             momentum.mul_(self._sync.momentum).add_(gradient)
-            anchor.sub_(gradient.add(momentum, alpha=self._sync.momentum), alpha=self._sync.lr)
-            master.copy_(anchor if self._left is None else anchor + (master - before))
-        self._left = self._own = None
+            step = gradient.add(momentum, alpha=self._sync.momentum)
+            anchor.sub_(step, alpha=self._sync.lr)
+            if self._started_from is None:
+                master.copy_(anchor)
+            else:
+                # What this replica learned meanwhile is added.
+                master.copy_(anchor + (master - self._started_from[b]))
+        self._started_from = None
+        self._own = None
         self.close()
         self._state.publish()
 
-    def _received(self, r: int, route: _Route) -> Tensor:
-        """What replica `r` changed, of what this worker owns; handed on to those of its site that
-        own it too."""
-        change = torch.zeros(self._space.size)  # What fills up a bucket comes from nobody.
-        for send, parts in zip(route.receives, self._coming[r].receives, strict=True):
-            came = []
+    def _receive_change(self, r: int, route: _Route) -> Tensor:
+        """Return what replica `r` changed, of what this worker owns; handed on to those of its site
+        that own it too."""
+        space = self._space
+        change = torch.zeros(space.size)  # What fills up a bucket comes from nobody.
+        exchange = self._coming[r]
+        for send, parts in zip(route.receives, exchange.receives, strict=True):
+            arrived = []
             for posted in parts:
-                came.append(posted.wait())
+                arrived.append(posted.wait())
                 # The other side has room again for as much as came: both do the same.
-                self._leave(r, PART)
-            self._space.put(
-                change,
-                send.start,
-                self._feedback.codec.decode(torch.cat(came), send.stop - send.start),
-            )
-        self._leave(r, None)
+                self._send_parts(r, PART)
+            elements = send.stop - send.start
+            content = self._feedback.codec.decode(torch.cat(arrived), elements)
+            space.write_range(change, send.start, content)
+        self._send_parts(r, None)
+        inside = tag(Channel.OUTER + r, self._count - 1, inside=True)
         for send in route.hands:
-            content = self._space.read(change, send.start, send.stop)
-            self._messenger.send(
-                content, send.target, tag(Channel.OUTER + r, self._count - 1, inside=True)
-            )
-        for send, handed in zip(route.handed, self._coming.pop(r).handed, strict=True):
-            self._space.put(change, send.start, handed.wait())
+            content = space.read_range(change, send.start, send.stop)
+            self._messenger.send(content, send.target, inside)
+        for send, handed in zip(route.handed, exchange.handed, strict=True):
+            space.write_range(change, send.start, handed.wait())
+        del self._coming[r]
         return change
+
+
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 class _Exchange:
@@ -266,12 +272,15 @@ class _Range(NamedTuple):
     stride: int
     at: int
 
-    def places(self, start: int, stop: int) -> slice | Tensor:
-        """Where elements [start, stop) of it are among the worker's own."""
+    def own_places(self, start: int, stop: int) -> slice | Tensor:
+        """Return where elements [start, stop) of it are among the worker's own."""
+        first = start - self.first
+        last = stop - self.first
         if self.width == self.stride:
-            return slice(self.at + start - self.first, self.at + stop - self.first)
-        k = torch.arange(start - self.first, stop - self.first)
-        return self.at + k // self.width * self.stride + k % self.width
+            return slice(self.at + first, self.at + last)
+        k = torch.arange(first, last)
+        lines = k // self.width
+        return self.at + lines * self.stride + k % self.width
 
 
 class _Space:
@@ -283,120 +292,104 @@ class _Space:
     """
 
     def __init__(self, manifests: Sequence[BucketManifest], rank: int) -> None:
-        pieces = [piece for manifest in manifests for bucket in manifest.pieces for piece in bucket]
+        pieces: list[Piece] = []
+        for manifest in manifests:
+            pieces += itertools.chain.from_iterable(manifest.pieces)
         shapes = {piece.name: piece.shape for piece in pieces}
         self._dims = {piece.name: piece.slice.dim for piece in pieces if piece.slice is not None}
         bounds: dict[str, set[int]] = {name: set() for name in shapes}
         for piece in pieces:
-            bounds[piece.name].update(bound for part in self._held(piece) for bound in part)
+            bounds[piece.name].update(itertools.chain.from_iterable(self._held_ranges(piece)))
         self._bounds = {name: sorted(cuts) for name, cuts in bounds.items()}
         self._first: dict[tuple[str, int], int] = {}
         end = 0
         for name, shape in sorted(shapes.items()):
+            line = math.prod(shape) // shape[self._dims.get(name, 0)]
             for low, high in pairwise(self._bounds[name]):
                 self._first[name, low] = end
-                end += math.prod(shape) // shape[self._dims.get(name, 0)] * (high - low)
-        self.parts = [
-            [HeldRange(r, part.start, part.stop) for part in self._ranges(m)]
-            for r, m in enumerate(manifests)
-        ]
-        self.replicas = [m.replica for m in manifests]
-        self._mine = self._ranges(manifests[rank])
-        self._lengths = manifests[rank].sizes
+                end += line * (high - low)
+        #: What the workers of each replica own.
+        self.parts = defaultdict[int, list[HeldRange]](list)
+        for r, manifest in enumerate(manifests):
+            ranges = self._owned_ranges(manifest)
+            parts = [HeldRange(r, part.start, part.stop) for part in ranges]
+            self.parts[manifest.replica] += parts
+            if r == rank:
+                self._mine = ranges
         #: Elements of this worker's buckets, and those of parameters: a bucket is filled up so that
         #: all owners have as many.
-        self.size, self.owned = (
-            sum(self._lengths),
-            sum(part.stop - part.start for part in self._mine),
-        )
+        self.sizes = manifests[rank].sizes
+        self.size = sum(self.sizes)
+        self.owned = sum(part.stop - part.start for part in self._mine)
 
-    def _held(self, piece: Piece) -> tuple[tuple[int, int], ...]:
-        """The ranges of the dim that a parameter is divided along, of which a worker has the
-        slice."""
-        return (
-            piece.slice.ranges
-            if piece.slice
-            else ((0, piece.shape[self._dims.get(piece.name, 0)]),)
-        )
+    def _held_ranges(self, piece: Piece) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of the dim that a parameter is divided along, in a worker's slice."""
+        if piece.slice:
+            return piece.slice.ranges
+        dim = self._dims.get(piece.name, 0)
+        return ((0, piece.shape[dim]),)
 
-    def _ranges(self, manifest: BucketManifest) -> list[_Range]:
+    def _owned_ranges(self, manifest: BucketManifest) -> list[_Range]:
         ranges = list[_Range]()
         before = 0
         for pieces, size in zip(manifest.pieces, manifest.sizes, strict=True):
             for piece in pieces:
-                ranges += self._of(piece, before + piece.at - piece.start)
+                ranges += self._ranges_of(piece, before + piece.at - piece.start)
             before += size
         return sorted(ranges)
 
-    def _of(self, piece: Piece, at: int) -> Iterator[_Range]:
-        """The ranges of one piece, of which the slice would begin at `at` among the worker's
-        own."""
+    def _ranges_of(self, piece: Piece, at: int) -> Iterator[_Range]:
+        """Yield the ranges of one piece; its slice would begin at `at` among the worker's own."""
         dim = self._dims.get(piece.name, 0)
         inner = math.prod(piece.shape[dim + 1 :])
         lines = math.prod(piece.shape[:dim])
         stride = piece.shape[dim] * inner
+        bounds = self._bounds[piece.name]
         begin = 0
-        for low, high in self._held(piece):
-            for a, b in pairwise(
-                bound for bound in self._bounds[piece.name] if low <= bound <= high
-            ):
+        for low, high in self._held_ranges(piece):
+            for a, b in pairwise(bound for bound in bounds if low <= bound <= high):
                 first = self._first[piece.name, a]
                 width = (b - a) * inner
                 offset = begin + (a - low) * inner
-                start, stop = (
-                    _counted(edge - offset, width, stride) for edge in (piece.start, piece.stop)
-                )
+                start = _elements_before(piece.start - offset, width, stride)
+                stop = _elements_before(piece.stop - offset, width, stride)
                 if start < stop:
+                    line_stride = stride if lines > 1 else width
                     yield _Range(
-                        first + start,
-                        first + stop,
-                        first,
-                        width,
-                        stride if lines > 1 else width,
-                        at + offset,
+                        first + start, first + stop, first, width, line_stride, at + offset
                     )
             begin += (high - low) * inner
 
-    def of(self, replica: int) -> list[HeldRange]:
-        """What the workers of a replica own."""
-        return [
-            part
-            for r, parts in zip(self.replicas, self.parts, strict=True)
-            if r == replica
-            for part in parts
-        ]
+    def owns_range(self, start: int, stop: int) -> bool:
+        owned = 0
+        for low, high, _ in self._overlaps(start, stop):
+            owned += high - low
+        return owned == stop - start
 
-    def owns(self, start: int, stop: int) -> bool:
-        return (
-            sum(max(0, min(part.stop, stop) - max(part.start, start)) for part in self._mine)
-            == stop - start
-        )
+    def read_range(self, own: Tensor, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) from this worker's own."""
+        parts = []
+        for low, high, part in self._overlaps(start, stop):
+            parts.append(own[part.own_places(low, high)])
+        return torch.cat(parts)
 
-    def read(self, own: Tensor, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) from this worker's own."""
-        return torch.cat([own[places] for _, places in self._overlaps(start, stop)])
-
-    def put(self, own: Tensor, start: int, content: Tensor) -> None:
+    def write_range(self, own: Tensor, start: int, content: Tensor) -> None:
         """Write elements from `start` on where they belong among this worker's own."""
-        for part, places in self._overlaps(start, start + len(content)):
-            own[places] = content[part]
+        for low, high, part in self._overlaps(start, start + len(content)):
+            values = content[low - start : high - start]
+            own[part.own_places(low, high)] = values
 
-    def by_bucket(self, own: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            part.to(flat.device) for part, flat in zip(own.split(self._lengths), like, strict=True)
-        ]
-
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[slice, slice | Tensor]]:
-        """Every part of a range that this worker owns, and its places among the worker's own."""
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, _Range]]:
+        """Yield every part [low, high) of a range that this worker owns, and where it is."""
         for part in self._mine:
             low = max(part.start, start)
             high = min(part.stop, stop)
             if high > low:
-                yield slice(low - start, high - start), part.places(low, high)
+                yield low, high, part
 
 
-def _counted(end: int, width: int, stride: int) -> int:
-    """Elements before `end` of lines of `width` that lie `stride` apart."""
+def _elements_before(end: int, width: int, stride: int) -> int:
+    """Count the elements before `end` of lines of `width` that lie `stride` apart."""
     lines, rest = divmod(max(0, end), stride)
     return lines * width + min(rest, width)
 
@@ -405,44 +398,42 @@ class _Route:
     """What one worker sends to, and receives from, another replica."""
 
     def __init__(self, space: _Space, topology: Topology, other: int) -> None:
-        mine = space.of(topology.replica_index)
-        theirs = space.of(other)
+        rank = topology.rank
+        mine = space.parts[topology.replica_index]
+        theirs = space.parts[other]
         out, _ = transfer(mine, theirs, topology.site)
         into, spread = transfer(theirs, mine, topology.site)
-        # In the order of elements: what `_ahead` says holds for that alone.
-        self.sends = sorted(
-            (send for send in out if send.source == topology.rank), key=lambda send: send.start
-        )
+        # In the order of elements: what `_most_ahead` counts holds for that alone.
+        by_start = operator.attrgetter("start")
+        self.sends = sorted((send for send in out if send.source == rank), key=by_start)
+        self.receives = sorted((send for send in into if send.target == rank), key=by_start)
         #: Workers of this replica that send to the other one.
         self.senders = max(1, len({send.source for send in out}))
-        self.receives = sorted(
-            (send for send in into if send.target == topology.rank), key=lambda send: send.start
-        )
-        self.ahead = _ahead(self.sends, self.receives)
-        self.handed = [send for send in spread if send.target == topology.rank]
-        self.hands = [send for send in spread if send.source == topology.rank]
+        self.ahead = _most_ahead(self.sends, self.receives)
+        self.handed = [send for send in spread if send.target == rank]
+        self.hands = [send for send in spread if send.source == rank]
         #: The ranges that are rounded together, of those that this worker owns.
-        self.chunks = tuple(
-            dict.fromkeys(
-                (send.start, send.stop) for send in out if space.owns(send.start, send.stop)
-            )
-        )
+        ranges = dict.fromkeys((send.start, send.stop) for send in out)
+        self.chunks = tuple(chunk for chunk in ranges if space.owns_range(*chunk))
 
 
-def _ahead(sends: Sequence[Send], receives: Sequence[Send]) -> int:
-    """The most elements, over all places in their order, that a worker sends before a place and has
-    not received before it. A worker that may have more than these under way can always send the
-    first element that someone still waits for: whoever waits for it has all before it, so this
+def _most_ahead(sends: Sequence[Send], receives: Sequence[Send]) -> int:
+    """Return the most elements, over all places in their order, that a worker sends before a place
+    and has not received before it. A worker that may have more than these under way can always send
+    the first element that someone still waits for: whoever waits for it has all before it, so this
     worker has what comes to it from before, too."""
-    changes: dict[int, int] = {}
+    changes = Counter[int]()
     for sign, ranges in ((1, sends), (-1, receives)):
         for send in ranges:
-            changes[send.start] = changes.get(send.start, 0) + sign
-            changes[send.stop] = changes.get(send.stop, 0) - sign
-    most = now = slope = before = 0
+            changes[send.start] += sign
+            changes[send.stop] -= sign
+    most = 0
+    ahead = 0
+    slope = 0
+    before = 0
     for place in sorted(changes):
-        now = now + slope * (place - before)
+        ahead += slope * (place - before)
         before = place
         slope += changes[place]
-        most = max(most, now)
+        most = max(most, ahead)
     return most

@@ -8,6 +8,8 @@ norm and the head stay for the step.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +32,7 @@ class ParamGather:
         self,
         topology: Topology,
         state: TrainState,
-        blocks: dict[str, nn.Module],
+        blocks: nn.ModuleList,
         groups: ProcessGroups,
     ) -> None:
         self._state = state
@@ -43,38 +45,41 @@ class ParamGather:
         if self._divided:
             if state.device.type == "cpu":
                 give_back(LARGE)
-            for name, block in blocks.items():
-                held = (
-                    state.home[i][0]
-                    for i, parameter in enumerate(state.names)
-                    if parameter.startswith(f"{name}.")
-                )
-                self._hook(block, len(self._blocks))
-                self._blocks.append(
-                    tuple(b for b in dict.fromkeys(held) if state.buckets[b].ways > 1)
-                )
+            for name, block in blocks.named_children():
+                buckets = dict[int, None]()
+                for i, parameter in enumerate(state.names):
+                    b = state.home[i][0]
+                    if parameter.startswith(f"blocks.{name}.") and state.buckets[b].ways > 1:
+                        buckets[b] = None
+                self._gather_around(block, len(self._blocks))
+                self._blocks.append(tuple(buckets))
             for bucket in range(len(state.buckets)):
                 self.release(bucket)
 
     def publish(self) -> None:
-        """After an update: every worker gets the whole of what others own, unless it is gathered
+        """Give every worker the whole of what others own after an update, unless it is gathered
         when it is needed."""
         if self._divided or self._group is None:
             return
-        works = [self._start(b) for b, bucket in enumerate(self._state.buckets) if bucket.ways > 1]
+        works = []
+        for b, bucket in enumerate(self._state.buckets):
+            if bucket.ways > 1:
+                works.append(self._start_gather(b))
         for work in works:
             work.wait()
 
     def begin(self) -> None:
-        """Before passes over the stage: what stays for all of them."""
+        """Gather what stays for all passes over the stage, before them."""
         if self._divided:
-            for b in self._stays():
-                self._gather(b)
-            for b in self._stays():
-                self._wait(b)
+            come_and_go = set(itertools.chain.from_iterable(self._blocks))
+            stays = []
+            for b, bucket in enumerate(self._state.buckets):
+                if bucket.ways > 1 and b not in come_and_go:
+                    stays.append(b)
+            self._gather_all(stays)
 
     def end(self) -> None:
-        """After the passes."""
+        """Release all after the passes."""
         if self._divided:
             for b in range(len(self._state.buckets)):
                 self.release(b)
@@ -89,45 +94,42 @@ class ParamGather:
             self._state.working[bucket].untyped_storage().resize_(0)
 
     def passed(self, bucket: int) -> None:
-        """A bucket's gradients of one backward pass are complete."""
+        """Release a bucket: its gradients of one backward pass are complete."""
         if bucket in self._backward:
             self._backward.discard(bucket)
             self.release(bucket)
 
-    def _stays(self) -> list[int]:
-        come_and_go = {b for buckets in self._blocks for b in buckets}
-        return [
-            b
-            for b, bucket in enumerate(self._state.buckets)
-            if bucket.ways > 1 and b not in come_and_go
-        ]
-
-    def _start(self, b: int) -> dist.Work:
-        state = self._state
+    def _start_gather(self, b: int) -> dist.Work:
         # `data` counts no versions: what the backward pass saved of these weights is what comes
         # back.
-        whole = state.working[b].data
-        work = dist.all_gather_into_tensor(whole, state.shards[b], group=self._group, async_op=True)
+        whole = self._state.working[b].data
+        shard = self._state.shards[b]
+        work = dist.all_gather_into_tensor(whole, shard, group=self._group, async_op=True)
         assert work is not None
         return work
 
-    def _gather(self, b: int) -> None:
+    def _begin_gather(self, b: int) -> None:
         """Begin to gather a bucket, unless it is here or coming."""
-        storage = self._state.working[b].untyped_storage()
         full = self._state.working[b]
+        storage = full.untyped_storage()
         if b not in self._coming and storage.size() == 0:
             storage.resize_(full.numel() * full.itemsize)
-            self._coming[b] = self._start(b)
+            self._coming[b] = self._start_gather(b)
 
-    def _wait(self, b: int) -> None:
-        self._gather(b)
-        work = self._coming.pop(b, None)
-        if work is not None:
-            work.wait()
+    def _gather_all(self, buckets: Sequence[int]) -> None:
+        """Gather these buckets, all at once."""
+        for b in buckets:
+            self._begin_gather(b)
+        for b in buckets:
+            work = self._coming.pop(b, None)
+            if work is not None:
+                work.wait()
 
-    def _hook(self, block: nn.Module, place: int) -> None:
+    def _gather_around(self, block: nn.Module, place: int) -> None:
+        """Gather a block's buckets before each of its passes, and release them after it."""
+
         def before(module: nn.Module, inputs: Any) -> None:
-            self._arrive(place, -1 if self._passes_back(place) else 1)
+            self._gather_block(place, -1 if self._passes_back(place) else 1)
 
         def after(module: nn.Module, inputs: Any, output: Tensor) -> None:
             if self._passes_back(place):
@@ -145,15 +147,13 @@ class ParamGather:
 
     def _before_backward(self, place: int) -> None:
         self._backward.update(self._blocks[place])
-        self._arrive(place, -1)
+        self._gather_block(place, -1)
 
-    def _arrive(self, place: int, way: int) -> None:
-        """Wait for a block's buckets, and gather those of the neighbour that comes next while it
+    def _gather_block(self, place: int, direction: int) -> None:
+        """Gather a block's buckets, and begin those of the neighbour that comes next while it
         computes."""
-        for b in self._blocks[place]:
-            self._gather(b)
-        for b in self._blocks[place]:
-            self._wait(b)
-        if 0 <= place + way < len(self._blocks):
-            for b in self._blocks[place + way]:
-                self._gather(b)
+        self._gather_all(self._blocks[place])
+        neighbour = place + direction
+        if 0 <= neighbour < len(self._blocks):
+            for b in self._blocks[neighbour]:
+                self._begin_gather(b)

@@ -1,10 +1,9 @@
-"""A step of one worker's stage: the passes of its schedule, and the messages to the stages beside
-it.
+"""A step of one worker's stage: the passes of its schedule, and the messages to the stages before
+and after it.
 
 The order of passes is the one that the estimator simulates (`semantics.pass_order`). Every message
-has a receive that was posted as many messages before as the sender can be ahead, over the end of
-the step too, so that it travels at once; nobody waits for a send. A whole model is a pipeline of
-one stage.
+has a receive that was posted before the sender can be that far ahead, over the end of the step too,
+so that it travels at once; nobody waits for a send. A whole model is a pipeline of one stage.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ class Pipeline:
         self,
         read: Callable[[int], Batch],
         scale: float,
-        said: Callable[[Tensor], None] | None = None,
+        on_loss: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Forward and backward passes of all microbatches; gradients of `scale` times the summed
-        loss are collected and their sums begun. Returns this worker's summed loss, and tells it to
-        `said` before the last backward pass."""
+        """Make forward and backward passes of all microbatches; gradients of `scale` times the
+        summed loss are collected and their sums begun. Returns this worker's summed loss, and gives
+        it to `on_loss` before the last backward pass."""
         topology = self._topology
         edges = self._edges
         spans = self._spans
@@ -80,11 +79,9 @@ class Pipeline:
         for kind, i in pass_order(microbatches, self._depths[topology.stage_index]):
             if kind == "forward":
                 batch = read(i)
-                x = (
-                    batch.inputs
-                    if topology.first
-                    else self._take(edges.from_before, i).requires_grad_()
-                )
+                x = batch.inputs
+                if not topology.first:
+                    x = self._receive_rows(edges.from_before, i).requires_grad_()
                 with spans("forward", i):
                     y = self._model.advance(x, batch.dropout)
                     if topology.last:
@@ -93,43 +90,44 @@ class Pipeline:
                 if not topology.last:
                     edges.to_next.send(y)
                 live[i] = (x, y)
-                if said is not None and i == microbatches - 1:
-                    said(total)
+                if on_loss is not None and i == microbatches - 1:
+                    on_loss(total)
                 continue
             x, y = live.pop(i)
-            gradient = None if topology.last else self._take(edges.from_next, i)
+            gradient = None if topology.last else self._receive_rows(edges.from_next, i)
             self._grad_reducer.arm(i == microbatches - 1)
             with spans("backward", i):
                 # Given a gradient, torch imports its symbolic shapes first, half a second: a loss
                 # needs none.
-                (y * scale).backward() if gradient is None else y.backward(gradient)
+                if gradient is None:
+                    y = y * scale
+                y.backward(gradient)
             if not topology.first:
                 assert x.grad is not None
                 edges.to_before.send(x.grad)
         self._param_gather.end()
         return total
 
-    def _take(self, messages: StageMessages, microbatch: int) -> Tensor:
+    def _receive_rows(self, messages: StageMessages, microbatch: int) -> Tensor:
         with self._spans("receive", microbatch):
             return messages.take()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """The summed loss of each row of as many microbatches as there are, each of this worker's
-        rows of a microbatch; of a stage that is not the last, nothing."""
+        """Return the summed loss of each row of all microbatches, each of this worker's rows of a
+        microbatch; of a stage that is not the last, nothing."""
         topology = self._topology
         losses = [torch.zeros(0, device=self._device)]
         self._param_gather.begin()
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(batches, 1):
             x = batch.inputs if topology.first else self._edges.evaluated_before.take()
             y = self._model.advance(x)
             if topology.last:
                 losses.append(self._model.row_losses(y, batch.targets))
             else:
                 self._edges.evaluated_next.send(y)
-            if (
-                i + 1
-            ) % EVALUATED == 0:  # Else all that a whole validation sends would stay in memory.
+            # Else all that a whole validation sends would stay in memory.
+            if i % EVALUATED == 0:
                 self._messenger.settle()
         self._param_gather.end()
         return torch.cat(losses)

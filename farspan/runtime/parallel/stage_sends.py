@@ -1,8 +1,8 @@
 """The messages between two neighbouring stages, which may lie on unlike meshes.
 
-Every worker of a stage has rows of a microbatch; `semantics.layout.transfer` says who sends which
-to whom, each byte over a long line once. Of the messages that the sender may have under way, all
-have a receive that waits for them.
+Every worker of a stage has rows of a microbatch; `semantics.layout.transfer` decides which worker
+sends which of them to which other one, each byte over a long link once. All messages that the
+sender may have under way have a receive that waits for them.
 """
 
 from __future__ import annotations
@@ -35,23 +35,28 @@ class StageSends:
         self._topology = topology
         self._groups = groups
         self._messenger = messenger
+        # The groups of all edges of the run, in one order on all workers.
         for replica in topology.plan.replicas:
             for edge, boundary in enumerate(replica.edges):
-                for k in range(boundary.streams if boundary.streams > 1 else 0):
-                    groups.together(*_stream(replica, edge, k))
+                if boundary.streams > 1:
+                    for k in range(boundary.streams):
+                        groups.together(*_stream_group(replica, edge, k))
         s = topology.stage_index
         # A stage is ahead of the next by what it has in flight, and maybe the first message of its
         # next step.
         if not topology.first:
-            self.from_before = self._messages(s - 1, Channel.ACTIVATIONS, depths[s - 1] + 1)
-            self.to_before = self._messages(s - 1, Channel.GRADIENTS, depths[s - 1] + 1)
-            self.evaluated_before = self._messages(s - 1, Channel.EVALUATED, EVALUATED_AHEAD)
+            before = s - 1
+            ahead = depths[before] + 1
+            self.from_before = self._make_messages(before, Channel.ACTIVATIONS, ahead)
+            self.to_before = self._make_messages(before, Channel.GRADIENTS, ahead)
+            self.evaluated_before = self._make_messages(before, Channel.EVALUATED, EVALUATED_AHEAD)
         if not topology.last:
-            self.to_next = self._messages(s, Channel.ACTIVATIONS, depths[s] + 1)
-            self.from_next = self._messages(s, Channel.GRADIENTS, depths[s] + 1)
-            self.evaluated_next = self._messages(s, Channel.EVALUATED, EVALUATED_AHEAD)
+            ahead = depths[s] + 1
+            self.to_next = self._make_messages(s, Channel.ACTIVATIONS, ahead)
+            self.from_next = self._make_messages(s, Channel.GRADIENTS, ahead)
+            self.evaluated_next = self._make_messages(s, Channel.EVALUATED, EVALUATED_AHEAD)
 
-    def _messages(self, edge: int, channel: int, ahead: int) -> StageMessages:
+    def _make_messages(self, edge: int, channel: int, ahead: int) -> StageMessages:
         return StageMessages(self._topology, edge, channel, ahead, self._groups, self._messenger)
 
 
@@ -69,104 +74,103 @@ class StageMessages:
     ) -> None:
         replica = topology.replica
         plan = topology.plan
+        rank = topology.rank
         self._messenger = messenger
         self._channel = channel
         self._ahead = ahead
-        ends = (edge + 1, edge) if channel == Channel.GRADIENTS else (edge, edge + 1)
-        held, wanted = (rows_held(replica, stage) for stage in ends)
-        first, second = transfer(held, wanted, topology.site)
-        self._sends = [send for send in first if send.source == topology.rank]
-        self._receives = [send for send in first if send.target == topology.rank]
-        self._hands = [send for send in second if send.source == topology.rank]
-        self._handed = [send for send in second if send.target == topology.rank]
-        (mine,) = (part for part in (*held, *wanted) if part.rank == topology.rank)
-        self._start = mine.start
-        self._rows = mine.stop - mine.start
-        self._row = (plan.train.seq_len, plan.model.d_model)
+        source, target = edge, edge + 1
+        if channel == Channel.GRADIENTS:
+            source, target = target, source
+        sent_rows = rows_held(replica, source)
+        wanted_rows = rows_held(replica, target)
+        # Between stages, then inside the site of those that want them.
+        first, second = transfer(sent_rows, wanted_rows, topology.site)
+        self._sends = [send for send in first if send.source == rank]
+        self._receives = [send for send in first if send.target == rank]
+        self._hands = [send for send in second if send.source == rank]
+        self._handed = [send for send in second if send.target == rank]
+        (own,) = (part for part in (*sent_rows, *wanted_rows) if part.rank == rank)
+        self._start = own.start
+        self._shape = (own.stop - own.start, plan.train.seq_len, plan.model.d_model)
         self._dtype = WORKING_DTYPES[plan.train.precision]
         self._device = torch.device(topology.device)
-        self._codec = _codec(replica.edges[edge].bits, self._dtype)
-        self._groups = streams(topology, edge, groups)
-        self._sent = self._taken = 0
-        self._waiting: deque[list[tuple[Send, Posted]]] = deque()
+        # None where numbers go as they are computed.
+        bits = replica.edges[edge].bits
+        self._codec = None if bits == 8 * self._dtype.itemsize else Codec(bits)
+        # The connection that all messages share, or several of this edge's own.
+        self._groups: list[dist.ProcessGroup | None] = [None]
+        count = replica.edges[edge].streams
+        if count > 1:
+            self._groups = [groups.of(*_stream_group(replica, edge, k)) for k in range(count)]
+        self._sent = 0
+        self._taken = 0
+        self._waiting: deque[list[Posted]] = deque()
 
     def send(self, x: Tensor) -> None:
         """Send this worker's rows (rows, S, D) of the next message."""
+        number = tag(self._channel, self._sent)
         for send in self._sends:
-            part = self._part(x.detach().contiguous(), send)
-            content = part if self._codec is None else self._codec.encode(part)
-            self._messenger.send(content, send.target, tag(self._channel, self._sent), self._groups)
+            content = self._flat_rows(x.detach().contiguous(), send)
+            if self._codec is not None:
+                content = self._codec.encode(content)
+            self._messenger.send(content, send.target, number, self._groups)
         self._sent += 1
 
     def take(self) -> Tensor:
-        """This worker's rows (rows, S, D) of the next message; hands on what others of its site
-        want of them."""
+        """Return this worker's rows (rows, S, D) of the next message; hands on what others of its
+        site want of them."""
         self.post()
-        x = torch.empty((self._rows, *self._row), dtype=self._dtype, device=self._device)
-        arrived = self._waiting.popleft()
-        for send, posted in arrived[: len(self._receives)]:
-            into = self._part(x, send)
-            content = posted.wait().to(self._device)
-            into.copy_(
-                content if self._codec is None else self._codec.decode(content, into.numel())
-            )
+        x = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        arriving = iter(self._waiting.popleft())
+        for send in self._receives:
+            rows = self._flat_rows(x, send)
+            content = next(arriving).wait().to(self._device)
+            if self._codec is not None:
+                content = self._codec.decode(content, rows.numel())
+            rows.copy_(content)
         # Before waiting for what others hand on: they may wait for this.
+        inside = tag(self._channel, self._taken, inside=True)
         for send in self._hands:
-            self._messenger.send(
-                self._part(x, send), send.target, tag(self._channel, self._taken, inside=True)
-            )
-        for send, posted in arrived[len(self._receives) :]:
-            self._part(x, send).copy_(posted.wait())
+            self._messenger.send(self._flat_rows(x, send), send.target, inside)
+        for send in self._handed:
+            self._flat_rows(x, send).copy_(next(arriving).wait())
         self._taken += 1
         self.post()
         return x
 
     def post(self) -> None:
-        """Wait in advance for as many messages as may be under way."""
+        """Post the receives of all messages that may be under way."""
         while len(self._waiting) < self._ahead:
             number = self._taken + len(self._waiting)
-            posted = [(send, self._receive(send, number)) for send in self._receives]
+            across = tag(self._channel, number)
             inside = tag(self._channel, number, inside=True)
-            posted += [
-                (send, self._messenger.post(self._elements(send), self._dtype, send.source, inside))
-                for send in self._handed
-            ]
+            posted = []
+            for send in self._receives:
+                size = self._count_elements(send)
+                dtype = self._dtype
+                if self._codec is not None:
+                    size = self._codec.encoded_size(size)
+                    dtype = torch.uint8
+                receive = self._messenger.post(size, dtype, send.source, across, self._groups)
+                posted.append(receive)
+            for send in self._handed:
+                size = self._count_elements(send)
+                posted.append(self._messenger.post(size, self._dtype, send.source, inside))
             self._waiting.append(posted)
 
-    def _receive(self, send: Send, number: int) -> Posted:
-        size = self._elements(send)
-        dtype = self._dtype
-        if self._codec is not None:
-            size = self._codec.encoded_size(size)
-            dtype = torch.uint8
-        return self._messenger.post(
-            size, dtype, send.source, tag(self._channel, number), self._groups
-        )
+    def _flat_rows(self, x: Tensor, send: Send) -> Tensor:
+        """Return the rows of one message, flattened."""
+        first = send.start - self._start
+        last = send.stop - self._start
+        return x[first:last].view(-1)
 
-    def _part(self, x: Tensor, send: Send) -> Tensor:
-        """The rows of one message, flattened."""
-        return x[send.start - self._start : send.stop - self._start].view(-1)
-
-    def _elements(self, send: Send) -> int:
-        return (send.stop - send.start) * self._row[0] * self._row[1]
+    def _count_elements(self, send: Send) -> int:
+        _, S, D = self._shape
+        return (send.stop - send.start) * S * D
 
 
-def streams(topology: Topology, edge: int, groups: ProcessGroups) -> list[dist.ProcessGroup | None]:
-    """The connections of an edge: the one that all messages share, or several of its own."""
-    count = topology.replica.edges[edge].streams
-    return (
-        [groups.of(*_stream(topology.replica, edge, k)) for k in range(count)]
-        if count > 1
-        else [None]
-    )
-
-
-def _stream(replica: Replica, edge: int, k: int) -> tuple[list[int], str]:
-    """The ranks of one connection, and its purpose."""
-    ranks = sorted(rank for stage in replica.stages[edge : edge + 2] for rank in stage.mesh.ranks)
+def _stream_group(replica: Replica, edge: int, k: int) -> tuple[list[int], str]:
+    """Return the ranks of one connection, and its purpose."""
+    before, after = replica.stages[edge : edge + 2]
+    ranks = sorted([*before.mesh.ranks, *after.mesh.ranks])
     return ranks, f"edge {edge}, stream {k}"
-
-
-def _codec(bits: int, dtype: torch.dtype) -> Codec | None:
-    """None where numbers go as they are computed."""
-    return None if bits == 8 * dtype.itemsize else Codec(bits)
