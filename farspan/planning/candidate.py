@@ -37,7 +37,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unchosen(self) -> str | None:
         """Why a plan that fits is listed but not chosen."""
-        if self.barred or self.queue_s + self.estimate.run_s <= self.lease_s:
+        run_end_s = self.queue_s + self.estimate.run_s
+        if self.barred or run_end_s <= self.lease_s:
             return self.barred
         return f"a lease ends after {format_seconds(self.lease_s)}, before the run does"
 
@@ -47,16 +48,20 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usd(self) -> float | None:
-        """Dollars of what `time_s` tells the seconds of: the whole run, also where a deadline cuts
-        it short."""
-        usd = self.estimate.usd
-        return None if usd is None else usd * (self.time_s - self.queue_s) / self.estimate.run_s
+        """Dollars of the seconds of `time_s`: of the whole run, also where a deadline cuts it
+        short."""
+        return self._scale_to_whole_run(self.estimate.usd)
 
     @property
     def kwh(self) -> float | None:
         """Energy over the same seconds, at most."""
-        kwh = self.estimate.kwh
-        return None if kwh is None else kwh * (self.time_s - self.queue_s) / self.estimate.run_s
+        return self._scale_to_whole_run(self.estimate.kwh)
+
+    def _scale_to_whole_run(self, amount: float | None) -> float | None:
+        if amount is None:
+            return None
+        running_s = self.time_s - self.queue_s
+        return amount * running_s / self.estimate.run_s
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,8 +39,8 @@ AUTO_RUN_S = 3600.0
 TRAINING_SHARE = 0.3
 #: Contexts that are tried down to the shortest worth training, when the user fixed none.
 SHORTEST_CONTEXT = 32
-#: A larger share is proposed where it holds out so many times the tokens of a window: shares of
-#: few documents are kept on average alone.
+#: A larger share is proposed where it holds out this multiple of a window's tokens: shares of few
+#: documents are kept on average alone.
 ENOUGH_HELD_OUT = 4
 
 
@@ -55,8 +56,11 @@ class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
 def choose_model(
     config: RunConfig, corpus: CorpusManifest, cluster: Cluster, matmul_flops: Callable[[], float]
 ) -> ChosenModel:
-    """The model to train. `matmul_flops` measures the FLOP/s of bare matrix products on all devices
-    together, at their fastest precision; it is called only where `size: auto` needs it."""
+    """Choose the model to train.
+
+    `matmul_flops` measures the FLOP/s of bare matrix products on all devices together, at their
+    fastest precision; it is called only where `size: auto` needs it.
+    """
     if config.model.path is not None:
         chosen = _from_folder(config, corpus)
     elif config.model.preset is not None:
@@ -95,66 +99,79 @@ def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
 def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
     preset = models.preset(str(config.model.preset))
     base = preset.spec
-    knobs = _knobs(config)
+    knobs = _given_knobs(config)
     if config.model.family not in (None, base.family):
         fact = f"preset {preset.name} is of family {base.family}"
         raise out_of_range("model.family", config.model.family, fact, "remove model.family")
     if "heads" in knobs and base.kv_heads == base.heads:
         knobs.setdefault("kv_heads", knobs["heads"])
-    fields = {key: getattr(base, key) for key in KNOBS} | knobs
+    shape = {key: getattr(base, key) for key in KNOBS} | knobs
     context = config.model.context or base.context
-    spec = _built(
-        lambda: models.family(base.family).shape(
-            vocab_size=corpus.vocab_size, context=context, **fields
-        )
-    )
+    build = models.family(base.family).shape
+    spec = _build_model(build, vocab_size=corpus.vocab_size, context=context, **shape)
+    preset_origin = f"run.yaml: preset {preset.name}"
     origin = {
-        "model": f"run.yaml: preset {preset.name}",
+        "model": preset_origin,
         "model.vocab_size": "corpus: its tokenizer's",
-        "model.context": given_or(config.model.context, f"run.yaml: preset {preset.name}"),
-        **{f"model.{key}": "run.yaml" for key in knobs},
+        "model.context": given_or(config.model.context, preset_origin),
     }
-    large = (f"{preset.name} is a preset for planning: it is too large to train on most machines",)
-    return ChosenModel(
-        model=spec, seq_len=context, origin=origin, warnings=large if preset.planning_only else ()
-    )
+    for key in knobs:
+        origin[f"model.{key}"] = "run.yaml"
+    warnings: tuple[str, ...] = ()
+    if preset.planning_only:
+        too_large = "is a preset for planning: it is too large to train on most machines"
+        warnings = (f"{preset.name} {too_large}",)
+    return ChosenModel(model=spec, seq_len=context, origin=origin, warnings=warnings)
 
 
 def _from_size(
     config: RunConfig, corpus: CorpusManifest, cluster: Cluster, matmul_flops: Callable[[], float]
 ) -> ChosenModel:
-    family = config.model.family or DEFAULT_FAMILY
-    knobs = _knobs(config)
+    asked = config.model
+    family = asked.family or DEFAULT_FAMILY
+    knobs = _given_knobs(config)
     origin = {
-        "model.family": given_or(config.model.family, "default"),
+        "model.family": given_or(asked.family, "default"),
         "model.vocab_size": "corpus: its tokenizer's",
-        **{f"model.{key}": "run.yaml" for key in knobs},
     }
+    for key in knobs:
+        origin[f"model.{key}"] = "run.yaml"
+
+    # Layers and width given: no count of parameters is aimed at.
+    target = None
     if "layers" in knobs and "d_model" in knobs:
-        target = None
         origin["model.size"] = "run.yaml: model.layers and model.d_model"
     else:
-        target, origin["model.size"] = _target(config, corpus, cluster, matmul_flops)
-    context, origin["model.context"] = _context(config, corpus, target)
+        target, origin["model.size"] = _choose_parameters(config, corpus, cluster, matmul_flops)
+    context, origin["model.context"] = _choose_context(config, corpus, target)
+    sizes = {"vocab_size": corpus.vocab_size, "context": context}
     if target is None:
-        build = models.family(family).shape
-        spec = _built(lambda: build(vocab_size=corpus.vocab_size, context=context, **knobs))
-    else:
-        spec = _sized(config, family, target, corpus.vocab_size, context, knobs)
-        origin["model.shape"] = (
-            f"default: the size study's fit (arXiv 2410.19456) at {format_count(target)} parameters"
+        spec = _build_model(models.family(family).shape, **sizes, **knobs)
+        return ChosenModel(model=spec, seq_len=context, origin=origin)
+    spec = _build_model(shape_for, family=family, target=target, knobs=knobs, **sizes)
+    count = parameters(spec)
+    key = "size" if asked.params is None else "model.params"
+    size = config.size if asked.params is None else asked.params
+    if size not in ("auto", *SIZES) and abs(count / target - 1) > TOLERANCE:
+        fact = (
+            f"with a vocabulary of {corpus.vocab_size} tokens and these knobs the nearest has "
+            f"{count:,} parameters"
         )
+        raise out_of_range(key, size, fact, f"set {key_word(key)}: {count:d}")
+    size_text = format_count(target)
+    fitted = "default: the size study's fit (arXiv 2410.19456)"
+    origin["model.shape"] = f"{fitted} at {size_text} parameters"
     return ChosenModel(model=spec, seq_len=context, origin=origin)
 
 
-def _knobs(config: RunConfig) -> Knobs:
+def _given_knobs(config: RunConfig) -> Knobs:
     given = {key: getattr(config.model, key) for key in KNOBS}
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _built(build: Callable[[], ModelSpec]) -> ModelSpec:
+def _build_model(build: Callable[..., ModelSpec], **sizes: Any) -> ModelSpec:
     try:
-        return build()
+        return build(**sizes)
     except ValueError as error:
         raise Refusal(
             "out-of-range",
@@ -166,10 +183,10 @@ def _built(build: Callable[[], ModelSpec]) -> ModelSpec:
         ) from None
 
 
-def _target(
+def _choose_parameters(
     config: RunConfig, corpus: CorpusManifest, cluster: Cluster, matmul_flops: Callable[[], float]
 ) -> tuple[int, str]:
-    """Parameters to aim at, and where the number came from."""
+    """Return the parameters to aim at, and where the number came from."""
     asked = asked_parameters(config)
     if asked is not None:
         return asked, "run.yaml"
@@ -177,97 +194,76 @@ def _target(
     seconds = (1 - RESERVE) * (budget or AUTO_RUN_S)
     epochs = min(config.train.epochs or FRESH_EPOCHS, FRESH_EPOCHS)
     tokens = epochs * corpus.train.tokens
-    if config.train.tokens is not None and "param" not in str(config.train.tokens):
-        tokens = min(tokens, asked_tokens(config.train.tokens, 1))
+    asked_count = config.train.tokens
+    if asked_count is not None and "param" not in str(asked_count):
+        tokens = min(tokens, asked_tokens(asked_count, 1))
     target = auto_parameters(tokens, TRAINING_SHARE * seconds * matmul_flops())
+    token_text = format_count(tokens)
+    time_text = format_seconds(seconds)
+    time_from = "budget" if budget else "default: no budget is set"
     return target, (
-        f"corpus and machine: 20 tokens a parameter (arXiv 2203.15556) of {format_count(tokens)} "
-        "tokens, "
-        f"payable in {format_seconds(seconds)} "
-        f"({'budget' if budget else 'default: no budget is set'})"
+        f"corpus and machine: 20 tokens a parameter (arXiv 2203.15556) of {token_text} tokens, "
+        f"payable in {time_text} ({time_from})"
     )
 
 
-def _context(config: RunConfig, corpus: CorpusManifest, target: int | None) -> tuple[int, str]:
-    """Positions: longer for larger models, halved while the corpus cannot fill a window."""
+def _choose_context(
+    config: RunConfig, corpus: CorpusManifest, target: int | None
+) -> tuple[int, str]:
+    """Return the positions, and where the number came from: more for larger models, halved while
+    the corpus cannot fill a window."""
     if config.model.context is not None:
         return config.model.context, "run.yaml"
-    context = next(
-        (c for limit, c in ((10e6, 256), (100e6, 512)) if (target or limit) < limit), 1024
-    )
-    wanted = context
-    while context > SHORTEST_CONTEXT and context > _longest(corpus):
+    context = 1024
+    if target is not None and target < 100e6:
+        context = 256 if target < 10e6 else 512
+    origin = "default: by size"
+    while context > SHORTEST_CONTEXT and context > _longest_context(corpus):
         context //= 2
-    return (
-        context,
-        "default: by size"
-        if context == wanted
-        else "corpus: the longest that its validation split fills",
-    )
+        origin = "corpus: the longest that its validation split fills"
+    return context, origin
 
 
-def _longest(corpus: CorpusManifest) -> int:
-    """The longest context of which train and validation split both fill one window and its last
-    target."""
+def _longest_context(corpus: CorpusManifest) -> int:
+    """Return the longest context that has one window and its last target in both splits."""
     return min(corpus.train.tokens, corpus.val.tokens) - 1
 
 
-def _sized(
-    config: RunConfig, family: str, target: int, vocab: int, context: int, knobs: Knobs
-) -> ModelSpec:
-    spec = _built(lambda: shape_for(family, target, vocab_size=vocab, context=context, knobs=knobs))
-    key, asked = (
-        ("size", config.size)
-        if config.model.params is None
-        else ("model.params", config.model.params)
-    )
-    if asked not in ("auto", *SIZES) and abs(parameters(spec) / target - 1) > TOLERANCE:
-        fact = (
-            f"with a vocabulary of {vocab} tokens and these knobs the nearest has "
-            f"{parameters(spec):,} parameters"
-        )
-        raise out_of_range(key, asked, fact, f"set {key_word(key)}: {parameters(spec):d}")
-    return spec
-
-
 def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> None:
-    """Refuses a corpus of which a split cannot fill one window of `seq_len` tokens and its last
+    """Refuse a corpus with a split that cannot fill one window of `seq_len` tokens and its last
     target."""
-    longest = _longest(corpus)
+    longest = _longest_context(corpus)
     if seq_len <= longest:
         return
     sizes = f"{corpus.train.tokens} tokens to train on and {corpus.val.tokens} to validate on"
     fits = longest >= SHORTEST_CONTEXT
+    shorten = f"set model.context: {longest:d}"
     if config.model.context is not None and fits:
-        raise out_of_range(
-            "model.context", seq_len, f"the corpus has {sizes}", f"set model.context: {longest:d}"
-        )
+        raise out_of_range("model.context", seq_len, f"the corpus has {sizes}", shorten)
     raise Refusal(
         "corpus-too-small",
         what="the corpus cannot fill one training and one validation window of the model",
         where=corpus.source,
         fact=f"there are {sizes}; each needs at least {seq_len + 1}",
-        remedy=f"set model.context: {longest:d}" if fits else _remedy(config, corpus, seq_len),
+        remedy=shorten if fits else _suggest_enough_text(config, corpus, seq_len),
     )
 
 
-def _remedy(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
-    """How a corpus comes to fill its windows: a larger share is held out where that is enough, else
-    text is added."""
+def _suggest_enough_text(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
+    """Suggest how the corpus can fill its windows: with a larger share held out where that is
+    enough, else with more text."""
     needed = seq_len + 1
     train = corpus.train
     val = corpus.val
     asked_percent = 100 * parse_fraction(config.data_config.val)
-    for percent in (10, 20, 30):
-        held = (train.tokens + val.tokens) * percent / 100
-        is_enough = val.tokens < needed < train.tokens and held >= ENOUGH_HELD_OUT * needed
-        if is_enough and percent > asked_percent:
-            path_word = yaml_word(corpus.source)
-            return f"write in run.yaml: data: {{source: {path_word}, val: {percent:d}%}}"
+    if val.tokens < needed < train.tokens:
+        for percent in (10, 20, 30):
+            held_out = (train.tokens + val.tokens) * percent / 100
+            if held_out >= ENOUGH_HELD_OUT * needed and percent > asked_percent:
+                path_word = yaml_word(corpus.source)
+                return f"write in run.yaml: data: {{source: {path_word}, val: {percent:d}%}}"
     # The split stays as it is while the text grows.
-    factor = needed / max(1, min(train.tokens, val.tokens))
-    missing_bytes = (factor - 1) * (train.text_bytes + val.text_bytes)
-    missing_bytes = max(1, math.ceil(missing_bytes))
-    return (
-        f"add text to {shell_word(corpus.source)}: about {format_bytes(missing_bytes)} are missing"
-    )
+    growth = needed / max(1, min(train.tokens, val.tokens))
+    missing_bytes = (growth - 1) * (train.text_bytes + val.text_bytes)
+    size_text = format_bytes(max(1, math.ceil(missing_bytes)))
+    return f"add text to {shell_word(corpus.source)}: about {size_text} are missing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
@@ -105,14 +106,14 @@ def choose_train(
     )
     step_s = step_seconds(-(-batch // workers), seq_len, speed, cluster)
     steps, most_steps, steps_from = _steps(config, limits, batch * seq_len, seconds, step_s)
-    train = msgspec.structs.replace(
+    train = replace(
         drafted,
         steps=steps,
         batch=batch,
         precision=precision,
         deadline_s=end_s,
         most_steps=most_steps if most_steps > steps else msgspec.UNSET,
-        schedule=msgspec.structs.replace(drafted.schedule, warmup_steps=_warmup(config, steps)),
+        schedule=replace(drafted.schedule, warmup_steps=_warmup(config, steps)),
         validate_every=-(-steps // VALIDATIONS)
         if asked.validate_every == "auto"
         else asked.validate_every,
@@ -123,7 +124,7 @@ def choose_train(
         (PATIENCE if epochs > FRESH_EPOCHS else 0) if asked.patience == "auto" else asked.patience
     )
     train, recipe_from = applied(
-        msgspec.structs.replace(train, patience=patience),
+        replace(train, patience=patience),
         asked,
         chosen.model,
         epochs,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster, Device
@@ -129,7 +130,7 @@ def batch_ladder(ground: Ground, model: ModelSpec) -> Ladder:
 
     def rung(index: int, devices: int) -> Rung:
         rows = (index + 1) * devices
-        return Rung(rows, model, msgspec.structs.replace(train, batch=rows), ground.cluster)
+        return Rung(rows, model, replace(train, batch=rows), ground.cluster)
 
     return Ladder("batch", MOST_ROWS, rung)
 
@@ -179,7 +180,7 @@ def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
 def with_memory(cluster: Cluster, memory: Callable[[Device], int]) -> Cluster:
     """Return the cluster with other memory in every device."""
     return cluster.with_devices(
-        lambda host, i: msgspec.structs.replace(host.devices[i], memory=memory(host.devices[i]))
+        lambda host, i: replace(host.devices[i], memory=memory(host.devices[i]))
     )
 
 
@@ -423,7 +424,6 @@ def task_on(part: ClusterPart, rung: Rung, engine: Engine) -> Task:
 def at_once(task: Task, candidate: Candidate) -> Iterator[Candidate]:
     """Yield the candidate's plan with a step's sequences all computed at once, without and with
     recompute; none if piped."""
-    replace = msgspec.structs.replace
     if any(len(replica.stages) > 1 for replica in candidate.plan.replicas):
         return
     for recompute in (True,) if task.train.recompute else (False, True):

@@ -19,9 +19,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.plan import Plan
@@ -164,9 +164,7 @@ def with_paces(cluster: Cluster, paces: Mapping[Paced, float]) -> Cluster:
         return device.but(pace=device.learned.pace * pace)
 
     links = tuple(
-        msgspec.structs.replace(
-            link, pace=link.pace * paces.get(Paced("link", link.a, link.b), 1.0)
-        )
+        replace(link, pace=link.pace * paces.get(Paced("link", link.a, link.b), 1.0))
         for link in cluster.links
     )
-    return msgspec.structs.replace(cluster.with_devices(paced), links=links)
+    return replace(cluster.with_devices(paced), links=links)

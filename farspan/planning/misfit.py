@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.cluster import Cluster
@@ -108,7 +109,7 @@ def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | Non
     """Whether any technique fits the model on the whole of a cluster."""
     train = ground.train_for(model, cluster)
     if seq_len is not None:
-        train = msgspec.structs.replace(train, seq_len=seq_len)
+        train = replace(train, seq_len=seq_len)
     if holds_too_little(Rung(0, model, train, cluster), ground.engine, whole(cluster)):
         return False
     task = Task(model, models.graph(model), cluster, train, ground.engine)
@@ -140,7 +141,6 @@ def _times(ground: Ground, model: ModelSpec) -> int | None:
 
 def multiplied(cluster: Cluster, times: int) -> Cluster:
     """Every host several times, in its site."""
-    replace = msgspec.structs.replace
     sites = tuple(
         replace(
             site,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-import msgspec
+from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.cluster import Cluster, Device, DType, Host
@@ -79,7 +79,7 @@ def fitting(
     drafted = data.plan(Task(model, models.graph(model), cluster, train, engine, only=(0,)))
     if isinstance(drafted, Problem):
         return drafted
-    return msgspec.structs.replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
+    return replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
 
 
 def predicted(
@@ -93,9 +93,7 @@ def predicted(
     disturbed."""
     speeds: dict[Precision, Speed] = {}
     for precision in precisions:
-        alone = on_one_device(
-            model, msgspec.structs.replace(train, precision=precision), cluster, engine
-        )
+        alone = on_one_device(model, replace(train, precision=precision), cluster, engine)
         memory = alone.memory_bytes - round(alone.memory[0].snapshot)
         speeds[precision] = Speed(
             step_s=alone.step_s, tokens_per_s=alone.tokens_per_s, memory_bytes=memory
@@ -108,7 +106,7 @@ def calibrated(
 ) -> Cluster:
     """The cluster whose devices of the first one's kind keep the pace and the memory that a trial
     measured there."""
-    tried = msgspec.structs.replace(train, batch=probe.rows, seq_len=probe.seq_len)
+    tried = replace(train, batch=probe.rows, seq_len=probe.seq_len)
     speed = probe.speeds[train.precision]
     alone = on_one_device(model, tried, cluster, engine)
     kind = cluster.devices[0].kind

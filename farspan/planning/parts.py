@@ -7,6 +7,7 @@ import itertools
 from collections import defaultdict
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Site
 
@@ -92,4 +93,4 @@ def _likeness(cluster: Cluster, places: tuple[int, ...]) -> object:
         )
         for host in part.hosts
     ]
-    return tuple(sorted(hosts)), msgspec.structs.replace(part.sites[0], name="", hosts=())
+    return tuple(sorted(hosts)), replace(part.sites[0], name="", hosts=())

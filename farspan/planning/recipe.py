@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.config import OptimizerKind, TrainConfig
@@ -122,9 +123,7 @@ def applied(
         f"train.{key}": f"default: recipe {asked.recipe}" if value == "auto" else "run.yaml"
         for key, value in given.items()
     }
-    recipe = msgspec.structs.replace(
-        base, **{key: value for key, value in given.items() if value != "auto"}
-    )
+    recipe = replace(base, **{key: value for key, value in given.items() if value != "auto"})
     kind = recipe.optimizer
     if kind == "auto":
         share = updating_share(model, device_tokens)
@@ -136,17 +135,15 @@ def applied(
     origin["train.lr"] = "run.yaml"
     if own.lr == "auto":
         lr = peak_rate(parameters(model), muon=muon and asked.recipe == "auto")
-        train = msgspec.structs.replace(
-            train, optimizer=msgspec.structs.replace(train.optimizer, lr=lr)
-        )
+        train = replace(train, optimizer=replace(train.optimizer, lr=lr))
         name = "Muon" if muon else "AdamW"
         count = format_count(parameters(model))
         origin["train.lr"] = f"default: recipe {asked.recipe}, {name} at {count} parameters"
     regular = Regularization(dropout=recipe.dropout, mask=recipe.mask, reshuffle=recipe.reshuffle)
-    return msgspec.structs.replace(
+    return replace(
         train,
         optimizer=_optimizer(train.optimizer, recipe, muon=muon),
-        schedule=msgspec.structs.replace(train.schedule, kind=recipe.schedule, floor=recipe.floor),
+        schedule=replace(train.schedule, kind=recipe.schedule, floor=recipe.floor),
         regularization=regular if regular != Regularization() else msgspec.UNSET,
     ), origin
 
@@ -177,7 +174,7 @@ def updating_share(model: ModelSpec, device_tokens: float) -> float:
 
 
 def _optimizer(drafted: Optimizer, recipe: Recipe, *, muon: bool) -> Optimizer:
-    return msgspec.structs.replace(
+    return replace(
         drafted,
         weight_decay=recipe.weight_decay,
         average=recipe.average or msgspec.UNSET,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan import models, techniques
 from farspan.domain import catalog
@@ -123,7 +124,7 @@ def rent(
         for count in counts
     ]
     offers = [
-        msgspec.structs.replace(offer, meets=budget.meets(offer.time_s, offer.usd))
+        replace(offer, meets=budget.meets(offer.time_s, offer.usd))
         for offer in asked.searched(offers)
     ]
     offers.sort(
@@ -208,9 +209,9 @@ def offered(device: Device, count: int, bandwidth: float | None = None) -> Clust
         derived = alone.link(a, b)
         assert derived is not None
         if bandwidth is not None:
-            derived = msgspec.structs.replace(derived, bandwidth=bandwidth, origin="given")
+            derived = replace(derived, bandwidth=bandwidth, origin="given")
         links.append(derived)
-    return msgspec.structs.replace(alone, links=tuple(links))
+    return replace(alone, links=tuple(links))
 
 
 class _Renting(NamedTuple):
@@ -256,7 +257,7 @@ class _Renting(NamedTuple):
             left -= offer.count
             other = self._best(offer.cluster, [SEARCHED])
             best = min(offer.best, other, key=_order)
-            revised[place] = msgspec.structs.replace(offer, best=best, searched=True)
+            revised[place] = replace(offer, best=best, searched=True)
         return revised
 
     def _bound(self, offer: Offer) -> float:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.engine import Engine
@@ -94,7 +95,7 @@ class SelectionTask(msgspec.Struct, frozen=True, kw_only=True):
         reason = f"{cluster.machines[0].name}, which holds the run's folder, takes no part"
         candidates, chosen = ordered(
             [
-                msgspec.structs.replace(candidate, barred=reason)
+                replace(candidate, barred=reason)
                 if candidate.eligible and 0 not in candidate.places
                 else candidate
                 for candidate in ranking.candidates
@@ -102,7 +103,7 @@ class SelectionTask(msgspec.Struct, frozen=True, kw_only=True):
             self.objective,
             self.tolerance,
         )
-        return msgspec.structs.replace(ranking, candidates=candidates, chosen=chosen)
+        return replace(ranking, candidates=candidates, chosen=chosen)
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,9 +239,7 @@ def _with_evidence(
             known_all = seen and parts_of(cluster, [Observation(plan, 0.0)]) <= known
             updated.append(_within(candidate, LEARNED) if known_all else candidate)
     candidates, chosen = ordered(updated, asked.objective, asked.tolerance)
-    return msgspec.structs.replace(
-        ranking, cluster=learned.cluster, candidates=candidates, chosen=chosen
-    )
+    return replace(ranking, cluster=learned.cluster, candidates=candidates, chosen=chosen)
 
 
 def held(cluster: Cluster, engine: Engine, out: Sequence[Candidate]) -> Cluster:
@@ -266,7 +265,7 @@ def _holding(cluster: Cluster, place: int, most: int) -> Cluster:
     def device_of(host: Host, index: int) -> Device:
         device = host.devices[index]
         alike = (host.name, device.kind) == (name, kind)
-        return msgspec.structs.replace(device, memory=min(device.memory, most)) if alike else device
+        return replace(device, memory=min(device.memory, most)) if alike else device
 
     return cluster.with_devices(device_of)
 
@@ -279,14 +278,12 @@ def _judged(candidate: Candidate, trial: Trial) -> Candidate:
             if trial.problem is None
             else f"{trial.problem.what}: {trial.problem.fact}"
         )
-        return msgspec.structs.replace(candidate, trial=trial, barred=f"its trial failed, {why}")
-    return msgspec.structs.replace(_within(_taking(candidate, trial.step_s), MEASURED), trial=trial)
+        return replace(candidate, trial=trial, barred=f"its trial failed, {why}")
+    return replace(_within(_taking(candidate, trial.step_s), MEASURED), trial=trial)
 
 
 def _within(candidate: Candidate, interval: tuple[float, float]) -> Candidate:
-    return msgspec.structs.replace(
-        candidate, estimate=msgspec.structs.replace(candidate.estimate, interval=interval)
-    )
+    return replace(candidate, estimate=replace(candidate.estimate, interval=interval))
 
 
 def _taking(candidate: Candidate, step_s: float) -> Candidate:
@@ -294,7 +291,7 @@ def _taking(candidate: Candidate, step_s: float) -> Candidate:
     memory do not."""
     priced = candidate.estimate
     factor = step_s / priced.step_s
-    changed = msgspec.structs.replace(
+    changed = replace(
         priced,
         step_s=step_s,
         compute_s=priced.compute_s * factor,
@@ -302,9 +299,7 @@ def _taking(candidate: Candidate, step_s: float) -> Candidate:
         bubble_s=priced.bubble_s * factor,
     )
     changed = with_loss(changed, parameters(candidate.plan.model))
-    return msgspec.structs.replace(
-        candidate, estimate=changed, time_s=candidate.queue_s + changed.equal_loss_s
-    )
+    return replace(candidate, estimate=changed, time_s=candidate.queue_s + changed.equal_loss_s)
 
 
 def _settled(ranking: Ranking, asked: SelectionTask) -> Ranking:
@@ -320,4 +315,4 @@ def _settled(ranking: Ranking, asked: SelectionTask) -> Ranking:
         return ranking
     if key(ranking.candidates[ranking.chosen]) < (1 - UNTRIED) * key(known[0]):
         return ranking
-    return msgspec.structs.replace(ranking, chosen=ranking.candidates.index(known[0]))
+    return replace(ranking, chosen=ranking.candidates.index(known[0]))
