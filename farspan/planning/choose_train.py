@@ -30,14 +30,14 @@ from farspan.planning.quantities import (
 from farspan.planning.recipe import applied, drafted_optimizer
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
 
-#: A run has about so many validations, and spends about this share of its compute on them (forward
-#: is a third).
+#: A run's validations, and the share of its compute that they take, both about (forward is a
+#: third).
 VALIDATIONS = 12
 VALIDATION_SHARE = 0.05
 #: Validations in a row, each clearly worse than the best, after which a run that reads its text
 #: again and again ends: a quarter of the run. A choice, not a fit.
 PATIENCE = 3
-#: Below so many tokens a parameter a model is called too large for its corpus.
+#: Below these tokens a parameter a model is called too large for its corpus.
 FAR_TOO_FEW = 5
 #: Epochs after which a budget alone no longer prolongs a run: repeats there teach almost nothing
 #: (arXiv 2305.16264 fits a decay of 15 repeats).
@@ -50,7 +50,8 @@ MOST_PROBE_TOKENS = 8192
 
 
 def batch_tokens(run_tokens: float) -> float:
-    """Tokens of a step for a run over so many tokens: 0.58 D^0.571, FEWEST_BATCH_TOKENS at least.
+    """Return the tokens of a step for a run over D tokens: 0.58 D^0.571, FEWEST_BATCH_TOKENS at
+    least.
 
     Fitted by Step Law (arXiv 2503.04715) on models of 60M to 1B parameters; extrapolated to shorter
     runs.
@@ -59,20 +60,23 @@ def batch_tokens(run_tokens: float) -> float:
 
 
 def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
-    """What the probe trains to measure this model on one device: all that run.yaml settles by
-    itself; `batch` is the sequences that the device is likely to get at a time."""
+    """Return what the probe trains to measure this model on one device: all that run.yaml settles
+    by itself; `batch` is the sequences that the device is likely to get at a time."""
     asked = config.train
     seq_len = chosen.seq_len
     rows = asked.batch.per_device or FEWEST_BATCH_TOKENS // seq_len
     if asked.batch.global_ is not None:
         rows = asked_rows(asked.batch.global_, seq_len) // workers
+    batch = max(1, min(rows, MOST_PROBE_TOKENS // seq_len))
+    optimizer = drafted_optimizer(asked, parameters(chosen.model))
+    attention = "sdpa" if asked.attention == "auto" else asked.attention
     return TrainSpec(
         steps=1,
-        batch=max(1, min(rows, MOST_PROBE_TOKENS // seq_len)),
+        batch=batch,
         seq_len=seq_len,
         precision="fp32",
-        optimizer=drafted_optimizer(asked, parameters(chosen.model)),
-        attention="sdpa" if asked.attention == "auto" else asked.attention,
+        optimizer=optimizer,
+        attention=attention,
         recompute=asked.recompute,
         wan_bits=asked.wan_bits,
         compile=asked.compile,
@@ -90,22 +94,35 @@ def choose_train(
     cluster: Cluster,
     probe: ProbeResult,
 ) -> tuple[TrainSpec, dict[str, str], tuple[str, ...]]:
-    """The drafted training made concrete, where each value came from, and warnings. The tightest of
-    steps, tokens, epochs, time and dollars decides the length."""
+    """Return the drafted training made concrete, where each value came from, and warnings. The
+    tightest of steps, tokens, epochs, time and dollars decides the length."""
     asked = config.train
     seq_len = chosen.seq_len
     workers = len(cluster.devices)
-    precision, precision_from = _precision(config, cluster, probe)
+    precision, precision_from = _choose_precision(config, cluster, probe)
     speed = probe.speeds[precision]
     end_s = deadline_s(config, cluster)
-    limits = _limits(config, chosen.model, corpus, timed=end_s is not None)
     seconds = math.inf if end_s is None else (1 - RESERVE) * end_s
+
+    # The batch goes by the run's tokens, which the tightest limit bounds.
+    limits = _token_limits(config, chosen.model, corpus, timed=end_s is not None)
     in_time = seconds / step_seconds(1, seq_len, speed, cluster) * workers * seq_len
-    batch, batch_from = _batch(
-        config, chosen, corpus, workers, min(in_time, *(tokens for tokens, _ in limits))
-    )
+    run_tokens = min(in_time, *(tokens for tokens, _ in limits))
+    batch, batch_from = _choose_batch(config, chosen, corpus, workers, run_tokens)
+    step_tokens = batch * seq_len
     step_s = step_seconds(-(-batch // workers), seq_len, speed, cluster)
-    steps, most_steps, steps_from = _steps(config, limits, batch * seq_len, seconds, step_s)
+    steps, most_steps, steps_from = _choose_steps(config, limits, step_tokens, seconds, step_s)
+
+    # What follows from the number of steps.
+    schedule = replace(drafted.schedule, warmup_steps=_choose_warmup(config, steps))
+    validate_tokens = _validate_tokens(corpus, steps * step_tokens, seq_len)
+    validate_every = asked.validate_every
+    if validate_every == "auto":
+        validate_every = -(-steps // VALIDATIONS)
+    epochs = steps * step_tokens / corpus.train.tokens
+    patience = asked.patience
+    if patience == "auto":
+        patience = PATIENCE if epochs > FRESH_EPOCHS else 0
     train = replace(
         drafted,
         steps=steps,
@@ -113,45 +130,35 @@ def choose_train(
         precision=precision,
         deadline_s=end_s,
         most_steps=most_steps if most_steps > steps else msgspec.UNSET,
-        schedule=replace(drafted.schedule, warmup_steps=_warmup(config, steps)),
-        validate_every=-(-steps // VALIDATIONS)
-        if asked.validate_every == "auto"
-        else asked.validate_every,
-        validate_tokens=_validate_tokens(corpus, steps * batch * seq_len, seq_len),
+        schedule=schedule,
+        validate_every=validate_every,
+        validate_tokens=validate_tokens,
+        patience=patience,
     )
-    epochs = steps * train.tokens_per_step / corpus.train.tokens
-    patience = (
-        (PATIENCE if epochs > FRESH_EPOCHS else 0) if asked.patience == "auto" else asked.patience
-    )
-    train, recipe_from = applied(
-        replace(train, patience=patience),
-        asked,
-        chosen.model,
-        epochs,
-        train.tokens_per_step / workers,
-    )
-    origin = recipe_from | {
-        "train.steps": steps_from,
-        "train.batch": batch_from,
-        "train.precision": precision_from,
-        "train.warmup_steps": given_or(asked.warmup, "default: 5 % of the steps"),
-        "train.deadline_s": "default: none" if end_s is None else "run.yaml: budget",
-        "train.patience": given_or(
-            asked.patience, f"default: {PATIENCE} beyond {FRESH_EPOCHS} epochs"
-        ),
-        "train.validate_every": given_or(asked.validate_every, "default: 12 a run"),
-    }
-    return train, origin, _warnings(chosen.model, corpus, train)
+    train, origin = applied(train, asked, chosen.model, epochs, step_tokens / workers)
+
+    patience_default = f"default: {PATIENCE} beyond {FRESH_EPOCHS} epochs"
+    origin["train.steps"] = steps_from
+    origin["train.batch"] = batch_from
+    origin["train.precision"] = precision_from
+    origin["train.warmup_steps"] = given_or(asked.warmup, "default: 5 % of the steps")
+    origin["train.deadline_s"] = "default: none" if end_s is None else "run.yaml: budget"
+    origin["train.patience"] = given_or(asked.patience, patience_default)
+    origin["train.validate_every"] = given_or(asked.validate_every, "default: 12 a run")
+    return train, origin, _list_warnings(chosen.model, corpus, train)
 
 
-def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple[Precision, str]:
-    everywhere = [
-        p for p in probe.speeds if all(p in device.sheet.dtypes for device in cluster.devices)
-    ]
+def _choose_precision(
+    config: RunConfig, cluster: Cluster, probe: ProbeResult
+) -> tuple[Precision, str]:
     asked = config.train.precision
     if asked == "auto":
-        best = max(everywhere, key=lambda p: probe.speeds[p].tokens_per_s)
-        speeds = ", ".join(f"{p} {format_count(probe.speeds[p].tokens_per_s)}" for p in everywhere)
+        tokens_per_s = {}
+        for precision, speed in probe.speeds.items():
+            if all(precision in device.sheet.dtypes for device in cluster.devices):
+                tokens_per_s[precision] = speed.tokens_per_s
+        best = max(tokens_per_s, key=lambda precision: tokens_per_s[precision])
+        speeds = ", ".join(f"{p} {format_count(rate)}" for p, rate in tokens_per_s.items())
         return best, f"machine: the fastest measured (tokens/s: {speeds})"
     if lacking := cluster.lacking(asked):
         fact = f"{', '.join(lacking)} does not compute it in hardware"
@@ -159,34 +166,31 @@ def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple
     return asked, "run.yaml"
 
 
-def _limits(
+def _token_limits(
     config: RunConfig, model: ModelSpec, corpus: CorpusManifest, timed: bool
 ) -> list[tuple[float, str]]:
-    """Bounds of the run's tokens, and where each came from: those that run.yaml gives, or else a
-    default."""
+    """Return bounds of the run's tokens, and where each came from: those that run.yaml gives, or
+    else a default."""
     asked = config.train
+    corpus_tokens = corpus.train.tokens
     limits: list[tuple[float, str]] = []
     if asked.tokens is not None:
         limits.append((asked_tokens(asked.tokens, parameters(model)), "run.yaml: train.tokens"))
     if asked.epochs is not None:
-        limits.append((asked.epochs * corpus.train.tokens, "run.yaml: train.epochs"))
+        limits.append((asked.epochs * corpus_tokens, "run.yaml: train.epochs"))
     if limits:
         return limits
     if timed:
-        return [
-            (
-                MOST_EPOCHS * corpus.train.tokens,
-                f"default: {MOST_EPOCHS} epochs, before the budget ends",
-            )
-        ]
-    tokens = min(TOKENS_PER_PARAMETER * parameters(model), FRESH_EPOCHS * corpus.train.tokens)
+        origin = f"default: {MOST_EPOCHS} epochs, before the budget ends"
+        return [(MOST_EPOCHS * corpus_tokens, origin)]
+    tokens = min(TOKENS_PER_PARAMETER * parameters(model), FRESH_EPOCHS * corpus_tokens)
     return [(tokens, "default: the fewer of 20 tokens a parameter and 4 epochs")]
 
 
-def _batch(
+def _choose_batch(
     config: RunConfig, chosen: ChosenModel, corpus: CorpusManifest, workers: int, run_tokens: float
 ) -> tuple[int, str]:
-    """Sequences of a step over all devices, and where the number came from."""
+    """Return the sequences of a step over all devices, and where the number came from."""
     windows = (corpus.train.tokens - 1) // chosen.seq_len
     asked = config.train.batch
     if asked.global_ is None and asked.per_device is None:
@@ -195,17 +199,16 @@ def _batch(
         rows = asked.per_device * workers
         key = "train.batch.per_device"
         value = str(asked.per_device)
+        fix = f"{windows // workers:d}"
     else:
         assert asked.global_ is not None
         rows = asked_rows(asked.global_, chosen.seq_len)
         key = "train.batch.global"
         value = str(asked.global_)
+        fix = f"{windows:d} sequences"
     if rows > windows:
-        fact = (
-            f"a step would read {counted(rows, 'sequence')} of {chosen.seq_len} tokens, the "
-            f"corpus has {windows:,}"
-        )
-        fix = f"{windows:d} sequences" if key.endswith("global") else f"{windows // workers:d}"
+        step = f"{counted(rows, 'sequence')} of {chosen.seq_len} tokens"
+        fact = f"a step would read {step}, the corpus has {windows:,}"
         raise out_of_range(key, value, fact, f"set {key_word(key)}: {fix}")
     return rows, "run.yaml"
 
@@ -213,92 +216,91 @@ def _batch(
 def _auto_batch(
     chosen: ChosenModel, windows: int, workers: int, run_tokens: float, source: str
 ) -> tuple[int, str]:
-    """A power of two of sequences, the same for every device; at least 16 steps an epoch where the
-    corpus allows."""
+    """Return a power of two of sequences, the same for every device; at least 16 steps an epoch
+    where the corpus allows."""
     if windows < workers:
+        sequences = f"{counted(windows, 'sequence')} of {chosen.seq_len} tokens"
         raise Refusal(
             "corpus-too-small",
             what="the corpus cannot fill one batch",
             where=source,
-            fact=(
-                f"it has {counted(windows, 'sequence')} of {chosen.seq_len} tokens for "
-                f"{counted(workers, 'device')}"
-            ),
+            fact=f"it has {sequences} for {counted(workers, 'device')}",
             remedy=f"set parallel.workers: {windows:d}",
         )
     rows = 2 ** max(0, round(math.log2(batch_tokens(run_tokens) / chosen.seq_len)))
     rows = max(1, min(rows, windows // 16))
-    return max(
-        1, round(rows / workers)
-    ) * workers, "default: by the run's tokens (arXiv 2503.04715)"
+    device_rows = max(1, round(rows / workers))
+    return device_rows * workers, "default: by the run's tokens (arXiv 2503.04715)"
 
 
-def _steps(
+def _choose_steps(
     config: RunConfig,
     limits: list[tuple[float, str]],
     step_tokens: int,
     seconds: float,
     step_s: float,
 ) -> tuple[int, int, str]:
-    """Steps within every limit, one at least, and within `seconds`, which even one step may
+    """Return steps within every limit, one at least, and within `seconds`, which even one step may
     exceed; steps within the limits alone, which a run may make that is faster than `step_s`; and
     where the first came from."""
     asked = config.train
-    budget = config.budget
-    step_limits = [(max(1, int(tokens // step_tokens)), why) for tokens, why in limits]
+    step_limits = []
+    for tokens, origin in limits:
+        if asked.steps is None or not origin.startswith("default"):
+            step_limits.append((max(1, int(tokens // step_tokens)), origin))
     if asked.steps is not None:
-        step_limits = [pair for pair in step_limits if not pair[1].startswith("default")]
         step_limits.append((asked.steps, "run.yaml: train.steps"))
     most_steps = min((limit for limit, _ in step_limits), default=0)
     if seconds < math.inf:
-        pace = f"{format_seconds(seconds)} at {format_count(step_tokens / step_s)} tokens/s"
-        step_limits.append((int(seconds // step_s), f"run.yaml and machine: budget, {pace}"))
-    steps, why = min(step_limits)
+        speed = f"{format_count(step_tokens / step_s)} tokens/s"
+        origin = f"run.yaml and machine: budget, {format_seconds(seconds)} at {speed}"
+        step_limits.append((int(seconds // step_s), origin))
+    steps, origin = min(step_limits)
     if steps < 1:
-        key, value = (
-            ("budget.usd", budget.usd) if budget.time is None else ("budget.time", budget.time)
-        )
+        in_dollars = config.budget.time is None
+        key = "budget.usd" if in_dollars else "budget.time"
+        value = config.budget.usd if in_dollars else config.budget.time
         fact = f"one step takes {format_seconds(step_s)}"
-        raise out_of_range(
-            key, value, fact, f"raise {key_word(key)}, or lower train.batch.global or the size"
-        )
-    return steps, most_steps, why
+        remedy = f"raise {key_word(key)}, or lower train.batch.global or the size"
+        raise out_of_range(key, value, fact, remedy)
+    return steps, most_steps, origin
 
 
-def _warmup(config: RunConfig, steps: int) -> int:
-    if config.train.warmup == "auto":
+def _choose_warmup(config: RunConfig, steps: int) -> int:
+    warmup = config.train.warmup
+    if warmup == "auto":
         return min(2000, -(-steps // 20))
-    if config.train.warmup > steps:
+    if warmup > steps:
         fact = f"the run has {counted(steps, 'step')}"
-        raise out_of_range("train.warmup", config.train.warmup, fact, "set train.warmup: auto")
-    return config.train.warmup
+        raise out_of_range("train.warmup", warmup, fact, "set train.warmup: auto")
+    return warmup
 
 
 def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> int:
-    """Tokens of one validation (0: all) so that all of them take VALIDATION_SHARE of the run; 16
-    windows at least."""
+    """Return the tokens of one validation (0: all) so that all of them take VALIDATION_SHARE of the
+    run; 16 windows at least."""
     affordable = VALIDATION_SHARE * 3 * run_tokens / VALIDATIONS
     windows = max(16, int(affordable // seq_len))
     return 0 if windows * seq_len >= corpus.val.tokens else windows * seq_len
 
 
-def _warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tuple[str, ...]:
+def _list_warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tuple[str, ...]:
     count = parameters(model)
+    corpus_tokens = corpus.train.tokens
     seen = train.steps * train.tokens_per_step
     warnings = []
-    epochs = seen / corpus.train.tokens
-    fits = max(SMALLEST, min(FRESH_EPOCHS * corpus.train.tokens, seen) / TOKENS_PER_PARAMETER)
+    fresh = min(FRESH_EPOCHS * corpus_tokens, seen)
+    fits = max(SMALLEST, fresh / TOKENS_PER_PARAMETER)
     if seen / count < FAR_TOO_FEW and count > fits * (1 + TOLERANCE):
+        count_text = f"{format_count(count)} parameters, {format_count(seen)} tokens"
         warnings.append(
-            f"the model is too large for what it will see: {format_count(count)} parameters, "
-            f"{format_count(seen)} "
-            f"tokens, {seen / count:.2g} a parameter where 20 is compute-optimal; "
-            f"{format_count(fits)} parameters fit"
+            f"the model is too large for what it will see: {count_text}, {seen / count:.2g} a "
+            f"parameter where 20 is compute-optimal; {format_count(fits)} parameters fit"
         )
+    epochs = seen / corpus_tokens
     if epochs > FRESH_EPOCHS:
         warnings.append(
             f"the run reads the corpus {epochs:.3g} times; beyond {FRESH_EPOCHS} repeats teach "
-            "less and less "
-            "(arXiv 2305.16264): more text, or fewer steps"
+            "less and less (arXiv 2305.16264): more text, or fewer steps"
         )
     return tuple(warnings)

@@ -9,7 +9,7 @@ import msgspec
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.model import parameters
-from farspan.domain.plan import Plan, Replica
+from farspan.domain.plan import Plan
 from farspan.domain.results import Estimate
 from farspan.domain.units import (
     counted,
@@ -53,100 +53,103 @@ class PlanDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference(a: PlanSide, b: PlanSide, cluster: Cluster) -> PlanDifference:
-    """What sets two plans of one cluster apart."""
-    both = (configuration(a.plan, cluster), configuration(b.plan, cluster))
-    names = list(dict.fromkeys((*both[0], *both[1])))
-    rows = [
-        DiffRow(what=name, a=both[0].get(name, "none"), b=both[1].get(name, "none"))
-        for name in names
-    ]
+    """Compare two plans of one cluster."""
+    a_settings = configuration(a.plan, cluster)
+    b_settings = configuration(b.plan, cluster)
+    differing = []
+    same = []
+    for setting in a_settings | b_settings:
+        a_text = a_settings.get(setting, "none")
+        b_text = b_settings.get(setting, "none")
+        if a_text == b_text:
+            same.append(setting)
+        else:
+            differing.append(DiffRow(what=setting, a=a_text, b=b_text))
     return PlanDifference(
         names=(a.name, b.name),
-        configuration=tuple(row for row in rows if row.a != row.b),
-        same=tuple(row.what for row in rows if row.a == row.b),
+        configuration=tuple(differing),
+        same=tuple(same),
         figures=figures(a, b, cluster),
     )
 
 
 def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
-    """What a plan says, by name."""
+    """Describe a plan's settings, by name."""
+    model = plan.model
     train = plan.train
+    replicas = str(len(plan.replicas))
+    if plan.sync is not None:
+        sync = plan.sync
+        hidden = ", while they go on" if sync.overlap else ""
+        every = "step" if sync.every == 1 else f"{sync.every} steps"
+        replicas += f", which meet every {every} in {sync.bits} bits{hidden}"
     kinds = {host.name: [device.kind for device in host.devices] for host in cluster.hosts}
+    devices = [f"{kinds[at.host][at.index]} in {at.host}" for at in plan.devices]
+    size = f"{train.batch} x {train.seq_len}, {train.precision}"
     settings = {
         "technique": plan.technique,
-        "devices": listed(
-            [f"{kinds[device.host][device.index]} in {device.host}" for device in plan.devices]
-        ),
-        "model": f"{plan.model.family} of {format_count(parameters(plan.model))} parameters",
-        "training": (
-            f"{counted(train.steps, 'step')} of {train.batch} x {train.seq_len}, {train.precision}"
-        ),
+        "devices": listed(devices),
+        "model": f"{model.family} of {format_count(parameters(model))} parameters",
+        "training": f"{counted(train.steps, 'step')} of {size}",
         "engine": plan.engine,
-        "replicas": _replicas(plan),
+        "replicas": replicas,
     }
-    layers = plan.model.layers
     for number, replica in enumerate(plan.replicas, start=1):
         of = "" if len(plan.replicas) == 1 else f" of replica {number}"
+        microbatches = str(replica.microbatches)
+        if len(replica.stages) > 1:
+            microbatches += f", in flight {'/'.join(map(str, replica.in_flight))}"
         settings[f"stages{of}"] = str(len(replica.stages))
-        settings[f"microbatches{of}"] = _microbatches(replica)
+        settings[f"microbatches{of}"] = microbatches
         for i, stage in enumerate(replica.stages, start=1):
-            settings[f"stage {i}{of}"] = stage_words(stage, layers)
+            settings[f"stage {i}{of}"] = stage_words(stage, model.layers)
             settings[f"rows of stage {i}{of}"] = listed([str(rows) for rows in stage.rows])
     return settings
-
-
-def _replicas(plan: Plan) -> str:
-    if plan.sync is None:
-        return str(len(plan.replicas))
-    sync = plan.sync
-    hidden = ", while they go on" if sync.overlap else ""
-    every = "step" if sync.every == 1 else f"{sync.every} steps"
-    return f"{len(plan.replicas)}, which meet every {every} in {sync.bits} bits{hidden}"
-
-
-def _microbatches(replica: Replica) -> str:
-    depths = (
-        f", in flight {'/'.join(map(str, replica.in_flight))}" if len(replica.stages) > 1 else ""
-    )
-    return f"{replica.microbatches}{depths}"
 
 
 def figures(a: PlanSide, b: PlanSide, cluster: Cluster) -> tuple[DiffRow, ...]:
     """Return every figure of the estimates, and B's over A's. Time, dollars and energy are those of
     a ranking: to the loss of synchronous training, queues included; those of the run itself follow
     where they differ."""
-    uneven = any(side.estimate.token_efficiency != 1.0 for side in (a, b))
-    first, second = (_figures(side, cluster, " to equal loss" * uneven) for side in (a, b))
-    if all(side.estimate.equal_loss_factor == 1.0 for side in (a, b)):
-        del first["the run's own steps"]
-    if all(side.estimate.loss is None for side in (a, b)):
-        del first["training loss"]
+    estimates = (a.estimate, b.estimate)
+    uneven = any(estimate.token_efficiency != 1.0 for estimate in estimates)
+    to = " to equal loss" if uneven else ""
+    a_figures = _estimate_figures(a, cluster, to)
+    b_figures = _estimate_figures(b, cluster, to)
+    if all(estimate.equal_loss_factor == 1.0 for estimate in estimates):
+        del a_figures["the run's own steps"]
+    if all(estimate.loss is None for estimate in estimates):
+        del a_figures["training loss"]
     rows = []
-    for what, (value, show) in first.items():
-        other = second[what][0]
-        texts = ["?" if figure is None else show(figure) for figure in (value, other)]
+    for what, (value, show) in a_figures.items():
+        other = b_figures[what][0]
+        a_text = "?" if value is None else show(value)
+        b_text = "?" if other is None else show(other)
         ratio = other / value if value and other is not None else None
-        rows.append(DiffRow(what=what, a=texts[0], b=texts[1], ratio=ratio))
+        rows.append(DiffRow(what=what, a=a_text, b=b_text, ratio=ratio))
     return tuple(rows)
 
 
-def _figures(
+def _estimate_figures(
     side: PlanSide, cluster: Cluster, to: str
 ) -> dict[str, tuple[float | None, Callable[[float], str]]]:
     """Return each figure of a plan, and how it is written."""
     estimate = side.estimate
     queue_s = side.queue_s
     scale = estimate.equal_loss_factor
-    (low_s, high_s) = estimate.equal_loss_interval_s
+    low_s, high_s = estimate.equal_loss_interval_s
     bubble_s = estimate.bubble_s if estimate.bubble_s > 1e-9 * estimate.step_s else 0.0
     usd = None if estimate.usd is None else estimate.usd * scale
     kwh = None if estimate.kwh is None else estimate.kwh * scale
-    return {
+    costs = costs_of(side.plan, cluster)
+    by_pair = between_sites(traffic(side.plan, costs), costs.network)
+    sent_bytes = sum(sum(purposes.values()) for purposes in by_pair.values())
+    values: dict[str, tuple[float | None, Callable[[float], str]]] = {
         "step": (estimate.step_s, short_time),
         "compute": (estimate.compute_s, short_time),
         "exposed communication": (estimate.communication_s, short_time),
         "bubble": (bubble_s, short_time),
-        "bytes between sites a step": (_sent(side.plan, cluster), format_bytes),
+        "bytes between sites a step": (sent_bytes, format_bytes),
         "tokens/s": (estimate.tokens_per_s, "{:,.0f}".format),
         "TFLOP/s per device": (estimate.tflops_per_device, "{:.3g}".format),
         "MFU": (estimate.mfu, "{:.1%}".format),
@@ -159,13 +162,12 @@ def _figures(
         "interval, low": (queue_s + low_s, format_seconds),
         "interval, high": (queue_s + high_s, format_seconds),
         f"dollars{to}": (usd, format_usd),
-        f"energy in kWh{to}": (kwh, lambda kwh: f"{kwh:,.0f}" if kwh >= 100 else f"{kwh:.3g}"),
+        f"energy in kWh{to}": (kwh, _format_kwh),
         "the run's own steps": (estimate.run_s, format_seconds),
         "training loss": (estimate.loss, "{:.3f}".format),
     }
+    return values
 
 
-def _sent(plan: Plan, cluster: Cluster) -> float:
-    costs = costs_of(plan, cluster)
-    by_pair = between_sites(traffic(plan, costs), costs.network)
-    return sum(sum(purposes.values()) for purposes in by_pair.values())
+def _format_kwh(kwh: float) -> str:
+    return f"{kwh:,.0f}" if kwh >= 100 else f"{kwh:.3g}"

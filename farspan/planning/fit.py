@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from farspan import models, techniques
-from farspan.domain.cluster import Cluster, Device
+from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
@@ -31,6 +31,7 @@ from farspan.estimate.price import price
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.parts import ClusterPart, all_parts
 from farspan.planning.rank import candidate, host_bytes
+from farspan.planning.ranking import used_ranks
 from farspan.planning.size import shape_for
 from farspan.techniques import Task
 
@@ -38,8 +39,8 @@ Asked = Literal["model", "batch", "memory"]
 #: Techniques whose plans take milliseconds (one stage, no program to solve), those that divide most
 #: first.
 QUICK = ("fsdp", "hsdp", "zero2", "zero1", "data")
-#: Neighbouring rungs of models and of memory differ by about so much; they are three digits long,
-#: to be typed. More than MOST_RUNGS of them no ladder has.
+#: Neighbouring rungs of models and of memory differ by about this share; they are three digits
+#: long, to be typed. More than MOST_RUNGS of them no ladder has.
 MODEL_STEP = 0.02
 MEMORY_STEP = 0.01
 MOST_RUNGS = 1200
@@ -49,7 +50,7 @@ LEAST_MEMORY = 64_000_000
 MOST_MEMORY = 4_000_000_000_000
 #: Sequences a device at once that are tried at most.
 MOST_ROWS = 2**16
-#: A plan that lacks memory is looked for on devices up to so many times larger.
+#: A plan that lacks memory is looked for on devices up to this many times larger.
 MOST_SCALE = 10_000
 
 
@@ -69,16 +70,15 @@ class Ground:
     allow: tuple[str, ...] = ()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        known = self.allow or techniques.names()
-        return (
-            *(name for name in QUICK if name in known),
-            *(name for name in known if name not in QUICK),
-        )
+    def allowed(self) -> list[str]:
+        """The techniques to use, quick ones first."""
+        allowed = self.allow or techniques.names()
+        quick = [name for name in QUICK if name in allowed]
+        return quick + [name for name in allowed if name not in QUICK]
 
 
 class Rung(msgspec.Struct, frozen=True):
-    """One question of a ladder. `amount` says how hard it is, in the question's own unit."""
+    """One question of a ladder. `amount` is how hard it is, in the question's own unit."""
 
     amount: int
     model: ModelSpec
@@ -107,8 +107,11 @@ def model_ladder(ground: Ground, family: str, vocab_size: int, context: int) -> 
     smallest = ground.train_for(shape(LEAST_PARAMETERS), cluster)
     memory = sum(device.memory for device in cluster.devices)
     most = max(2 * LEAST_PARAMETERS, memory / state_bytes_each(ground.engine, smallest))
-    grown = [three_digits(LEAST_PARAMETERS * (1 + MODEL_STEP) ** i) for i in range(MOST_RUNGS)]
-    targets = [target for target in grown if target <= most]
+    targets = []
+    for i in range(MOST_RUNGS):
+        target = three_digits(LEAST_PARAMETERS * (1 + MODEL_STEP) ** i)
+        if target <= most:
+            targets.append(target)
 
     @functools.cache
     def rung(index: int) -> Rung:
@@ -120,8 +123,8 @@ def model_ladder(ground: Ground, family: str, vocab_size: int, context: int) -> 
 
 
 def batch_ladder(ground: Ground, model: ModelSpec) -> Ladder:
-    """Return ever more sequences a step that are computed all at once: so many for each device, on
-    average.
+    """Return ever more sequences a step that are computed all at once: the same number for each
+    device, on average.
 
     Accumulating gradients over parts of a batch makes any batch fit, and so does a pipeline, which
     is made of parts: neither counts.
@@ -137,16 +140,22 @@ def batch_ladder(ground: Ground, model: ModelSpec) -> Ladder:
 
 def memory_ladder(ground: Ground, model: ModelSpec) -> Ladder:
     """Return ever smaller devices, all alike."""
-    shrunk = [three_digits(MOST_MEMORY / (1 + MEMORY_STEP) ** i) for i in range(MOST_RUNGS)]
-    sizes = [size for size in shrunk if size >= LEAST_MEMORY]
+    sizes = []
+    for i in range(MOST_RUNGS):
+        size = three_digits(MOST_MEMORY / (1 + MEMORY_STEP) ** i)
+        if size >= LEAST_MEMORY:
+            sizes.append(size)
     whole = Rung(0, model, ground.train_for(model, ground.cluster), ground.cluster)
     return shrinking(whole, sizes, lambda device, size: size)
 
 
 def scaled_ladder(rung: Rung) -> Ladder:
     """Return one rung with ever less of MOST_SCALE times its devices' memory, down to their own."""
-    shrunk = [round(1000 * MOST_SCALE / (1 + MEMORY_STEP) ** i) for i in range(MOST_RUNGS)]
-    permilles = [permille for permille in shrunk if permille >= 1000]
+    permilles = []
+    for i in range(MOST_RUNGS):
+        permille = round(1000 * MOST_SCALE / (1 + MEMORY_STEP) ** i)
+        if permille >= 1000:
+            permilles.append(permille)
     return shrinking(rung, permilles, lambda device, permille: device.memory * permille // 1000)
 
 
@@ -165,7 +174,8 @@ def shrinking(rung: Rung, amounts: Sequence[int], memory: Callable[[Device, int]
 def holds_too_little(rung: Rung, engine: Engine, part: ClusterPart) -> bool:
     """Return whether weights, gradients and optimizer state, divided as they may be, are more than
     the part's devices hold."""
-    capacity = sum(engine.fill * rung.cluster.devices[place].memory for place in part.places)
+    devices = rung.cluster.devices
+    capacity = sum(engine.fill * devices[place].memory for place in part.places)
     return parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity
 
 
@@ -179,9 +189,12 @@ def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
 
 def with_memory(cluster: Cluster, memory: Callable[[Device], int]) -> Cluster:
     """Return the cluster with other memory in every device."""
-    return cluster.with_devices(
-        lambda host, i: replace(host.devices[i], memory=memory(host.devices[i]))
-    )
+
+    def resize(host: Host, index: int) -> Device:
+        device = host.devices[index]
+        return replace(device, memory=memory(device))
+
+    return cluster.with_devices(resize)
 
 
 def three_digits(number: float) -> int:
@@ -208,15 +221,15 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     usable: float
     spare: float
 
+    def fill(self) -> float:
+        return self.used / self.usable
+
     def __str__(self) -> str:
-        rest = (
-            f"{format_bytes(self.spare)} to spare"
-            if self.spare >= 0
-            else f"short of {format_bytes(-self.spare)}"
-        )
-        return (
-            f"{self.name}: {format_bytes(self.used)} of {format_bytes(self.usable)} usable, {rest}"
-        )
+        rest = f"{format_bytes(self.spare)} to spare"
+        if self.spare < 0:
+            rest = f"short of {format_bytes(-self.spare)}"
+        usable = format_bytes(self.usable)
+        return f"{self.name}: {format_bytes(self.used)} of {usable} usable, {rest}"
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,7 +239,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     places: tuple[int, ...]
     amount: int
-    #: The rung as an argument would say it: what `--model` takes for this size.
+    #: The rung as an argument: what `--model` takes for this size.
     typed: str
     #: Sequences that the busiest device computes at a time, and whether it computes forward passes
     #: again.
@@ -255,10 +268,10 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return the answer as `--json` has it."""
-        limits = [
-            {**msgspec.to_builtins(limit), "estimate": limit.estimate.as_json()}
-            for limit in self.limits
-        ]
+        limits = []
+        for limit in self.limits:
+            fields = msgspec.to_builtins(limit)
+            limits.append({**fields, "estimate": limit.estimate.as_json()})
         return {**msgspec.to_builtins(self), "limits": limits}
 
 
@@ -266,28 +279,33 @@ def climb(ground: Ground, ladder: Ladder) -> Fit | None:
     """Return the hardest rung that any technique fits on any part, and what is lacking on the next;
     None where the first fits nowhere."""
     search = Search(ground, ladder)
-    for name in ground.names:
+    allowed = ground.allowed
+    for name in allowed:
         search.follow(name, None if name in QUICK else search.hardest())
     # What was left out beyond an earlier best is tried beyond the last one, until nothing goes
     # further: then every technique was tried there on every part.
-    while (best := search.hardest()) and any(search.follow(name, best) for name in ground.names):
+    while (best := search.hardest()) and any(search.follow(name, best) for name in allowed):
         pass
     if best is None:
         return None
     order = [*search.reached.values()]
-    order.sort(key=lambda limit: ground.names.index(limit.technique))
+    order.sort(key=lambda limit: allowed.index(limit.technique))
     order.sort(key=lambda limit: -ladder.hardness(limit.amount))
 
     # The next rung, and what is lacking there.
     best = order[0]
-    used = len(order[0].places)
-    index = search.after(best.amount, used)
-    at_end = index == ladder.length
+    devices = len(best.places)
+    index = search.after(best.amount, devices)
+    next_amount = None
+    next_lacks = None
+    if index < ladder.length:
+        next_amount = ladder.rung(index, devices).amount
+        next_lacks = search.lacking(index, best)
     return Fit(
         asked=ladder.asked,
         limits=tuple(order),
-        next_amount=None if at_end else ladder.rung(index, used).amount,
-        next_lacks=None if at_end else search.lacking(index, best),
+        next_amount=next_amount,
+        next_lacks=next_lacks,
     )
 
 
@@ -300,8 +318,8 @@ class Search:
         self.parts = all_parts(ground.cluster)
         #: The best of each technique that was followed.
         self.reached: dict[str, Limit] = {}
-        self.attempt = functools.cache(self._attempt)
-        self.task = functools.cache(self._task)
+        self.attempt = functools.cache(self._attempt_rung)
+        self.task = functools.cache(self._make_task)
 
     def hardest(self) -> Limit | None:
         limits = self.reached.values()
@@ -333,14 +351,14 @@ class Search:
 
     def after(self, amount: int, devices: int) -> int:
         """Return the first rung that is harder than `amount`."""
-        hardness = self.ladder.hardness
-        return bisect_right(
-            range(self.ladder.length),
-            hardness(amount),
-            key=lambda i: hardness(self.ladder.rung(i, devices).amount),
-        )
+        ladder = self.ladder
 
-    def _attempt(self, index: int, name: str, part: ClusterPart) -> Limit | None:
+        def rung_hardness(index: int) -> int:
+            return ladder.hardness(ladder.rung(index, devices).amount)
+
+        return bisect_right(range(ladder.length), ladder.hardness(amount), key=rung_hardness)
+
+    def _attempt_rung(self, index: int, name: str, part: ClusterPart) -> Limit | None:
         """Return a technique's plan for a rung on a part, if everything has the memory for it."""
         if index >= self.ladder.length:
             return None
@@ -354,7 +372,7 @@ class Search:
                 return limit_of(variant, rung, room)
         return None
 
-    def _task(self, index: int, part: ClusterPart) -> Task:
+    def _make_task(self, index: int, part: ClusterPart) -> Task:
         return task_on(part, self.ladder.rung(index, len(part.places)), self.ground.engine)
 
     def variants(self, task: Task, name: str, part: ClusterPart) -> Iterator[Candidate]:
@@ -370,8 +388,10 @@ class Search:
     def fullest(self, task: Task, candidate: Candidate) -> Room:
         """Return the device, or the host, whose memory a plan fills to the largest share. Where
         devices' memory is asked, hosts do not count."""
-        hosts = [] if self.ladder.asked == "memory" else host_rooms(task)
-        return max([*device_rooms(task, candidate), *hosts], key=_share)
+        rooms = device_rooms(task, candidate)
+        if self.ladder.asked != "memory":
+            rooms += host_rooms(task)
+        return max(rooms, key=Room.fill)
 
     def lacking(self, index: int, best: Limit) -> Room | None:
         """Return what the technique of the answer lacks on a harder rung."""
@@ -385,9 +405,9 @@ class Search:
         missed = nearest_miss(self.ground, rung, best.technique, part)
         if missed is None:
             return None
-        host = None if self.ladder.asked == "memory" else missed.host
-        rooms = [missed.device] if host is None else [host, missed.device]
-        return max(rooms, key=_share)
+        if missed.host is None or self.ladder.asked == "memory":
+            return missed.device
+        return max(missed.host, missed.device, key=Room.fill)
 
 
 class Miss(NamedTuple):
@@ -410,8 +430,8 @@ def nearest_miss(ground: Ground, rung: Rung, name: str, part: ClusterPart) -> Mi
     limit = search.attempt(search.last_that_fits(start, name, part), name, part)
     assert limit is not None
     task = task_on(part, rung, ground.engine)
-    host = max(host_rooms(task), key=_share, default=None)
-    return Miss(max(device_rooms(task, limit), key=_share), host)
+    host = max(host_rooms(task), key=Room.fill, default=None)
+    return Miss(max(device_rooms(task, limit), key=Room.fill), host)
 
 
 def task_on(part: ClusterPart, rung: Rung, engine: Engine) -> Task:
@@ -424,11 +444,12 @@ def task_on(part: ClusterPart, rung: Rung, engine: Engine) -> Task:
 def at_once(task: Task, candidate: Candidate) -> Iterator[Candidate]:
     """Yield the candidate's plan with a step's sequences all computed at once, without and with
     recompute; none if piped."""
-    if any(len(replica.stages) > 1 for replica in candidate.plan.replicas):
+    old = candidate.plan.replicas
+    if any(len(replica.stages) > 1 for replica in old):
         return
     for recompute in (True,) if task.train.recompute else (False, True):
         replicas = []
-        for replica in candidate.plan.replicas:
+        for replica in old:
             stages = tuple(replace(stage, recompute=recompute) for stage in replica.stages)
             replicas.append(replace(replica, microbatches=1, in_flight=(1,), stages=stages))
         plan = replace(candidate.plan, replicas=tuple(replicas))
@@ -437,21 +458,21 @@ def at_once(task: Task, candidate: Candidate) -> Iterator[Candidate]:
 
 def limit_of(candidate: Candidate, rung: Rung, room: Room) -> Limit:
     """Return a candidate that fits a rung, and what it fills most."""
-    rows = [
-        replica.micro_rows(i, c)
-        for replica in candidate.plan.replicas
-        for i, stage in enumerate(replica.stages)
-        for c in range(len(stage.rows))
-    ]
-    again = any(stage.recompute for replica in candidate.plan.replicas for stage in replica.stages)
+    micro_rows = 0
+    recompute = False
+    for replica in candidate.plan.replicas:
+        for i, stage in enumerate(replica.stages):
+            recompute = recompute or stage.recompute
+            for c in range(len(stage.rows)):
+                micro_rows = max(micro_rows, replica.micro_rows(i, c))
     return Limit(
         technique=candidate.technique,
         where=candidate.where,
         places=candidate.places,
         amount=rung.amount,
         typed=rung.typed,
-        micro_rows=max(rows),
-        recompute=again,
+        micro_rows=micro_rows,
+        recompute=recompute,
         binds=room,
         plan=candidate.plan,
         estimate=candidate.estimate,
@@ -461,32 +482,23 @@ def limit_of(candidate: Candidate, rung: Rung, room: Room) -> Limit:
 def device_rooms(task: Task, priced: Candidate | Limit) -> list[Room]:
     """Return the room of every device that a plan uses."""
     rooms = []
-    ranks = sorted(
-        rank
-        for replica in priced.plan.replicas
-        for stage in replica.stages
-        for rank in stage.mesh.ranks
-    )
-    for rank, memory in zip(ranks, priced.estimate.memory, strict=True):
+    for rank, memory in zip(used_ranks(priced.plan), priced.estimate.memory, strict=True):
         at = task.devices[rank]
         kind = task.costs.network.devices[rank].kind
         name = f"{kind}, device {at.index} of {at.host}"
-        rooms.append(_room(name, memory.total, task.capacity(rank)))
+        rooms.append(_make_room(name, memory.total, task.capacity(rank)))
     return rooms
 
 
 def host_rooms(task: Task) -> list[Room]:
     """Return the room of every host whose memory is known."""
-    return [
-        _room(f"host {host.name}'s own memory", host_bytes(task, host.name), host.memory)
-        for host in task.cluster.hosts
-        if host.memory is not None
-    ]
+    rooms = []
+    for host in task.cluster.hosts:
+        if host.memory is not None:
+            name = f"host {host.name}'s own memory"
+            rooms.append(_make_room(name, host_bytes(task, host.name), host.memory))
+    return rooms
 
 
-def _room(name: str, used: float, usable: float) -> Room:
+def _make_room(name: str, used: float, usable: float) -> Room:
     return Room(name=name, used=used, usable=usable, spare=usable - used)
-
-
-def _share(room: Room) -> float:
-    return room.used / room.usable

@@ -66,7 +66,7 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
     rung = Rung(parameters(model), model, ground.train_for(model, ground.cluster), ground.cluster)
     names = [
         name
-        for name in ground.names
+        for name in ground.allowed
         if name in QUICK or len(ground.cluster.devices) <= MOST_SEARCHED
     ]
     misses = {name: nearest_miss(ground, rung, name, whole(ground.cluster)) for name in names}
@@ -113,7 +113,7 @@ def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | Non
     if holds_too_little(Rung(0, model, train, cluster), ground.engine, whole(cluster)):
         return False
     task = Task(model, models.graph(model), cluster, train, ground.engine)
-    answers = (candidate(task, whole(cluster), name) for name in ground.names)
+    answers = (candidate(task, whole(cluster), name) for name in ground.allowed)
     return any(isinstance(answer, Candidate) and answer.eligible for answer in answers)
 
 
@@ -127,7 +127,7 @@ def _shorter(ground: Ground, model: ModelSpec) -> int | None:
 
 def _times(ground: Ground, model: ModelSpec) -> int | None:
     """How many times every host must stand there; tried with the techniques that plan at once."""
-    allowed = tuple(name for name in QUICK if name in ground.names)
+    allowed = tuple(name for name in QUICK if name in ground.allowed)
     if not allowed:
         return None
     for times in TIMES:

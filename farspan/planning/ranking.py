@@ -196,6 +196,15 @@ def question(ranking: Ranking) -> str:
     return f"{text}; best in {ranking.objective.replace('_', ' ')}"
 
 
+def used_ranks(plan: Plan) -> list[int]:
+    """Return the ranks of all stages in order, as an estimate lists their memory."""
+    ranks = []
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            ranks += stage.mesh.ranks
+    return sorted(ranks)
+
+
 def candidate_cells(ranking: Ranking, index: int) -> list[str]:
     """A cell for each of HEADS."""
     candidate = ranking.candidates[index]
