@@ -3,6 +3,7 @@ called in a sentence, and the table of all that terminals, pages and notebooks s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -35,7 +36,7 @@ LEFT = {"technique", "where", "verdict"}
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """Candidates, best first, of which `chosen` is the best that may be chosen; and techniques
+    """Candidates, best first; `chosen` is the place of the best that may be chosen; and techniques
     without a plan, by name."""
 
     model: ModelSpec
@@ -58,12 +59,12 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def by_money(ranking: Ranking) -> bool:
-    """Whether the objective compares money."""
+    """Return whether the objective compares money."""
     return ranking.objective in ("cost", "loss_per_dollar")
 
 
 def factor(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
-    """How many times as long, or as many dollars, `candidate` takes as `base`."""
+    """Return the time, or the dollars, of `candidate` over those of `base`."""
     if not by_money(ranking) or candidate.usd is None or not base.usd:
         return candidate.time_s / base.time_s
     return candidate.usd / base.usd
@@ -74,14 +75,17 @@ def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> s
     if abs(value - 1) < SAME:
         return "as fast" if words[0] == "slower" else "as cheap"
     word = words[value < 1]
+    if value >= 10:
+        return f"{value:,.0f} x {word}"
     if value >= 2:
-        return f"{value:.2g} x {word}" if value < 10 else f"{value:,.0f} x {word}"
+        return f"{value:.2g} x {word}"
     percent = 100 * abs(value - 1)
-    return f"{percent:.{int(percent < 9.95)}f} % {word}"
+    digits = int(percent < 9.95)
+    return f"{percent:.{digits}f} % {word}"
 
 
 def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
-    """A few words: chosen, how much slower (or costlier), or that there is no plan."""
+    """Return a few words: chosen, how much slower (or costlier), or that there is no plan."""
     if isinstance(candidate, Refused):
         return "does not fit" if candidate.problem.code == "out-of-memory" else "no plan"
     if ranking.chosen is None:
@@ -94,69 +98,67 @@ def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
 
 
 def refused_by_reason(ranking: Ranking) -> dict[str, list[Refused]]:
-    """The techniques that have no plan anywhere, by why that is, without their names."""
+    """Group the techniques that have no plan anywhere by the reason, without their names."""
     planned = {candidate.technique for candidate in ranking.candidates}
     reasons: dict[str, list[Refused]] = {}
     for refused in ranking.refused:
         if refused.technique not in planned:
             problem = refused.problem
-            reason = (
-                f"{f'it {problem.predicate}' if problem.subject else problem.what} ({problem.fact})"
-            )
-            reasons.setdefault(reason, []).append(refused)
+            what = f"it {problem.predicate}" if problem.subject else problem.what
+            reasons.setdefault(f"{what} ({problem.fact})", []).append(refused)
     return reasons
 
 
 def called(candidate: Candidate) -> str:
-    """`zero2 on gat`."""
+    """Write `zero2 on gat`."""
     return f"{candidate.technique} on {candidate.where}"
 
 
 def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
-    """`2 rtx6000 and 2 t4`."""
-    kinds = [cluster.devices[place].kind for place in places]
-    return joined([f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)])
+    """Write `2 rtx6000 and 2 t4`."""
+    counts = Counter(cluster.devices[place].kind for place in places)
+    return joined([f"{count} {kind}" for kind, count in counts.items()])
 
 
 def bounds(candidate: Candidate) -> tuple[float, float]:
-    """Seconds between which `time_s` is expected to lie, queues included."""
+    """Return the seconds between which `time_s` is predicted to lie, queues included."""
     low_s, high_s = candidate.estimate.equal_loss_interval_s
     return candidate.queue_s + low_s, candidate.queue_s + high_s
 
 
 def spent(candidate: Candidate) -> str:
-    """`free`, `$1.20`, or `?` where a device's price is unknown."""
+    """Write `free`, `$1.20`, or `?` where a device's price is unknown."""
     if candidate.usd is None:
         return "?"
     return "free" if candidate.usd == 0 else format_usd(candidate.usd)
 
 
 def time_line(candidate: Candidate) -> str:
-    """`6 min 28 s (5 min 10 s to 8 min 00 s)`."""
-    low, high = bounds(candidate)
-    return f"{format_seconds(candidate.time_s)} ({format_seconds(low)} to {format_seconds(high)})"
+    """Write `6 min 28 s (5 min 10 s to 8 min 00 s)`."""
+    low, high = (format_seconds(seconds) for seconds in bounds(candidate))
+    return f"{format_seconds(candidate.time_s)} ({low} to {high})"
 
 
 def equal_loss_note(candidate: Candidate) -> str:
-    """` to equal loss, at 1.13 x the tokens; its 1,000 steps take 1 h 16 min`; nothing of a
+    """Write ` to equal loss, at 1.13 x the tokens; its 1,000 steps take 1 h 16 min`; nothing of a
     synchronous run, whose tokens all count in full."""
     estimate = candidate.estimate
     if estimate.token_efficiency == 1.0:
         return ""
-    steps_s = candidate.queue_s + estimate.whole_s
-    return (
-        f" to equal loss, at {1 / estimate.token_efficiency:.3g} x the tokens; its "
-        f"{counted(candidate.plan.train.steps, 'step')} take {format_seconds(steps_s)}"
-    )
+    tokens = f"{1 / estimate.token_efficiency:.3g} x the tokens"
+    steps = counted(candidate.plan.train.steps, "step")
+    steps_time = format_seconds(candidate.queue_s + estimate.whole_s)
+    return f" to equal loss, at {tokens}; its {steps} take {steps_time}"
 
 
 def same_plan(plan: Plan, other: Plan) -> bool:
-    """Whether two techniques found the same."""
-    return (plan.replicas, plan.sync, plan.devices) == (other.replicas, other.sync, other.devices)
+    """Return whether two techniques made the same plan."""
+    same_stages = (plan.replicas, plan.sync) == (other.replicas, other.sync)
+    return same_stages and plan.devices == other.devices
 
 
 def headline(ranking: Ranking) -> str:
-    """`12 plans, best zero2 on gat, 4 h 10 min`."""
+    """Write `12 plans, best zero2 on gat, 4 h 10 min`."""
     plans = counted(len(ranking.candidates), "plan")
     if ranking.chosen is None:
         return f"{plans}, none can be chosen"
@@ -165,35 +167,32 @@ def headline(ranking: Ranking) -> str:
 
 
 def html(ranking: Ranking) -> str:
-    """Every candidate as a row of a table, and the techniques that have no plan."""
+    """Return a table of every candidate, and of the techniques that have no plan."""
     rows = [candidate_cells(ranking, place) for place in range(len(ranking.candidates))]
-    rows += [
-        ["", refused.technique, refused.where, *[""] * (len(HEADS) - 4), refused.problem.what]
-        for refused in ranking.refused
-    ]
+    blank = [""] * (len(HEADS) - 4)
+    for refused in ranking.refused:
+        rows.append(["", refused.technique, refused.where, *blank, refused.problem.what])
     right = [place for place, head in enumerate(HEADS) if head not in LEFT]
-    chosen = [] if ranking.chosen is None else [ranking.chosen]
-    return html_table(HEADS, rows, caption=question(ranking), right=right, strong=chosen)
+    strong = [] if ranking.chosen is None else [ranking.chosen]
+    return html_table(HEADS, rows, caption=question(ranking), right=right, strong=strong)
 
 
 def question(ranking: Ranking) -> str:
-    """`gpt2, 24 layers x 1024, 355 M parameters; 16.8 M tokens ...; 4 a30 at gat and amst`."""
+    """Write `gpt2, 24 layers x 1024, 355 M parameters; 16.8 M tokens ...; 4 a30 at gat`."""
     model = ranking.model
     cluster = ranking.cluster
-    text = (
-        f"{model.family}, {model.layers} layers x {model.d_model}, "
-        f"{format_count(parameters(model))} parameters"
-    )
+    size = format_count(parameters(model))
+    parts = [f"{model.family}, {model.layers} layers x {model.d_model}, {size} parameters"]
     if ranking.candidates:
         train = ranking.candidates[0].plan.train
         tokens = format_count(train.steps * train.tokens_per_step)
-        text += (
-            f"; {tokens} tokens in {counted(train.steps, 'step')} of {train.batch} x "
-            f"{train.seq_len}, {train.precision}"
-        )
+        step = f"{train.batch} x {train.seq_len}, {train.precision}"
+        parts.append(f"{tokens} tokens in {counted(train.steps, 'step')} of {step}")
+    devices = devices_line(cluster, range(len(cluster.devices)))
     where = joined([site.name for site in cluster.sites])
-    text += f"; {devices_line(cluster, range(len(cluster.devices)))} at {where}"
-    return f"{text}; best in {ranking.objective.replace('_', ' ')}"
+    parts.append(f"{devices} at {where}")
+    parts.append(f"best in {ranking.objective.replace('_', ' ')}")
+    return "; ".join(parts)
 
 
 def used_ranks(plan: Plan) -> list[int]:
@@ -206,36 +205,37 @@ def used_ranks(plan: Plan) -> list[int]:
 
 
 def candidate_cells(ranking: Ranking, index: int) -> list[str]:
-    """A cell for each of HEADS."""
+    """Return a cell for each of HEADS."""
     candidate = ranking.candidates[index]
     priced = candidate.estimate
-    plan = candidate.plan
-    ranks = sorted(
-        rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
-    )
-    capacity = [ranking.cluster.devices[candidate.places[rank]].memory for rank in ranks]
-    used, of = max(
-        ((part.total, size) for part, size in zip(priced.memory, capacity, strict=True)),
-        key=lambda p: p[0] / p[1],
-    )
-    low, high = (seconds / 60 for seconds in bounds(candidate))
-    minutes = f"{short_number(candidate.time_s / 60)} ({short_number(low)}-{short_number(high)})"
-    return [
+    tried = "*" if candidate.trial is not None and candidate.eligible else ""
+
+    # The device whose memory is fullest.
+    used = 0.0
+    capacity = 1.0
+    for rank, part in zip(used_ranks(candidate.plan), priced.memory, strict=True):
+        device = ranking.cluster.devices[candidate.places[rank]]
+        if part.total / device.memory > used / capacity:
+            used = part.total
+            capacity = device.memory
+    low, high = (short_number(seconds / 60) for seconds in bounds(candidate))
+    cells = [
         str(index + 1),
-        candidate.technique + ("*" if candidate.trial is not None and candidate.eligible else ""),
+        candidate.technique + tried,
         candidate.where,
-        f"{short_number(used / 1e9)} of {short_number(of / 1e9)}",
+        f"{short_number(used / 1e9)} of {short_number(capacity / 1e9)}",
         step_shares(candidate),
         format_count(priced.tokens_per_s).replace(" ", ""),
         f"{priced.tflops_per_device:.3g}",
-        minutes,
+        f"{short_number(candidate.time_s / 60)} ({low}-{high})",
         spent(candidate),
         verdict(ranking, candidate),
     ]
+    return cells
 
 
 def short_number(number: float) -> str:
-    """Two digits or more: `0.42`, `6.5`, `24`, `1,240`, `12k`."""
+    """Write two digits or more: `0.42`, `6.5`, `24`, `1,240`, `12k`."""
     if number >= 10_000:
         return f"{number / 1000:,.0f}k"
     if number >= 9.95:
@@ -244,7 +244,7 @@ def short_number(number: float) -> str:
 
 
 def step_shares(candidate: Candidate) -> str:
-    """Per cent of a step: compute / exposed communication / waiting for other stages."""
+    """Write per cent of a step: compute / exposed communication / waiting for other stages."""
     priced = candidate.estimate
     parts = (priced.compute_s, priced.communication_s, priced.bubble_s)
     return "/".join(f"{100 * part / priced.step_s:.0f}" for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -91,18 +92,15 @@ def why(ranking: Ranking) -> Why:
     if ranking.chosen is None:
         return Why(choice(ranking), _without_plan(ranking))
     chosen = ranking.candidates[ranking.chosen]
-    return Why(
-        choice(ranking),
-        (*_against(ranking, chosen), *_without_plan(ranking)),
-        _left_out(ranking, chosen),
-        _unknown(ranking, chosen),
-    )
+    against = (*_compare_techniques(ranking, chosen), *_without_plan(ranking))
+    left_out = _left_out(ranking, chosen)
+    return Why(choice(ranking), against, left_out, _list_unknowns(ranking, chosen))
 
 
 def choice(ranking: Ranking) -> str:
     """Return the chosen plan with its time, money and the parts of its step; or why none is."""
     if ranking.chosen is None:
-        return f"Nothing is chosen: {_nothing(ranking)}."
+        return f"Nothing is chosen: {_explain_no_choice(ranking)}."
     chosen = ranking.candidates[ranking.chosen]
     estimate = chosen.estimate
     parts = {
@@ -110,17 +108,19 @@ def choice(ranking: Ranking) -> str:
         "exposed communication": estimate.communication_s,
         "waiting for other stages": estimate.bubble_s,
     }
-    shares = {name: part / estimate.step_s for name, part in parts.items()}
-    split = ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share >= 0.005)
+    shares = []
+    for name, part_s in parts.items():
+        share = part_s / estimate.step_s
+        if share >= 0.005:
+            shares.append(f"{share:.0%} {name}")
+    devices = devices_line(ranking.cluster, chosen.places)
     money = "" if estimate.usd is None else f", {spent(chosen)}"
-    return (
-        f"{called(chosen)} ({devices_line(ranking.cluster, chosen.places)}) is "
-        f"{BEST[ranking.objective]}: {time_line(chosen)}{money}{equal_loss_note(chosen)}. "
-        f"Step of {short_time(estimate.step_s)}: {split}."
-    )
+    time = f"{time_line(chosen)}{money}{equal_loss_note(chosen)}"
+    step = f"Step of {short_time(estimate.step_s)}: {', '.join(shares)}."
+    return f"{called(chosen)} ({devices}) is {BEST[ranking.objective]}: {time}. {step}"
 
 
-def _nothing(ranking: Ranking) -> str:
+def _explain_no_choice(ranking: Ranking) -> str:
     if ranking.candidates:
         first = ranking.candidates[0]
         return f"{called(first)}, {time_line(first)}: {first.unchosen or 'it has no price'}"
@@ -130,7 +130,7 @@ def _nothing(ranking: Ranking) -> str:
     return f"{problem.what} ({problem.fact})"
 
 
-def _against(ranking: Ranking, chosen: Candidate) -> list[Reason]:
+def _compare_techniques(ranking: Ranking, chosen: Candidate) -> list[Reason]:
     """Return the rows of the chosen plan, of the next one, and of each technique's best."""
     best: dict[str, Candidate] = {}
     for candidate in ranking.candidates:
@@ -139,50 +139,52 @@ def _against(ranking: Ranking, chosen: Candidate) -> list[Reason]:
     # Techniques whose plans are alike share a row.
     techniques: dict[Reason, list[str]] = {}
     for technique, rival in best.items():
-        techniques.setdefault(_row(ranking, rival, f" on {rival.where}"), []).append(technique)
-    rows = [row._replace(plan=", ".join(names) + row.plan) for row, names in techniques.items()]
-    return [_row(ranking, chosen, called(chosen)), *rows]
+        row = _describe_plan(ranking, rival, f" on {rival.where}")
+        techniques.setdefault(row, []).append(technique)
+    rows = [_describe_plan(ranking, chosen, called(chosen))]
+    for row, alike in techniques.items():
+        rows.append(row._replace(plan=", ".join(alike) + row.plan))
+    return rows
 
 
-def _row(ranking: Ranking, candidate: Candidate, plan: str) -> Reason:
+def _describe_plan(ranking: Ranking, candidate: Candidate, name: str) -> Reason:
+    """Return the row of a plan: the parts of its step, and what holds of its place in the order,
+    its devices and how it divides the work."""
+    plan = candidate.plan
     estimate = candidate.estimate
     cluster = ranking.cluster
-    parts = (estimate.compute_s, estimate.communication_s, estimate.bubble_s)
-    # Sums of floats leave some 1e-16 of a step where nothing waits.
-    shown = [short_time(part) if part > 1e-9 * estimate.step_s else "0 s" for part in parts]
-    facts = [fact for fact, holds in _facts(ranking, candidate).items() if holds]
-    if estimate.communication_s >= NAMED * estimate.step_s:
-        costs = costs_of(candidate.plan, cluster)
-        slowest = traffic(candidate.plan, costs)[0]
-        facts.append(" ".join(filter(None, exchange_row(slowest, costs))))
-    time = format_seconds(candidate.time_s)
-    return Reason(plan, time, shown[0], shown[1], shown[2], ", ".join(facts))
+    parts = []
+    for part_s in (estimate.compute_s, estimate.communication_s, estimate.bubble_s):
+        # Sums of floats leave some 1e-16 of a step where nothing waits.
+        parts.append(short_time(part_s) if part_s > 1e-9 * estimate.step_s else "0 s")
 
-
-def _facts(ranking: Ranking, candidate: Candidate) -> dict[str, bool]:
-    """Return what may be said of a plan's place in the order, devices and division of the work,
-    and whether it holds."""
-    plan = candidate.plan
-    worth = candidate.estimate.token_efficiency
-    cluster = ranking.cluster
-    sheets = [cluster.devices[place].sheet.flops for place in candidate.places]
-    peaks = [flops.get(plan.train.precision, 0.0) for flops in sheets]
-    longest = max(plan.replicas, key=lambda replica: (len(replica.stages), replica.microbatches))
-    recompute = any(stage.recompute for replica in plan.replicas for stage in replica.stages)
     chosen = ranking.candidates[ranking.chosen or 0]
     same = candidate is not chosen and same_plan(plan, chosen.plan)
-    return {
-        "the chosen plan" if same else verdict(ranking, candidate): True,
-        spent(candidate): by_money(ranking),
-        f"not chosen: {candidate.unchosen}": candidate.unchosen is not None,
-        f"{1 / worth:.3g} x the tokens to equal loss": worth != 1.0,
-        f"{format_seconds(candidate.queue_s)} in a queue": candidate.queue_s > 0,
-        devices_line(cluster, candidate.places): True,
-        f"{format_flops(sum(peaks))} peak": all(peaks),
-        counted(len(longest.stages), "stage"): len(longest.stages) > 1,
-        counted(longest.microbatches, "microbatch"): True,
-        "recompute": recompute,
-    }
+    facts = ["the chosen plan" if same else verdict(ranking, candidate)]
+    if by_money(ranking):
+        facts.append(spent(candidate))
+    if candidate.unchosen is not None:
+        facts.append(f"not chosen: {candidate.unchosen}")
+    if estimate.token_efficiency != 1.0:
+        facts.append(f"{1 / estimate.token_efficiency:.3g} x the tokens to equal loss")
+    if candidate.queue_s > 0:
+        facts.append(f"{format_seconds(candidate.queue_s)} in a queue")
+    facts.append(devices_line(cluster, candidate.places))
+    sheets = [cluster.devices[place].sheet for place in candidate.places]
+    peaks = [sheet.flops.get(plan.train.precision, 0.0) for sheet in sheets]
+    if all(peaks):
+        facts.append(f"{format_flops(sum(peaks))} peak")
+    longest = max(plan.replicas, key=lambda replica: (len(replica.stages), replica.microbatches))
+    if len(longest.stages) > 1:
+        facts.append(counted(len(longest.stages), "stage"))
+    facts.append(counted(longest.microbatches, "microbatch"))
+    if any(stage.recompute for stage in itertools.chain(*(r.stages for r in plan.replicas))):
+        facts.append("recompute")
+    if estimate.communication_s >= NAMED * estimate.step_s:
+        costs = costs_of(plan, cluster)
+        slowest = traffic(plan, costs)[0]
+        facts.append(" ".join(filter(None, exchange_row(slowest, costs))))
+    return Reason(name, format_seconds(candidate.time_s), *parts, facts=", ".join(facts))
 
 
 def exchange_row(exchange: Exchange, costs: Costs) -> tuple[str, str, str, str, str, str]:
@@ -198,8 +200,9 @@ def exchange_row(exchange: Exchange, costs: Costs) -> tuple[str, str, str, str, 
     sizes: dict[tuple[str, str], float] = {}
     hosts: dict[tuple[str, str], tuple[str, str]] = {}
     for (a, b), size in exchange.by_hosts.items():
-        sites = (network.site(a), network.site(b))
-        ends = (a, b) if sites[0] == sites[1] else sites
+        ends = (network.site(a), network.site(b))
+        if ends[0] == ends[1]:
+            ends = (a, b)
         sizes[ends] = sizes.get(ends, 0.0) + size
         hosts.setdefault(ends, (a, b))
 
@@ -208,75 +211,80 @@ def exchange_row(exchange: Exchange, costs: Costs) -> tuple[str, str, str, str, 
         return sizes[ends] / wire.rate + 2 * wire.delay_s
 
     slowest = max(sizes, key=load_s)
-    wire = network.between(*hosts[slowest], exchange.purpose != "activations", streams)
+    shared = exchange.purpose != "activations"
+    wire = network.between(*hosts[slowest], shared, streams)
     rtt_s = network.link(*hosts[slowest]).rtt_s
-    trips = round(exchange.latency_s / rtt_s) if rtt_s else 0
-    waits = f"{trips:,} x {short_time(rtt_s)} rtt" if trips else ""
-    sent = format_bytes(sizes[slowest])
-    return purpose, " - ".join(slowest), sent, format_rate(wire.rate), waits, seconds
+    round_trips = round(exchange.latency_s / rtt_s) if rtt_s else 0
+    waits = f"{round_trips:,} x {short_time(rtt_s)} rtt" if round_trips else ""
+    between = " - ".join(slowest)
+    return purpose, between, format_bytes(sizes[slowest]), format_rate(wire.rate), waits, seconds
 
 
 def _without_plan(ranking: Ranking) -> tuple[Reason, ...]:
     """Return a row for each reason why techniques have no plan anywhere."""
-    return tuple(
-        Reason(", ".join(refused.technique for refused in alike), facts=f"no plan: {reason}")
-        for reason, alike in refused_by_reason(ranking).items()
-    )
+    rows = []
+    for reason, alike in refused_by_reason(ranking).items():
+        techniques = ", ".join(refused.technique for refused in alike)
+        rows.append(Reason(techniques, facts=f"no plan: {reason}"))
+    return tuple(rows)
 
 
 def _left_out(ranking: Ranking, chosen: Candidate) -> tuple[Reason, ...]:
     """Return the best plan with each site, host or device that the chosen one leaves out."""
-    left: dict[int, list[str]] = {}
-    for name, places in _unused(ranking.cluster, chosen.places):
+    pieces_by_plan: dict[int, list[str]] = {}
+    for piece, places in _list_unused(ranking.cluster, chosen.places):
         with_it = [other for other in ranking.candidates if places.intersection(other.places)]
         joint = [other for other in with_it if set(other.places) > set(chosen.places)]
-        if joint or with_it:
+        if with_it:
             best = min(joint or with_it, key=lambda other: factor(ranking, other, chosen))
-            left.setdefault(ranking.candidates.index(best), []).append(name)
-    plans = {index: ranking.candidates[index] for index in left}
-    return tuple(
-        _row(ranking, plans[index], f"with {_few(names)}: {called(plans[index])}")
-        for index, names in left.items()
-    )
+            pieces_by_plan.setdefault(ranking.candidates.index(best), []).append(piece)
+    rows = []
+    for index, pieces in pieces_by_plan.items():
+        plan = ranking.candidates[index]
+        name = f"with {_join_few(pieces)}: {called(plan)}"
+        rows.append(_describe_plan(ranking, plan, name))
+    return tuple(rows)
 
 
-def _few(names: Sequence[str]) -> str:
-    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
-    return ", ".join([*names[:MOST_NAMES], *more])
+def _join_few(texts: Sequence[str]) -> str:
+    shown = list(texts[:MOST_NAMES])
+    if len(texts) > MOST_NAMES:
+        shown.append(f"{len(texts) - MOST_NAMES} more")
+    return ", ".join(shown)
 
 
-def _unused(cluster: Cluster, places: Sequence[int]) -> list[tuple[str, set[int]]]:
+def _list_unused(cluster: Cluster, places: Sequence[int]) -> list[tuple[str, set[int]]]:
     """Return what of a cluster is left out, in the largest pieces: sites, hosts of used sites,
     devices of used hosts."""
-    pieces = list[tuple[str, set[int]]]()
+    pieces: list[tuple[str, set[int]]] = []
     place = 0
     for site in cluster.sites:
-        hosts = list[tuple[str, set[int]]]()
+        hosts: list[tuple[str, set[int]]] = []
         first = place
         for host in site.hosts:
             end = place + len(host.devices)
             rest = set(range(place, end)).difference(places)
-            part = len(rest) < len(host.devices)
-            kinds = f"{devices_line(cluster, sorted(rest))} of " if part else ""
-            hosts.append((kinds + host.name, rest))
+            name = host.name
+            if len(rest) < len(host.devices):
+                name = f"{devices_line(cluster, sorted(rest))} of {name}"
+            if rest:
+                hosts.append((name, rest))
             place = end
         whole = set(range(first, place))
-        used = whole.intersection(places)
-        pieces += [piece for piece in hosts if piece[1]] if used else [(site.name, whole)]
+        pieces += hosts if whole.intersection(places) else [(site.name, whole)]
     return pieces
 
 
-def _unknown(ranking: Ranking, chosen: Candidate) -> tuple[Reason, ...]:
+def _list_unknowns(ranking: Ranking, chosen: Candidate) -> tuple[Reason, ...]:
     """Return the interval, the plans inside it, and what was assumed and never measured."""
     low, high = chosen.estimate.interval
-    close = [
-        called(candidate)
-        for candidate in ranking.candidates
-        if candidate.eligible
-        and not same_plan(candidate.plan, chosen.plan)
-        and factor(ranking, candidate, chosen) < high
-    ]
     rows = [Reason("interval", facts=f"{low:.2f} to {high:.2f} x the predicted step")]
+    close = []
+    for candidate in ranking.candidates:
+        near = candidate.eligible and factor(ranking, candidate, chosen) < high
+        if near and not same_plan(candidate.plan, chosen.plan):
+            close.append(called(candidate))
     if close:
-        rows.append(Reason("inside it", facts=f"{_few(close)}: a trial of each would decide"))
-    return (*rows, *(Reason("assumed", facts=text) for text in chosen.estimate.assumptions))
+        rows.append(Reason("inside it", facts=f"{_join_few(close)}: a trial of each would decide"))
+    rows += [Reason("assumed", facts=text) for text in chosen.estimate.assumptions]
+    return tuple(rows)
