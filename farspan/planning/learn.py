@@ -1,16 +1,17 @@
-"""What trials say of devices, links and ways of dividing the work: the paces at which the estimator
+"""What trials show of devices, links and kinds of parallelism: the slowdowns at which the estimator
 would have predicted what was measured.
 
-A pace multiplies the seconds of all that a host's devices of one kind compute, of all that crosses
-one link, or of the steps of all plans with stages, or with a tensor axis, or with sums over a batch
-axis: what the estimator misses of one such plan it misses of the next. With x the logarithms of the
-paces, p(x) the estimator's logarithms of the plans' steps, and of what single devices compute in
-them, and m the measured ones, x minimises
+A slowdown multiplies the seconds of all that a host's devices of one kind compute, of all that
+crosses one link, or of the steps of all plans with stages, or with a tensor axis, or with sums over
+a batch axis: what the estimator misses of one such plan it misses of the next. With x the
+logarithms of the slowdowns, p(x) the estimator's logarithms of the plans' steps, and of what single
+devices compute in them, and m the measured ones, x minimises
 
     |(p(x) - m) / NOISE|^2 + |x / DOUBT|^2
 
 by Gauss and Newton's steps: the maximum a posteriori under normal errors (Tarantola 2005, section
-3.2). Without evidence a pace stays what it was; a plan that crosses no link says nothing of it.
+3.2). Without evidence a slowdown stays what it was; a plan that crosses no link is no evidence of
+its slowdown.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from farspan.planning.why import costs_of
 #: estimator's rates from what a plan meets. Choices: repeats in benchmarks/results/wan.jsonl differ
 #: by 3 %; rates that nobody probed are known worse.
 NOISE = 0.05
-DOUBT = {"device": 0.25, "link": 0.25, "way": 0.2}
-#: Steps of the search, and the change of a pace's logarithm that slopes are taken over.
+DOUBT = {"device": 0.25, "link": 0.25, "parallelism": 0.2}
+#: Steps of the search, and the change of a slowdown's logarithm that slopes are taken over.
 ROUNDS = 4
 STEP = 0.02
 
-Paces = npt.NDArray[np.float64]
+Vector = npt.NDArray[np.float64]
 
 
 class Observation(NamedTuple):
@@ -50,121 +51,122 @@ class Observation(NamedTuple):
 
 
 class Paced(NamedTuple):
-    """What keeps a pace: the devices of kind `b` in host `a`, the link between two sites or hosts,
-    or a way `a` of dividing the work."""
+    """What has a slowdown: the devices of kind `b` in host `a`, the link between two sites or
+    hosts, or a kind `a` of parallelism."""
 
-    what: Literal["device", "link", "way"]
+    what: Literal["device", "link", "parallelism"]
     a: str
     b: str = ""
 
 
 class Learned(NamedTuple):
-    """The cluster at its learned paces, and those of the ways: a step takes the product of its
-    plan's."""
+    """The cluster with its learned slowdowns, and those of kinds of parallelism."""
 
     cluster: Cluster
-    ways: Mapping[str, float]
+    slowdowns: Mapping[str, float]
 
-    def way(self, plan: Plan) -> float:
-        return math.prod(self.ways.get(way, 1.0) for way in sorted(ways_of(plan)))
+    def slowdown(self, plan: Plan) -> float:
+        """Return the product of the slowdowns of a plan's kinds of parallelism."""
+        return math.prod(self.slowdowns.get(kind, 1.0) for kind in sorted(parallelism_of(plan)))
 
 
-def ways_of(plan: Plan) -> frozenset[str]:
-    """How a plan divides the work between its devices; nothing for a single one."""
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
-    ways = {
-        "stages": any(len(replica.stages) > 1 for replica in plan.replicas),
-        "tensor": any(stage.mesh.size("tensor") > 1 for stage in stages),
-        "sums": any(len(stage.mesh.batch) > 1 for stage in stages),
-        "meetings": len(plan.replicas) > 1,
-    }
-    return frozenset(way for way, used in ways.items() if used)
+def parallelism_of(plan: Plan) -> frozenset[str]:
+    """Return the kinds of parallelism of a plan; none for a single device."""
+    kinds = set()
+    if len(plan.replicas) > 1:
+        kinds.add("meetings")
+    for replica in plan.replicas:
+        if len(replica.stages) > 1:
+            kinds.add("stages")
+        for stage in replica.stages:
+            if stage.mesh.size("tensor") > 1:
+                kinds.add("tensor")
+            if len(stage.mesh.batch) > 1:
+                kinds.add("sums")
+    return frozenset(kinds)
 
 
 def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
-    """The paces that explain what was seen; the cluster itself without anything seen."""
+    """Return the slowdowns that explain what was seen; the cluster itself without anything seen."""
     parts = sorted(parts_of(cluster, seen))
     if not parts:
         return Learned(cluster, {})
-    computing = [_alone(observation, cluster) for observation in seen]
-    measured = np.log(
-        [
-            s
-            for observation, ranks in zip(seen, computing, strict=True)
-            for s in (observation.step_s, *(observation.compute_s[rank] for rank in ranks))
-        ]
-    )
+    computing = [_ranks_without_communication(observation, cluster) for observation in seen]
+    seconds: list[float] = []
+    for observation, ranks in zip(seen, computing, strict=True):
+        seconds += (observation.step_s, *(observation.compute_s[rank] for rank in ranks))
+    measured = np.log(seconds)
 
-    def learned(x: Paces) -> Learned:
-        paces = {part: math.exp(value) for part, value in zip(parts, x, strict=True)}
-        ways = {part.a: pace for part, pace in paces.items() if part.what == "way"}
-        return Learned(with_paces(cluster, paces), ways)
+    def apply_slowdowns(x: Vector) -> Learned:
+        slowdowns = {part: math.exp(value) for part, value in zip(parts, x, strict=True)}
+        by_kind = {part.a: slowdowns[part] for part in parts if part.what == "parallelism"}
+        return Learned(with_paces(cluster, slowdowns), by_kind)
 
-    def predicted(x: Paces) -> Paces:
-        paced = learned(x)
+    def predict(x: Vector) -> Vector:
+        slowed = apply_slowdowns(x)
         seconds: list[float] = []
         for observation, ranks in zip(seen, computing, strict=True):
-            costs = costs_of(observation.plan, paced.cluster)
-            times = devices(observation.plan, costs) if ranks else {}
-            step_s = price(observation.plan, costs, brief=True).step_s * paced.way(observation.plan)
+            plan = observation.plan
+            costs = costs_of(plan, slowed.cluster)
+            times = devices(plan, costs) if ranks else {}
+            step_s = price(plan, costs, brief=True).step_s * slowed.slowdown(plan)
             seconds += (step_s, *(times[rank].compute_s for rank in ranks))
         return np.log(seconds)
 
     doubt = np.array([DOUBT[part.what] for part in parts])
-    x: Paces = np.zeros(len(parts))
+    x: Vector = np.zeros(len(parts))
     for _ in range(ROUNDS):
-        current = predicted(x)
-        slopes = np.stack(
-            [(predicted(x + STEP * unit) - current) / STEP for unit in np.eye(len(parts))], axis=1
-        )
+        current = predict(x)
+        slopes = [(predict(x + STEP * unit) - current) / STEP for unit in np.eye(len(parts))]
         # The prior as further rows: all in units of their standard deviations.
-        rows = np.concatenate([slopes / NOISE, np.diag(1 / doubt)])
-        lacking = np.concatenate([(measured - current) / NOISE, -x / doubt])
-        x = x + np.linalg.lstsq(rows, lacking, rcond=None)[0]
-    return learned(x)
+        rows = np.concatenate([np.stack(slopes, axis=1) / NOISE, np.diag(1 / doubt)])
+        residuals = np.concatenate([(measured - current) / NOISE, -x / doubt])
+        x = x + np.linalg.lstsq(rows, residuals, rcond=None)[0]
+    return apply_slowdowns(x)
 
 
-def _alone(observation: Observation, cluster: Cluster) -> list[int]:
-    """The ranks whose passes hold nothing but arithmetic: what they compute says how fast they
-    are."""
+def _ranks_without_communication(observation: Observation, cluster: Cluster) -> list[int]:
+    """Return the ranks whose passes hold nothing but arithmetic: what they compute shows how fast
+    they are."""
     if not observation.compute_s:
         return []
     times = devices(observation.plan, costs_of(observation.plan, cluster))
-    return [
-        rank
-        for rank in observation.compute_s
-        if rank in times and times[rank].compute_s and not times[rank].inside_s
-    ]
+    ranks = []
+    for rank in observation.compute_s:
+        time = times.get(rank)
+        if time is not None and time.compute_s and not time.inside_s:
+            ranks.append(rank)
+    return ranks
 
 
 def parts_of(cluster: Cluster, seen: Sequence[Observation]) -> frozenset[Paced]:
-    """All that any of the plans uses: kinds by host, links between its hosts, and ways."""
+    """Return all that any of the plans uses: kinds by host, links between its hosts, and kinds of
+    parallelism."""
     parts: set[Paced] = set()
+    hosts = {host.name: host for host in cluster.hosts}
     for observation in seen:
-        hosts = {at.host for at in observation.plan.devices}
-        by_name = {host.name: host for host in cluster.hosts if host.name in hosts}
-        parts |= {
-            Paced("device", at.host, by_name[at.host].devices[at.index].kind)
-            for at in observation.plan.devices
-        }
-        ends = hosts | {cluster.site_of(name).name for name in hosts}
-        parts |= {
-            Paced("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends
-        }
-        parts |= {Paced("way", way) for way in ways_of(observation.plan)}
+        plan = observation.plan
+        ends = {at.host for at in plan.devices}
+        ends |= {cluster.site_of(name).name for name in ends}
+        for at in plan.devices:
+            parts.add(Paced("device", at.host, hosts[at.host].devices[at.index].kind))
+        for link in cluster.links:
+            if {link.a, link.b} <= ends:
+                parts.add(Paced("link", link.a, link.b))
+        parts |= {Paced("parallelism", kind) for kind in parallelism_of(plan)}
     return frozenset(parts)
 
 
-def with_paces(cluster: Cluster, paces: Mapping[Paced, float]) -> Cluster:
-    """The cluster whose parts take so many times as long as they did."""
+def with_paces(cluster: Cluster, slowdowns: Mapping[Paced, float]) -> Cluster:
+    """Return the cluster whose parts take their slowdown times as long as they did."""
 
-    def paced(host: Host, index: int) -> Device:
+    def slow_down(host: Host, index: int) -> Device:
         device = host.devices[index]
-        pace = paces.get(Paced("device", host.name, device.kind), 1.0)
-        return device.but(pace=device.learned.pace * pace)
+        slowdown = slowdowns.get(Paced("device", host.name, device.kind), 1.0)
+        return device.but(pace=device.learned.pace * slowdown)
 
-    links = tuple(
-        replace(link, pace=link.pace * paces.get(Paced("link", link.a, link.b), 1.0))
-        for link in cluster.links
-    )
-    return replace(cluster.with_devices(paced), links=links)
+    links = []
+    for link in cluster.links:
+        slowdown = slowdowns.get(Paced("link", link.a, link.b), 1.0)
+        links.append(replace(link, pace=link.pace * slowdown))
+    return replace(cluster.with_devices(slow_down), links=tuple(links))

@@ -1,8 +1,8 @@
 """A model that fits nowhere: what is short, where, by how much, and the nearest things that fit.
 
-What is short is told of the technique that lacks least: its plan were every device just enough
+What is short is that of the technique that lacks least: its plan were every device just enough
 larger, in proportion. Or, where plans that were predicted to fit ran out of memory, what fits by
-their word.
+what they showed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from farspan.planning.fit import (
     QUICK,
     Ground,
     Limit,
+    Miss,
     Room,
     Rung,
     climb,
@@ -61,33 +62,39 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
-    """Why a model fits no part of the cluster; None where it does fit, or where memory is not what
-    is lacking."""
-    rung = Rung(parameters(model), model, ground.train_for(model, ground.cluster), ground.cluster)
-    names = [
-        name
-        for name in ground.allowed
-        if name in QUICK or len(ground.cluster.devices) <= MOST_SEARCHED
-    ]
-    misses = {name: nearest_miss(ground, rung, name, whole(ground.cluster)) for name in names}
-    lacking = {name: miss for name, miss in misses.items() if miss is not None}
-    if not lacking:
+    """Explain why a model fits no part of the cluster; None where it does fit, or where memory is
+    not what is lacking."""
+    cluster = ground.cluster
+    devices = len(cluster.devices)
+    rung = Rung(parameters(model), model, ground.train_for(model, cluster), cluster)
+
+    # The technique that lacks least.
+    misses: dict[str, Miss] = {}
+    for name in ground.allowed:
+        if name in QUICK or devices <= MOST_SEARCHED:
+            miss = nearest_miss(ground, rung, name, whole(cluster))
+            if miss is not None:
+                misses[name] = miss
+    if not misses:
         return None
-    name = min(lacking, key=lambda name: lacking[name].device.used / lacking[name].device.usable)
-    device, host = lacking[name]
-    host = host if host is not None and host.spare < 0 else None
+    name = min(misses, key=lambda name: misses[name].device.fill())
+    device, host = misses[name]
+    if host is not None and host.spare >= 0:
+        host = None
     if device.spare >= 0 and host is None:
         return None
+
+    # What fits instead.
     fit = climb(ground, model_ladder(ground, model.family, model.vocab_size, model.context))
     smaller = fit.best if fit is not None and fit.best.amount < parameters(model) else None
-    times = _times(ground, model)
+    times = _enough_hosts(ground, model)
     return Misfit(
         technique=name,
         lacks=device if device.spare < 0 or host is None else host,
         smaller=smaller,
         host=host,
-        seq_len=_shorter(ground, model),
-        devices=None if times is None else times * len(ground.cluster.devices),
+        seq_len=_shorter_seq_len(ground, model),
+        devices=None if times is None else times * devices,
         times=times,
     )
 
@@ -95,8 +102,8 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
 def largest_tried(
     cluster: Cluster, asked: SelectionTask, tried: Sequence[tuple[Candidate, Trial]]
 ) -> Limit | None:
-    """The largest model of the family that fits by what plans showed that ran out of memory though
-    they were predicted to fit (`held`); None where none that is smaller does."""
+    """Return the largest model of the family that fits by what plans showed that ran out of memory
+    though they were predicted to fit (`held`); None where none that is smaller does."""
     out = [candidate for candidate, trial in tried if trial.status == "oom"]
     less = held(cluster, asked.engine, out)
     model = asked.model
@@ -106,7 +113,7 @@ def largest_tried(
 
 
 def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | None = None) -> bool:
-    """Whether any technique fits the model on the whole of a cluster."""
+    """Return whether any technique fits the model on the whole of a cluster."""
     train = ground.train_for(model, cluster)
     if seq_len is not None:
         train = replace(train, seq_len=seq_len)
@@ -117,7 +124,7 @@ def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | Non
     return any(isinstance(answer, Candidate) and answer.eligible for answer in answers)
 
 
-def _shorter(ground: Ground, model: ModelSpec) -> int | None:
+def _shorter_seq_len(ground: Ground, model: ModelSpec) -> int | None:
     seq_len = ground.train_for(model, ground.cluster).seq_len
     while (seq_len := seq_len // 2) >= SHORTEST:
         if _fits(ground, model, ground.cluster, seq_len):
@@ -125,9 +132,10 @@ def _shorter(ground: Ground, model: ModelSpec) -> int | None:
     return None
 
 
-def _times(ground: Ground, model: ModelSpec) -> int | None:
-    """How many times every host must stand there; tried with the techniques that plan at once."""
-    allowed = tuple(name for name in QUICK if name in ground.allowed)
+def _enough_hosts(ground: Ground, model: ModelSpec) -> int | None:
+    """Return how many times every host must stand there; tried with the techniques that plan at
+    once."""
+    allowed = tuple(name for name in ground.allowed if name in QUICK)
     if not allowed:
         return None
     for times in TIMES:
@@ -140,16 +148,12 @@ def _times(ground: Ground, model: ModelSpec) -> int | None:
 
 
 def multiplied(cluster: Cluster, times: int) -> Cluster:
-    """Every host several times, in its site."""
-    sites = tuple(
-        replace(
-            site,
-            hosts=tuple(
-                host if i == 0 else replace(host, name=f"{host.name}-{i + 1}")
-                for host in site.hosts
-                for i in range(times)
-            ),
-        )
-        for site in cluster.sites
-    )
-    return replace(cluster, sites=sites)
+    """Repeat every host in its site."""
+    sites = []
+    for site in cluster.sites:
+        hosts = []
+        for host in site.hosts:
+            hosts.append(host)
+            hosts += [replace(host, name=f"{host.name}-{i}") for i in range(2, times + 1)]
+        sites.append(replace(site, hosts=tuple(hosts)))
+    return replace(cluster, sites=tuple(sites))

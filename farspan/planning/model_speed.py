@@ -21,51 +21,50 @@ from farspan.techniques import Task, data
 
 
 def crowding(cluster: Cluster) -> float:
-    """CPU workers' threads for each core of the most crowded host, at least 1: so many share one
-    core's speed."""
-    shares = [1.0]
+    """Return the CPU workers' threads for each core of the fullest host, at least 1: that many
+    share one core's speed."""
+    most = 1.0
     for host in cluster.hosts:
         if host.cpus:
-            shares.append(
-                sum(device.slot.threads for device in host.devices if device.backend == "cpu")
-                / host.cpus
-            )
-    return max(shares)
+            threads = [dev.slot.threads for dev in host.devices if dev.backend == "cpu"]
+            most = max(most, sum(threads) / host.cpus)
+    return most
 
 
 def step_seconds(rows: int, seq_len: int, speed: Speed, cluster: Cluster) -> float:
-    """A step in which the busiest worker reads `rows` sequences, from the speed of one worker
-    alone."""
+    """Return the seconds of a step in which the busiest worker reads `rows` sequences, from the
+    speed of one worker alone."""
     return rows * seq_len / speed.tokens_per_s * crowding(cluster)
 
 
 def hourly_price(cluster: Cluster) -> float | None:
-    """US dollars an hour for every device together; None where any price is unknown."""
+    """Return US dollars an hour for every device together; None where any price is unknown."""
     prices = [device.usd_per_hour for device in cluster.devices]
     known = [price for price in prices if price is not None]
     return sum(known) if len(known) == len(prices) else None
 
 
 def on_one_device(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: Engine) -> Estimate:
-    """What one worker on the cluster's first device would take for `train.batch` sequences at a
-    time."""
-    host = cluster.machines[0]
+    """Estimate what one worker on the cluster's first device would take for `train.batch` sequences
+    at a time."""
+    host = cluster.machines[0].name
     device = cluster.devices[0]
     graph = models.graph(model)
+    mesh = Mesh(ranks=(0,), shape=(1,), axes=("data",))
     stage = Stage(
         units=(0, graph.units),
-        mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)),
+        mesh=mesh,
         rows=(train.batch,),
         grad_sync=GradSync(bucket_bytes=None),
         recompute=train.recompute,
     )
-    at = PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.slot.threads)
+    threads = device.slot.threads
     plan = Plan(
         technique="data",
         model=model,
         train=train,
         replicas=(Replica(stages=(stage,)),),
-        devices=(at,),
+        devices=(PlannedDevice(host=host, backend=device.backend, index=0, threads=threads),),
         inputs=Inputs(cluster="", corpus=""),
     )
     return estimate(plan, graph, cluster, engine)
@@ -74,8 +73,8 @@ def on_one_device(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: 
 def fitting(
     model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: Engine
 ) -> TrainSpec | Problem:
-    """The training with as many of its sequences at a time as fit on the first device; or what it
-    lacks for one."""
+    """Return the training with the most of its sequences at a time that fit on the first device; or
+    what it lacks for one."""
     drafted = data.plan(Task(model, models.graph(model), cluster, train, engine, only=(0,)))
     if isinstance(drafted, Problem):
         return drafted
@@ -89,11 +88,12 @@ def predicted(
     engine: Engine,
     precisions: tuple[Precision, ...],
 ) -> ProbeResult:
-    """What a trial would find, by the estimator: where the cluster is not at hand, or should not be
-    disturbed."""
+    """Predict what a trial would find, by the estimator: where the cluster is not at hand, or
+    should not be disturbed."""
     speeds: dict[Precision, Speed] = {}
     for precision in precisions:
-        alone = on_one_device(model, replace(train, precision=precision), cluster, engine)
+        tried = replace(train, precision=precision)
+        alone = on_one_device(model, tried, cluster, engine)
         memory = alone.memory_bytes - round(alone.memory[0].snapshot)
         speeds[precision] = Speed(
             step_s=alone.step_s, tokens_per_s=alone.tokens_per_s, memory_bytes=memory
@@ -104,40 +104,42 @@ def predicted(
 def calibrated(
     cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Engine, probe: ProbeResult
 ) -> Cluster:
-    """The cluster whose devices of the first one's kind keep the pace and the memory that a trial
-    measured there."""
+    """Return the cluster whose devices of the first one's kind keep the speed and the memory that a
+    trial measured there."""
     tried = replace(train, batch=probe.rows, seq_len=probe.seq_len)
     speed = probe.speeds[train.precision]
     alone = on_one_device(model, tried, cluster, engine)
     kind = cluster.devices[0].kind
+    slowdown = speed.step_s / alone.step_s
     # A trial saves nothing.
-    elsewhere = alone.memory_bytes - round(alone.memory[0].framework + alone.memory[0].snapshot)
+    memory = alone.memory[0]
+    elsewhere = alone.memory_bytes - round(memory.framework + memory.snapshot)
     framework = max(0, speed.memory_bytes - elsewhere)
 
-    def tried_device(host: Host, index: int) -> Device:
+    def calibrate(host: Host, index: int) -> Device:
         device = host.devices[index]
-        if device.kind != kind:
-            return device
-        return device.but(pace=speed.step_s / alone.step_s, framework=framework)
+        return device.but(pace=slowdown, framework=framework) if device.kind == kind else device
 
-    return cluster.with_devices(tried_device)
+    return cluster.with_devices(calibrate)
 
 
 def product_flops(cluster: Cluster, engine: Engine, precisions: tuple[DType, ...]) -> float:
-    """FLOP/s of large matrix products of all devices together at the fastest of these dtypes."""
+    """Return the FLOP/s of large matrix products of all devices together at the fastest of these
+    dtypes."""
     from farspan.estimate.compute import DeviceSpeed
 
-    return sum(
-        max(DeviceSpeed(device, dtype, engine).flops(4096, 4096, 4096) for dtype in precisions)
-        for device in cluster.devices
-    )
+    fastest = []
+    for device in cluster.devices:
+        speeds = [DeviceSpeed(device, dtype, engine) for dtype in precisions]
+        fastest.append(max(speed.flops(4096, 4096, 4096) for speed in speeds))
+    return sum(fastest)
 
 
 def common_precisions(cluster: Cluster) -> tuple[Precision, ...]:
-    """Dtypes that every device computes in hardware, fastest on the first one first."""
-    first = cluster.devices[0]
+    """Return the dtypes that every device computes in hardware, fastest on the first one first."""
+    first = cluster.devices[0].sheet
     others = [device.sheet.precisions for device in cluster.devices]
-    both = [dtype for dtype in first.sheet.precisions if all(dtype in dtypes for dtypes in others)]
-    return tuple(
-        sorted(both, key=lambda dtype: (-first.sheet.flops.get(dtype, -math.inf), dtype != "bf16"))
-    ) or ("fp32",)
+    common = [dtype for dtype in first.precisions if all(dtype in dtypes for dtypes in others)]
+    common.sort(key=lambda dtype: dtype != "bf16")
+    common.sort(key=lambda dtype: -first.flops.get(dtype, -math.inf))
+    return tuple(common) or ("fp32",)

@@ -24,39 +24,41 @@ def trial_line(candidate: Candidate, trial: Trial) -> str:
     """Return `tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
     if trial.step_s is not None:
         predicted = short_time(candidate.estimate.step_s)
-        found = f"{short_time(trial.step_s)} a step, predicted {predicted}"
+        outcome = f"{short_time(trial.step_s)} a step, predicted {predicted}"
     else:
         status = "out of memory" if trial.status == "oom" else "failed"
         problem = trial.problem
         fact = f"{problem.what} ({problem.fact})" if problem else "no step was made"
-        found = f"{status}: {fact}"
+        outcome = f"{status}: {fact}"
     kept = "" if trial.took_s else ", kept from an earlier trial"
-    return f"tried {called(candidate)}: {found}{kept}"
+    return f"tried {called(candidate)}: {outcome}{kept}"
 
 
 def why(selection: Selection) -> str:
     """Return the choice, the next plan, the number of trials, and why they ended."""
     ranking = selection.ranking
     tried = selection.tried
-    spent = f" in {format_seconds(selection.spent_s)}" if tried else ""
-    trials = f"{len(tried)} of {len(ranking.candidates)} plans tried{spent}"
-    parts = [f"{trials}; {ENDED[selection.ended]}."]
+    time = f" in {format_seconds(selection.spent_s)}" if tried else ""
+    trials = f"{len(tried)} of {len(ranking.candidates)} plans tried{time}"
+    ending = f"{trials}; {ENDED[selection.ended]}."
     if ranking.chosen is None:
-        return f"Nothing is chosen. {parts[0]}"
+        return f"Nothing is chosen. {ending}"
     chosen = ranking.candidates[ranking.chosen]
-    ran = any(trial.step_s is not None for _, trial in tried)
-    rivals = [
-        candidate
-        for candidate in ranking.candidates
-        if candidate is not chosen and candidate.eligible and (candidate.trial or not ran)
-    ]
-    for rival in rivals[:1]:
-        step = short_time(rival.estimate.step_s)
-        devices = counted(len(rival.places), "device")
-        parts.insert(0, f"Next: {called(rival)}, {step} on {devices}, {verdict(ranking, rival)}.")
     how = "measured" if chosen.trial is not None else "predicted"
     step = f"{short_time(chosen.estimate.step_s)} a step {how}"
-    return " ".join([f"{called(chosen)} is chosen: {step}.", *parts])
+    sentences = [f"{called(chosen)} is chosen: {step}."]
+
+    # The next plan: a tried one, unless no trial made a step.
+    ran = any(trial.step_s is not None for _, trial in tried)
+    for rival in ranking.candidates:
+        if rival is not chosen and rival.eligible and (rival.trial or not ran):
+            step = short_time(rival.estimate.step_s)
+            devices = counted(len(rival.places), "device")
+            difference = verdict(ranking, rival)
+            sentences.append(f"Next: {called(rival)}, {step} on {devices}, {difference}.")
+            break
+    sentences.append(ending)
+    return " ".join(sentences)
 
 
 def nothing_runs(
@@ -70,10 +72,11 @@ def nothing_runs(
     short = [pair for pair in failed if pair[1].status == "oom"]
     if failed and not ran:
         candidate, trial = (short or failed)[0]
+        plans = counted(len(failed), "plan")
+        failures = f"{len(short)} ran out of memory, {len(failed) - len(short)} failed"
         problem = Problem(
             code="out-of-memory" if short else "cannot-plan",
-            what=f"of {counted(len(failed), 'plan')} that were tried {len(short)} ran out of "
-            f"memory, {len(failed) - len(short)} failed",
+            what=f"of {plans} that were tried {failures}",
             where=called(candidate),
             fact=trial.problem.fact if trial.problem else "it made no step",
             remedy="farspan doctor --cluster, with the same cluster",
@@ -101,7 +104,7 @@ def nothing_runs(
 
 
 def unchosen(candidate: Candidate) -> Problem:
-    """Why a plan that fits is not run."""
+    """Return why a plan that fits is not run."""
     return Problem(
         code="cannot-plan",
         what=f"{candidate.technique} is not chosen",

@@ -45,7 +45,7 @@ EXCLUSIVE = (
 def out_of_range(
     key: str, value: object, fact: str, remedy: str, file: str = "run.yaml"
 ) -> Refusal:
-    """The refusal of one value of a file, or of a flag."""
+    """Return the refusal of one value of a file, or of a flag."""
     what = f"{key} = {value} cannot be used"
     where = key if key.startswith("--") else f"{file}, key {key}"
     own = key if where == f"run.yaml, key {key}" else None
@@ -53,14 +53,15 @@ def out_of_range(
 
 
 def setting_remedy(key: str, value: str) -> str:
-    """The remedy that gives a key, or a flag, another value."""
+    """Return the remedy that gives a key, or a flag, another value."""
     if key.startswith("--"):
         return f"{key_word(key)} {shell_word(value)}"
     return f"set {key_word(key)}: {value}"
 
 
 def _setting_unit_remedy(key: str, value: Quantity) -> str:
-    """The remedy for a time without a unit: its writer knows whether it is minutes or seconds."""
+    """Return the remedy for a time without a unit: its writer knows whether it is minutes or
+    seconds."""
     minutes = f"{value}m"
     seconds = f"{value}s"
     if key.startswith("--"):
@@ -69,7 +70,7 @@ def _setting_unit_remedy(key: str, value: Quantity) -> str:
 
 
 def given_or(value: object, otherwise: str) -> str:
-    """Where a value came from: run.yaml, or `otherwise` where that leaves it out."""
+    """Return where a value came from: run.yaml, or `otherwise` where that leaves it out."""
     return otherwise if value is None or value == "auto" else "run.yaml"
 
 
@@ -81,7 +82,7 @@ def positive(
     file: str = "run.yaml",
     within: tuple[str, str] = ANY,
 ) -> Number:
-    """`value` read by `parse`; refuses what does not parse, is not above 0, or is not `within` two
+    """Read `value` by `parse`; refuse what does not parse, is not above 0, or is not `within` two
     values."""
     least, most = TIMES if parse is parse_duration else within
     remedy = f"set {key_word(key)} to something like {example}"
@@ -105,7 +106,7 @@ def positive(
 
 
 def asked_parameters(config: RunConfig) -> int | None:
-    """The parameters that `size` or `model.params` asks for; None for `auto`."""
+    """Return the parameters that `size` or `model.params` asks for; None for `auto`."""
     if config.model.params is not None:
         return positive(parse_count, config.model.params, "model.params", "30M", within=PARAMETERS)
     size = str(config.size)
@@ -121,7 +122,8 @@ def asked_parameters(config: RunConfig) -> int | None:
 
 
 def asked_tokens(value: Quantity, parameters: int, key: str = "train.tokens") -> int:
-    """Tokens to train on: a count, or a multiple of the model's parameters such as `20x_params`."""
+    """Return the tokens to train on: a count, or a multiple of the model's parameters such as
+    `20x_params`."""
     example = "20x_params or 500M"
     if match := re.fullmatch(r"\s*([0-9.]+)\s*x[ _]?params\s*", str(value)):
         return round(positive(float, match[1], key, example) * parameters)
@@ -131,8 +133,8 @@ def asked_tokens(value: Quantity, parameters: int, key: str = "train.tokens") ->
 def asked_rows(
     value: Quantity, seq_len: int, key: str = "train.batch.global", file: str = "run.yaml"
 ) -> int:
-    """Sequences of a global batch: `256k tokens` (rounded to whole sequences), `32 sequences`, or
-    bare `32`."""
+    """Return the sequences of a global batch: `256k tokens` (rounded to whole sequences),
+    `32 sequences`, or bare `32`."""
     count = positive(parse_count, value, key, "8k tokens or 32 sequences", file)
     if not str(value).strip().lower().endswith("tokens"):
         return count
@@ -156,16 +158,13 @@ def fit_s(config: RunConfig) -> float:
 
 
 def time_budget_s(config: RunConfig) -> float | None:
-    return (
-        None
-        if config.budget.time is None
-        else positive(parse_duration, config.budget.time, "budget.time", "1h")
-    )
+    time = config.budget.time
+    return None if time is None else positive(parse_duration, time, "budget.time", "1h")
 
 
 def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
-    """Seconds that the budget's time and dollars pay for, the fewer of both. Refuses dollars
-    without a price."""
+    """Return the seconds that the budget's time and dollars pay for, the fewer of both. Refuses
+    dollars without a price."""
     seconds = time_budget_s(config)
     budget = config.budget
     if budget.usd is None:
@@ -187,7 +186,7 @@ def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
 
 
 def check(config: RunConfig) -> None:
-    """Refuses what can be refused before any text is read: units, signs, shares, contradictions."""
+    """Refuse what can be refused before any text is read: units, signs, shares, contradictions."""
     asked_parameters(config)
     save_every_s(config)
     time_budget_s(config)

@@ -38,8 +38,8 @@ CONTEXT = 1024
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flags of `farspan plan` say; quantities as written. None takes a default, which
-    `TrainSpec` shows."""
+    """The flags of `farspan plan`; quantities as written. None takes a default, which `TrainSpec`
+    shows."""
 
     model: str
     tokens: str = "20x_params"
@@ -52,9 +52,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelSpec:
-    """A preset, a Hugging Face folder, a plan file, or parameters such as 124M (a Llama of the size
-    study's shape). Raises Refusal (out-of-range) for what is none, at a `flag` or at the key of a
-    `file`."""
+    """Return the model of a preset, a Hugging Face folder, a plan file, or parameters such as 124M
+    (a Llama of the size study's shape). Raises Refusal (out-of-range) for what is none, at a `flag`
+    or at the key of a `file`."""
     folder = Path(name).expanduser()
     if folder.suffix == ".json" and folder.is_file():
         return load(folder, Plan).model
@@ -80,29 +80,31 @@ def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelS
 
 
 def train_of(question: Question, model: ModelSpec, cluster: Cluster, file: str = "") -> TrainSpec:
-    """The training that a question means on a cluster; raises Refusal (out-of-range) for what
-    cannot be, at a flag, or at a key below `train` of a `file`."""
+    """Return the training that a question means on a cluster; raises Refusal (out-of-range) for
+    what cannot be, at a flag, or at a key below `train` of a `file`."""
 
-    def key(name: str) -> str:
+    def key_of(name: str) -> str:
         return f"train.{name}" if file else f"--{name.replace('_', '-')}"
 
     seq_len = question.seq_len or model.context
     if not 1 <= seq_len <= model.context:
+        key = key_of("seq_len")
         fact = f"the model has {model.context} positions"
-        remedy = setting_remedy(key("seq_len"), f"{model.context}")
-        raise out_of_range(key("seq_len"), seq_len, fact, remedy, file)
+        raise out_of_range(key, seq_len, fact, setting_remedy(key, f"{model.context}"), file)
     tokens = asked_tokens(question.tokens, parameters(model), "--tokens")
     devices = len(cluster.devices)
     if question.batch is not None:
-        batch = asked_rows(question.batch, seq_len, key("batch"), file)
+        batch = asked_rows(question.batch, seq_len, key_of("batch"), file)
     else:
         rows = 2 ** max(0, round(math.log2(batch_tokens(tokens) / seq_len)))
-        batch = max(1, math.ceil(rows / devices)) * devices
+        batch = math.ceil(rows / devices) * devices
+    steps = max(1, round(tokens / (batch * seq_len)))
+    precision = precision_of(question.precision, cluster, key_of("precision"), file)
     return TrainSpec(
-        steps=max(1, round(tokens / (batch * seq_len))),
+        steps=steps,
         batch=batch,
         seq_len=seq_len,
-        precision=precision_of(question.precision, cluster, key("precision"), file),
+        precision=precision,
         attention="vanilla" if question.attention == "vanilla" else "sdpa",
         recompute=question.recompute,
         wan_bits=question.wan_bits,
@@ -110,8 +112,8 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster, file: str =
 
 
 def precision_of(asked: str, cluster: Cluster, key: str, file: str = "") -> Precision:
-    """A precision, or the fastest that all devices compute in hardware; refuses one that a device
-    does not."""
+    """Return a precision, or the fastest that all devices compute in hardware; refuse one that a
+    device does not."""
     common = common_precisions(cluster)
     if asked == "auto":
         return common[0]

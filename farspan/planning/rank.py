@@ -23,7 +23,7 @@ from farspan.planning.ranking import Ranking
 from farspan.planning.side_by_side import cores, side_by_side
 from farspan.techniques import Task
 
-#: From so many devices on a ranking takes a second or more, which processes share.
+#: From these devices on a ranking takes a second or more, which processes share.
 MANY = 9
 #: What the dollars of a plan are multiplied by for which the law of losses knows no gain: more than
 #: any gain is small.
@@ -48,31 +48,39 @@ def rank(
     Raises Refusal for an unknown technique, or an objective in money where no price is known.
     """
     graph = models.graph(model)
-    names = tuple(allow) or techniques.names()
+    allowed = tuple(allow) or techniques.names()
     memo: dict[object, object] = {}
 
-    def answers_on(part: ClusterPart) -> _Answers:
+    def plan_on(part: ClusterPart) -> _Answers:
         only = None if len(part.places) == len(cluster.devices) else part.places
         task = Task(model, graph, cluster, train, engine, corpus, only, memo)
-        found = [candidate(task, part, name) for name in names]
+        answers = [candidate(task, part, name) for name in allowed]
         return _Answers(
-            priced=tuple(answer for answer in found if isinstance(answer, Candidate)),
-            refused=tuple(answer for answer in found if isinstance(answer, Refused)),
+            priced=tuple(answer for answer in answers if isinstance(answer, Candidate)),
+            refused=tuple(answer for answer in answers if isinstance(answer, Refused)),
         )
 
-    several = cores() if len(cluster.devices) >= MANY else 1
-    found = side_by_side(
-        answers_on, all_parts(cluster) if parts else (whole(cluster),), several, _Answers
-    )
-    priced = [answer for answers in found for answer in answers.priced]
-    refused = _planless(found)
-    (candidates, chosen) = ordered(priced, objective, tolerance)
+    processes = cores() if len(cluster.devices) >= MANY else 1
+    tried_parts = all_parts(cluster) if parts else [whole(cluster)]
+    priced: list[Candidate] = []
+    refused: list[Refused] = []
+    for answers in side_by_side(plan_on, tried_parts, processes, _Answers):
+        priced += answers.priced
+        refused += answers.refused
+
+    # A technique that has no plan on any part is refused once, for the largest.
+    planned = {answer.technique for answer in priced}
+    planless: dict[str, Refused] = {}
+    for answer in refused:
+        if answer.technique not in planned:
+            planless.setdefault(answer.technique, answer)
+    candidates, chosen = ordered(priced, objective, tolerance)
     return Ranking(
         model=model,
         cluster=cluster,
         objective=objective,
         candidates=candidates,
-        refused=refused,
+        refused=tuple(planless[name] for name in sorted(planless)),
         chosen=chosen,
     )
 
@@ -80,63 +88,53 @@ def rank(
 def ordered(
     candidates: Sequence[Candidate], objective: Objective, tolerance: float = TOLERANCE
 ) -> tuple[tuple[Candidate, ...], int | None]:
-    """The candidates, best first, and the place of the one to choose."""
+    """Return the candidates, best first, and the place of the one to choose."""
     key = by(objective, candidates, tolerance)
-    best_first = tuple(
-        sorted(
-            candidates,
-            key=lambda candidate: (
-                not candidate.eligible,
-                key(candidate),
-                candidate.technique,
-                candidate.places,
-            ),
-        )
-    )
-    return best_first, 0 if best_first and best_first[0].eligible and key(
-        best_first[0]
-    ) < math.inf else None
+    best_first = sorted(candidates, key=lambda each: (each.technique, each.places))
+    best_first.sort(key=lambda candidate: (not candidate.eligible, key(candidate)))
+    has_choice = best_first and best_first[0].eligible and key(best_first[0]) < math.inf
+    return tuple(best_first), 0 if has_choice else None
 
 
 def candidate(task: Task, part: ClusterPart, name: str) -> Candidate | Refused:
-    """One technique's answer, priced."""
+    """Price one technique's answer."""
     answer = techniques.plan(name, task)
     if isinstance(answer, Problem):
         return Refused(technique=name, where=part.name, places=part.places, problem=answer)
     estimate = price(answer, task.costs)
     sites = [task.cluster.site_of(device.host) for device in answer.devices]
-    queue = max(site.queue_s for site in sites)
-    lease = min((site.lease_s for site in sites if site.lease_s is not None), default=math.inf)
+    queue_s = max(site.queue_s for site in sites)
+    leases = [site.lease_s for site in sites if site.lease_s is not None]
     return Candidate(
         technique=name,
         where=part.name,
         places=part.places,
         plan=answer,
         estimate=estimate,
-        time_s=queue + estimate.equal_loss_s,
-        queue_s=queue,
-        lease_s=lease,
-        barred=_barred(task, estimate),
+        time_s=queue_s + estimate.equal_loss_s,
+        queue_s=queue_s,
+        lease_s=min(leases, default=math.inf),
+        barred=_find_bar(task, estimate),
     )
 
 
-def _barred(task: Task, estimate: Estimate) -> str | None:
+def _find_bar(task: Task, estimate: Estimate) -> str | None:
     if not estimate.evidence:
         return "no published run in this setting says how many more tokens it needs"
-    short = [
-        host.name
-        for host in task.cluster.hosts
-        if host.memory is not None and host_bytes(task, host.name) > host.memory
-    ]
+    short = []
+    for host in task.cluster.hosts:
+        if host.memory is not None and host_bytes(task, host.name) > host.memory:
+            short.append(host.name)
     return f"{', '.join(short)} has too little memory for its workers" if short else None
 
 
 def host_bytes(task: Task, host: str) -> float:
-    """Bytes of a host's own memory that its workers of other devices take, and rank 0's copy of a
-    checkpoint."""
-    workers = [device for device in task.devices if device.host == host and device.backend != "cpu"]
+    """Return the bytes of a host's own memory that its workers of other devices take, and rank 0's
+    copy of a checkpoint."""
+    on_host = [device.host == host and device.backend != "cpu" for device in task.devices]
+    workers = sum(on_host)
     state = 12 * task.graph.parameters() if workers and task.devices[0].host == host else 0
-    return len(workers) * task.engine.host_framework + state
+    return workers * task.engine.host_framework + state
 
 
 class _Answers(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,20 +144,10 @@ class _Answers(msgspec.Struct, frozen=True, kw_only=True):
     refused: tuple[Refused, ...]
 
 
-def _planless(found: Sequence[_Answers]) -> tuple[Refused, ...]:
-    """A technique that has no plan on any part says so once, for the largest."""
-    planned = {answer.technique for answers in found for answer in answers.priced}
-    first: dict[str, Refused] = {}
-    for answer in (answer for answers in found for answer in answers.refused):
-        if answer.technique not in planned:
-            first.setdefault(answer.technique, answer)
-    return tuple(first[name] for name in sorted(first))
-
-
 def by(
     objective: Objective, candidates: Sequence[Candidate], tolerance: float
 ) -> Callable[[Candidate], float]:
-    """What the objective orders by; less is better."""
+    """Return what the objective orders by; less is better."""
     if objective in ("cost", "loss_per_dollar"):
         if candidates and all(candidate.estimate.usd is None for candidate in candidates):
             raise Refusal(
@@ -169,31 +157,31 @@ def by(
                 fact="no plan's devices all have a price",
                 remedy="give devices a price in the cluster file: price: 0.50",
             )
-        return _cost if objective == "cost" else _loss_per_dollar
-    fastest = min(
-        (candidate.time_s for candidate in candidates if candidate.eligible), default=math.inf
-    )
-    if objective == "fewest_devices":
-        return lambda candidate: (
-            len(candidate.places)
-            + (1e6 if candidate.time_s > (1 + tolerance) * fastest else 0)
-            + candidate.time_s * 1e-12
-        )
-    return lambda candidate: candidate.time_s
+        return _effective_usd if objective == "cost" else _loss_per_dollar
+    if objective != "fewest_devices":
+        return lambda candidate: candidate.time_s
+    times = [candidate.time_s for candidate in candidates if candidate.eligible]
+    slowest = (1 + tolerance) * min(times, default=math.inf)
+
+    def count_devices(candidate: Candidate) -> float:
+        too_slow = 1e6 if candidate.time_s > slowest else 0
+        return len(candidate.places) + too_slow + candidate.time_s * 1e-12
+
+    return count_devices
 
 
-def _cost(candidate: Candidate) -> float:
+def _effective_usd(candidate: Candidate) -> float:
     # A free cluster's plans differ in time alone.
     return math.inf if candidate.usd is None else candidate.usd + 1e-9 * candidate.time_s
 
 
 def _loss_per_dollar(candidate: Candidate) -> float:
-    """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a
-    scaling law's loss). For the order alone the law is also followed outside its range."""
+    """Return the dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456
+    with a scaling law's loss). For the order alone the law is also followed outside its range."""
     usd = candidate.estimate.usd
-    model = candidate.plan.model
     if usd is None:
         return math.inf
+    model = candidate.plan.model
     law_loss = loss(parameters(model), candidate.estimate.tokens_done)
     gained = math.log(model.vocab_size) - law_loss
     spent = usd + 1e-9 * candidate.time_s

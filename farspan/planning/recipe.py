@@ -14,10 +14,11 @@ from farspan.domain.config import OptimizerKind, TrainConfig
 from farspan.domain.model import ModelSpec, matmul_parameters, parameters
 from farspan.domain.train import Muon, Optimizer, Regularization, ScheduleKind, TrainSpec
 from farspan.domain.units import format_count
+from farspan.planning.quantities import given_or
 from farspan.planning.size import FRESH_EPOCHS
 from farspan.semantics.matrices import matrices, update_flops
 
-#: A device's update of matrices may take so much of the step's other arithmetic: Muon reaches
+#: A device's update of matrices may take this share of the step's other arithmetic: Muon reaches
 #: AdamW's loss in half of the tokens (docs/learning.md).
 MOST_UPDATE = 0.6
 
@@ -48,7 +49,7 @@ PLAIN = Recipe(
     mask=0.0,
     reshuffle=False,
 )
-#: Muon's peak learning rate at so many parameters (docs/log.md, one size); by others' it goes as
+#: Muon's peak learning rate at MUON_PARAMETERS (docs/log.md, one size); at others it goes as
 #: AdamW's does.
 MUON_RATE = 6e-3
 MUON_PARAMETERS = 2.9e6
@@ -68,13 +69,12 @@ MOST_KEPT = 0.9999
 
 
 def studied(epochs: float, steps: int) -> Recipe:
-    """What was found best for a text that is read so many times in so many steps (docs/log.md)."""
+    """Return what was best for a text that is read in these epochs and steps (docs/log.md)."""
     decay = 0.1 if epochs <= 1 else round(DECAY * math.sqrt(min(epochs, MOST_EPOCHS)), 2)
-    average = (
-        min(MOST_KEPT, round(1 - 1 / max(1.0, AVERAGED * steps), 4))
-        if epochs > FRESH_EPOCHS
-        else 0.0
-    )
+    average = 0.0
+    if epochs > FRESH_EPOCHS:
+        reach = max(1.0, AVERAGED * steps)
+        average = min(MOST_KEPT, round(1 - 1 / reach, 4))
     return Recipe(
         optimizer="auto",
         weight_decay=decay,
@@ -89,25 +89,27 @@ def studied(epochs: float, steps: int) -> Recipe:
 
 
 def peak_rate(count: int, *, muon: bool = False) -> float:
-    """Peak learning rate for `count` parameters: AdamW's 0.1325 N^-0.305, at most 3e-3; Muon's goes
-    as steeply.
+    """Return the peak learning rate for `count` parameters: AdamW's 0.1325 N^-0.305, at most 3e-3;
+    Muon's goes as steeply.
 
     Least squares in logarithms over the eight models (125M to 175B) of GPT-3's table 2.1 (arXiv
     2005.14165). Below 125M it is extrapolated, and the cap keeps it where small transformers are
     known to train.
     """
     if muon:
-        return min(1e-2, float(f"{MUON_RATE * (count / MUON_PARAMETERS) ** -0.305:.2g}"))
+        rate = MUON_RATE * (count / MUON_PARAMETERS) ** -0.305
+        return min(1e-2, float(f"{rate:.2g}"))
     return min(3e-3, float(f"{0.1325 * count**-0.305:.2g}"))
 
 
 def applied(
     train: TrainSpec, asked: TrainConfig, model: ModelSpec, epochs: float, device_tokens: float
 ) -> tuple[TrainSpec, dict[str, str]]:
-    """The training with its recipe, for a text that is read so many times by devices that read so
-    many tokens a step each; and where each value came from."""
+    """Return the training with its recipe, for a text that is read in these epochs by devices with
+    `device_tokens` of a step each; and where each value came from."""
     own = asked.optimizing
-    base = PLAIN if asked.recipe == "plain" else studied(epochs, train.steps)
+    recipe = PLAIN if asked.recipe == "plain" else studied(epochs, train.steps)
+    recipe_default = f"default: recipe {asked.recipe}"
     given: dict[str, Any] = {
         "optimizer": own.kind,
         "weight_decay": own.weight_decay,
@@ -119,38 +121,46 @@ def applied(
         "mask": asked.mask,
         "reshuffle": asked.reshuffle,
     }
-    origin = {
-        f"train.{key}": f"default: recipe {asked.recipe}" if value == "auto" else "run.yaml"
-        for key, value in given.items()
-    }
-    recipe = replace(base, **{key: value for key, value in given.items() if value != "auto"})
+    origin = {}
+    for key, value in given.items():
+        origin[f"train.{key}"] = given_or(value, recipe_default)
+        if value != "auto":
+            recipe = replace(recipe, **{key: value})
     kind = recipe.optimizer
     if kind == "auto":
         share = updating_share(model, device_tokens)
         kind = "adamw" if share > MOST_UPDATE else "muon"
-        origin["train.optimizer"] += (
-            f": updating matrices takes about {share:.0%} of a step's arithmetic"
-        )
+        cost = f"updating matrices takes about {share:.0%} of a step's arithmetic"
+        origin["train.optimizer"] += f": {cost}"
     muon = kind == "muon"
     origin["train.lr"] = "run.yaml"
+    lr = train.optimizer.lr
     if own.lr == "auto":
         lr = peak_rate(parameters(model), muon=muon and asked.recipe == "auto")
-        train = replace(train, optimizer=replace(train.optimizer, lr=lr))
         name = "Muon" if muon else "AdamW"
         count = format_count(parameters(model))
-        origin["train.lr"] = f"default: recipe {asked.recipe}, {name} at {count} parameters"
+        origin["train.lr"] = f"{recipe_default}, {name} at {count} parameters"
+    optimizer = replace(
+        train.optimizer,
+        lr=lr,
+        weight_decay=recipe.weight_decay,
+        average=recipe.average or msgspec.UNSET,
+        muon=Muon(embedding=recipe.embedding) if muon else msgspec.UNSET,
+    )
+    schedule = replace(train.schedule, kind=recipe.schedule, floor=recipe.floor)
     regular = Regularization(dropout=recipe.dropout, mask=recipe.mask, reshuffle=recipe.reshuffle)
-    return replace(
+    train = replace(
         train,
-        optimizer=_optimizer(train.optimizer, recipe, muon=muon),
-        schedule=replace(train.schedule, kind=recipe.schedule, floor=recipe.floor),
+        optimizer=optimizer,
+        schedule=schedule,
         regularization=regular if regular != Regularization() else msgspec.UNSET,
-    ), origin
+    )
+    return train, origin
 
 
 def drafted_optimizer(asked: TrainConfig, count: int) -> Optimizer:
-    """What a probe trains a model of `count` parameters with: Muon where it is asked for or may be
-    chosen."""
+    """Return what a probe trains a model of `count` parameters with: Muon where it is asked for or
+    may be chosen."""
     own = asked.optimizing
     plain = own.kind == "adamw" or (own.kind == "auto" and asked.recipe == "plain")
     lr = peak_rate(count) if own.lr == "auto" else own.lr
@@ -164,19 +174,10 @@ def drafted_optimizer(asked: TrainConfig, count: int) -> Optimizer:
 
 
 def updating_share(model: ModelSpec, device_tokens: float) -> float:
-    """Arithmetic of Muon's update over that of the products of a step, on a device that reads so
-    many tokens of it and updates all matrices."""
+    """Return the arithmetic of Muon's update over that of the products of a step, on a device that
+    reads `device_tokens` of it and updates all matrices."""
     graph = models.graph(model)
-    updating = graph.layers * sum(
-        update_flops(matrix, Muon().iterations) for matrix in matrices(graph).values()
-    )
-    return updating / (6.0 * matmul_parameters(model) * device_tokens)
-
-
-def _optimizer(drafted: Optimizer, recipe: Recipe, *, muon: bool) -> Optimizer:
-    return replace(
-        drafted,
-        weight_decay=recipe.weight_decay,
-        average=recipe.average or msgspec.UNSET,
-        muon=Muon(embedding=recipe.embedding) if muon else msgspec.UNSET,
-    )
+    iterations = Muon().iterations
+    layer_flops = sum(update_flops(matrix, iterations) for matrix in matrices(graph).values())
+    products = 6.0 * matmul_parameters(model) * device_tokens
+    return graph.layers * layer_flops / products

@@ -117,43 +117,41 @@ def rent(
 ) -> Rent:
     """Price every offer. `kinds` and `counts` leave some out; without a `bandwidth` hosts have what
     is assumed of their shape. Raises Refusal for a kind without a price."""
-    asked = _Renting(model, models.graph(model), train_for, engine, tuple(allow))
-    offers = [
-        asked.offer(kind, offered(device, count, bandwidth), price)
-        for kind, (device, price) in _priced(kinds).items()
-        for count in counts
-    ]
-    offers = [
-        replace(offer, meets=budget.meets(offer.time_s, offer.usd))
-        for offer in asked.searched(offers)
-    ]
-    offers.sort(
-        key=lambda offer: (offer.usd, offer.time_s, offer.usd_per_hour, offer.kind, offer.count)
-    )
+    renting = _Renting(model, models.graph(model), train_for, engine, tuple(allow))
+    quick = []
+    for kind, (device, price) in _priced_devices(kinds).items():
+        for count in counts:
+            quick.append(renting.offer(kind, offered(device, count, bandwidth), price))
+    offers = []
+    for offer in renting.searched(quick):
+        offers.append(replace(offer, meets=budget.meets(offer.time_s, offer.usd)))
+    offers.sort(key=lambda offer: (offer.usd_per_hour, offer.kind, offer.count))
+    offers.sort(key=lambda offer: (offer.usd, offer.time_s))
+    assumed_bandwidth = SITE_BANDWIDTH if bandwidth is None else bandwidth
     return Rent(
         offers=tuple(offers),
         frontier=frontier([(offer.time_s, offer.usd) for offer in offers]),
-        chosen=_chosen(offers, budget),
-        bandwidth=SITE_BANDWIDTH if bandwidth is None else bandwidth,
-        known=_known(offers) if bandwidth is None else {},
+        chosen=_choose_offer(offers, budget),
+        bandwidth=assumed_bandwidth,
+        known=_known_networks(offers) if bandwidth is None else {},
         rtt_s=SITE_RTT_S,
     )
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """The places of the points that no other beats in one number without losing in the other, by
-    the first number."""
-    order = sorted((point, place) for place, point in enumerate(points) if max(point) < math.inf)
+    """Return the places of the points that no other beats in one number without losing in the
+    other, by the first number."""
     unbeaten: list[int] = []
     least = math.inf
-    for (_, second), place in order:
-        if second < least:
+    for place in sorted(range(len(points)), key=lambda place: points[place]):
+        first, second = points[place]
+        if first < math.inf and second < least:
             unbeaten.append(place)
             least = second
     return tuple(unbeaten)
 
 
-def _chosen(offers: Sequence[Offer], budget: Budget) -> int | None:
+def _choose_offer(offers: Sequence[Offer], budget: Budget) -> int | None:
     inside = [place for place, offer in enumerate(offers) if offer.meets]
     if not inside:
         return None
@@ -162,8 +160,8 @@ def _chosen(offers: Sequence[Offer], budget: Budget) -> int | None:
     return inside[0]
 
 
-def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
-    """The devices of the catalogue that have a price, or those of them that are named."""
+def _priced_devices(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
+    """Return the devices of the catalogue that have a price, or those of them that are named."""
     priced = {}
     for kind, entry in catalog.devices().items():
         device = entry.device(kind)
@@ -185,8 +183,8 @@ def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
     return {kind: pair for kind, pair in priced.items() if not kinds or kind in kinds}
 
 
-def _known(offers: Sequence[Offer]) -> dict[str, AssumedNetwork]:
-    """The networks of known machines among offers of several hosts, by kind of device."""
+def _known_networks(offers: Sequence[Offer]) -> dict[str, AssumedNetwork]:
+    """Return the networks of known machines among offers of several hosts, by kind of device."""
     known = {}
     for offer in offers:
         hosts = offer.cluster.hosts
@@ -197,21 +195,20 @@ def _known(offers: Sequence[Offer]) -> dict[str, AssumedNetwork]:
 
 
 def offered(device: Device, count: int, bandwidth: float | None = None) -> Cluster:
-    """So many devices of a kind as a cluster: hosts of eight, each joined to each."""
-    names = [f"node{i + 1}" for i in range(-(-count // HOST))]
-    hosts = tuple(
-        Host(name=name, devices=(device,) * min(HOST, count - i * HOST))
-        for i, name in enumerate(names)
-    )
-    alone = Cluster(sites=(Site(name="cloud", hosts=hosts),))
+    """Return `count` devices of a kind as a cluster: hosts of eight, each joined to each."""
+    hosts = []
+    for first in range(0, count, HOST):
+        name = f"node{first // HOST + 1}"
+        hosts.append(Host(name=name, devices=(device,) * min(HOST, count - first)))
+    cluster = Cluster(sites=(Site(name="cloud", hosts=tuple(hosts)),))
     links = []
-    for a, b in itertools.combinations(names, 2):
-        derived = alone.link(a, b)
-        assert derived is not None
+    for a, b in itertools.combinations(hosts, 2):
+        link = cluster.link(a.name, b.name)
+        assert link is not None
         if bandwidth is not None:
-            derived = replace(derived, bandwidth=bandwidth, origin="given")
-        links.append(derived)
-    return replace(alone, links=tuple(links))
+            link = replace(link, bandwidth=bandwidth, origin="given")
+        links.append(link)
+    return replace(cluster, links=tuple(links))
 
 
 class _Renting(NamedTuple):
@@ -224,9 +221,10 @@ class _Renting(NamedTuple):
     allow: tuple[str, ...]
 
     def offer(self, kind: str, cluster: Cluster, price: catalog.Price) -> Offer:
-        """An offer with the best technique that plans at once."""
+        """Return an offer with the best technique that plans at once."""
         count = len(cluster.devices)
         quick = [name for name in self.allow or techniques.names() if name != SEARCHED]
+        best = self._best_answer(cluster, quick or [SEARCHED])
         return Offer(
             kind=kind,
             count=count,
@@ -234,71 +232,65 @@ class _Renting(NamedTuple):
             source=price.source,
             checked=price.checked,
             cluster=cluster,
-            best=self._best(cluster, quick or [SEARCHED]),
+            best=best,
             searched=not quick,
         )
 
     def searched(self, offers: Sequence[Offer]) -> list[Offer]:
-        """The offers, with pipelines where these can still beat the others: an offer that would be
-        beaten even at the least that any plan takes, or is near it, is left as it is."""
+        """Return the offers, with pipelines where these can still beat the others: an offer that
+        would be beaten even at the least that any plan takes, or is near it, stays as it is."""
         revised = list(offers)
         if self.allow and SEARCHED not in self.allow:
             return revised
-        bounds = [self._bound(offer) for offer in revised]
-        left = EFFORT
-        for place in sorted(
-            range(len(revised)), key=lambda place: bounds[place] ** 2 * revised[place].usd_per_hour
-        ):
+        bounds = [self._least_seconds(offer) for offer in revised]
+        promise = [
+            bound**2 * offer.usd_per_hour for bound, offer in zip(bounds, offers, strict=True)
+        ]
+        remaining = EFFORT
+        for place in sorted(range(len(revised)), key=promise.__getitem__):
             offer = revised[place]
-            least = bounds[place]
-            near = offer.time_s <= (1 + GAIN) * least
-            if offer.count == 1 or near or offer.count > left or _beaten(offer, least, revised):
+            least_s = bounds[place]
+            near = offer.time_s <= (1 + GAIN) * least_s
+            if offer.count == 1 or near or offer.count > remaining:
                 continue
-            left -= offer.count
-            other = self._best(offer.cluster, [SEARCHED])
-            best = min(offer.best, other, key=_order)
+            # Another offer may take no more time and dollars than this one would at the very least.
+            usd = offer.usd_per_hour * least_s / 3600
+            if any(other.time_s <= least_s and other.usd <= usd for other in revised):
+                continue
+            remaining -= offer.count
+            pipeline = self._best_answer(offer.cluster, [SEARCHED])
+            best = min(offer.best, pipeline, key=_answer_order)
             revised[place] = replace(offer, best=best, searched=True)
         return revised
 
-    def _bound(self, offer: Offer) -> float:
-        """Seconds of the run at least: if one device did a step at once, with all the memory it
-        wants, and all shared that evenly; and between hosts either every sequence's activations or
-        the sums of all gradients cross."""
+    def _least_seconds(self, offer: Offer) -> float:
+        """Return the seconds of the run at least: if one device did a step at once, with all the
+        memory it wants, and all shared that evenly; and between hosts either every sequence's
+        activations or the sums of all gradients cross."""
         train = self.train_for(self.model, offer.cluster)
         alone = on_one_device(self.model, train, offer.cluster, self.engine)
         step_s = alone.compute_s / offer.count
         hosts = len(offer.cluster.hosts)
         if hosts > 1:
-            activations = (
-                self.graph.size("bsd", b=train.batch, s=train.seq_len) * BYTES[train.precision]
-            )
+            elements = self.graph.size("bsd", b=train.batch, s=train.seq_len)
+            activations = elements * BYTES[train.precision]
             sums = self.graph.parameters() * 4 * 2 * (hosts - 1) / hosts
-            step_s = max(
-                step_s,
-                min(activations, sums) / (offer.cluster.links[0].bandwidth or SITE_BANDWIDTH),
-            )
+            bandwidth = offer.cluster.links[0].bandwidth or SITE_BANDWIDTH
+            step_s = max(step_s, min(activations, sums) / bandwidth)
         return train.steps * step_s / (1 - RESERVE)
 
-    def _best(self, cluster: Cluster, names: Sequence[str]) -> Candidate | Refused:
+    def _best_answer(self, cluster: Cluster, allowed: Sequence[str]) -> Candidate | Refused:
         train = self.train_for(self.model, cluster)
         task = Task(self.model, self.graph, cluster, train, self.engine)
-        devices = cluster.devices
-        part = ClusterPart(
-            name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices)))
-        )
-        return min((candidate(task, part, name) for name in names), key=_order)
-
-
-def _beaten(offer: Offer, least: float, offers: Sequence[Offer]) -> bool:
-    """Whether another offer takes no more time and dollars than this one would at the very
-    least."""
-    usd = offer.usd_per_hour * least / 3600
-    return any(other.time_s <= least and other.usd <= usd for other in offers)
+        count = len(cluster.devices)
+        name = f"{count} x {cluster.devices[0].kind}"
+        part = ClusterPart(name=name, places=tuple(range(count)))
+        return min((candidate(task, part, name) for name in allowed), key=_answer_order)
 
 
 def _time_s(answer: Candidate | Refused) -> float:
     return answer.time_s if isinstance(answer, Candidate) else math.inf
 
 
-def _order(answer: Candidate | Refused) -> tuple[bool, float]:
+def _answer_order(answer: Candidate | Refused) -> tuple[bool, float]:
     return not (isinstance(answer, Candidate) and answer.eligible), _time_s(answer)

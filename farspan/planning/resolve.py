@@ -1,4 +1,4 @@
-"""run.yaml to concrete specs: each value is the user's or chosen, and says where it came from."""
+"""run.yaml to concrete specs: each value is the user's or chosen, with where it came from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resolve(
     matmul_flops: Callable[[], float],
     measure: Measure,
 ) -> Settled:
-    """The model and the training that `config` asks for on this corpus and these devices.
+    """Choose the model and the training that `config` asks for on this corpus and these devices.
 
     `matmul_flops` (FLOP/s of bare matrix products, all devices together) is called only for `size:
     auto`; `measure` is called once, with a draft whose `batch` is the sequences that one device

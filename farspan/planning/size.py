@@ -41,7 +41,7 @@ def fitted_shape(target: float) -> tuple[float, float]:
 def shape_for(
     family: str, target: int, *, vocab_size: int, context: int, knobs: Knobs
 ) -> ModelSpec:
-    """The shape nearest the fit among those whose exact count comes nearest `target`.
+    """Return the shape nearest the fit among those whose exact count comes nearest `target`.
 
     Counts within half of TOLERANCE are equally good, so that the fit's proportions decide between
     them; a large vocabulary leaves less for the layers, which then are fewer and narrower than the
@@ -57,7 +57,7 @@ def shape_for(
     build = models.family(family).shape
     shapes = []
     problem = ValueError("no shape")
-    for fixed in _neighbours(target, knobs):
+    for fixed in _list_shapes(target, knobs):
         try:
             shapes.append(build(vocab_size=vocab_size, context=context, **fixed))
         except ValueError as error:  # Heads or kv_heads do not divide this width: not a candidate.
@@ -67,14 +67,14 @@ def shape_for(
     return min(shapes, key=badness)
 
 
-def _neighbours(target: int, knobs: Knobs) -> Iterator[Knobs]:
-    """Widths that are multiples of the head size (64; 32 for tiny models), to twice the fit's;
-    depths to thrice."""
+def _list_shapes(target: int, knobs: Knobs) -> Iterator[Knobs]:
+    """Yield widths that are multiples of the head size (64; 32 for tiny models), to twice the
+    fit's; depths to thrice."""
     d_fit, layers_fit = fitted_shape(target)
     head = 32 if target < 10_000_000 else 64
     step = 8 * knobs["heads"] if "heads" in knobs else head
-    widths = range(step, max(4 * step, round(2 * d_fit)) + 1, step)
-    for d_model in [knobs["d_model"]] if "d_model" in knobs else widths:
+    widest = max(4 * step, round(2 * d_fit))
+    for d_model in [knobs["d_model"]] if "d_model" in knobs else range(step, widest + 1, step):
         for layers in range(1, math.ceil(3 * layers_fit) + 2):
             yield {"heads": max(1, d_model // head), "layers": layers, "d_model": d_model} | knobs
 
@@ -87,4 +87,5 @@ def auto_parameters(corpus_tokens: float, flops: float) -> int:
     120).
     """
     affordable = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
-    return round(min(max(min(corpus_tokens / TOKENS_PER_PARAMETER, affordable), SMALLEST), LARGEST))
+    best = min(corpus_tokens / TOKENS_PER_PARAMETER, affordable)
+    return round(min(max(best, SMALLEST), LARGEST))

@@ -478,7 +478,7 @@ def test_learned_error_of_pipeline_plans_applies_to_other_pipeline_plans():
     whole = next(one.plan for one in candidates if one.technique == "data")
     world = World(here)
     found = learn(here, [Observation(staged, 1.6 * world.step_s(staged), world.compute_s(staged))])
-    assert found.way(staged) > 1.2 and found.way(whole) == 1.0
+    assert found.slowdown(staged) > 1.2 and found.slowdown(whole) == 1.0
     again = learn(
         here,
         [
@@ -486,7 +486,7 @@ def test_learned_error_of_pipeline_plans_applies_to_other_pipeline_plans():
             for one in (staged, whole)
         ],
     )
-    assert again.way(whole) > 1.05
+    assert again.slowdown(whole) > 1.05
 
 
 def test_learn_separates_heterogeneous_devices_of_one_host_by_compute_time():
