@@ -237,19 +237,19 @@ def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> 
         return
     sizes = f"{corpus.train.tokens} tokens to train on and {corpus.val.tokens} to validate on"
     fits = longest >= SHORTEST_CONTEXT
-    shorten = f"set model.context: {longest:d}"
+    fix = f"set model.context: {longest:d}"
     if config.model.context is not None and fits:
-        raise out_of_range("model.context", seq_len, f"the corpus has {sizes}", shorten)
+        raise out_of_range("model.context", seq_len, f"the corpus has {sizes}", fix)
     raise Refusal(
         "corpus-too-small",
         what="the corpus cannot fill one training and one validation window of the model",
         where=corpus.source,
         fact=f"there are {sizes}; each needs at least {seq_len + 1}",
-        remedy=shorten if fits else _suggest_enough_text(config, corpus, seq_len),
+        remedy=fix if fits else _remedy(config, corpus, seq_len),
     )
 
 
-def _suggest_enough_text(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
+def _remedy(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
     """Suggest how the corpus can fill its windows: with a larger share held out where that is
     enough, else with more text."""
     needed = seq_len + 1
@@ -265,5 +265,6 @@ def _suggest_enough_text(config: RunConfig, corpus: CorpusManifest, seq_len: int
     # The split stays as it is while the text grows.
     growth = needed / max(1, min(train.tokens, val.tokens))
     missing_bytes = (growth - 1) * (train.text_bytes + val.text_bytes)
-    size_text = format_bytes(max(1, math.ceil(missing_bytes)))
-    return f"add text to {shell_word(corpus.source)}: about {size_text} are missing"
+    missing_bytes = max(1, math.ceil(missing_bytes))
+    path_word = shell_word(corpus.source)
+    return f"add text to {path_word}: about {format_bytes(missing_bytes)} are missing"

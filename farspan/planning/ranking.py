@@ -197,7 +197,7 @@ def question(ranking: Ranking) -> str:
 
 def used_ranks(plan: Plan) -> list[int]:
     """Return the ranks of all stages in order, as an estimate lists their memory."""
-    ranks = []
+    ranks: list[int] = []
     for replica in plan.replicas:
         for stage in replica.stages:
             ranks += stage.mesh.ranks

@@ -224,7 +224,9 @@ class _Reader:
                 until = min(max(least, end), layers)
                 what = f"the blocks {blocks} leave out some, or are had twice"
                 fact = f"the stage must begin at block {done}; the model has 0-{layers}"
-                self._refuse("plan-mismatch", key, what, fact, f"set {key}: {done:d}-{until:d}")
+                self._refuse(
+                    "plan-mismatch", key, what, fact, f"set {key_word(key)}: {done:d}-{until:d}"
+                )
             units.append((first + (s > 0), end + (2 if s == last else 1)))
             done = end
         return units

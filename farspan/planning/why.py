@@ -184,7 +184,9 @@ def _describe_plan(ranking: Ranking, candidate: Candidate, name: str) -> Reason:
         costs = costs_of(plan, cluster)
         slowest = traffic(plan, costs)[0]
         facts.append(" ".join(filter(None, exchange_row(slowest, costs))))
-    return Reason(name, format_seconds(candidate.time_s), *parts, facts=", ".join(facts))
+    compute, communication, waiting = parts
+    time = format_seconds(candidate.time_s)
+    return Reason(name, time, compute, communication, waiting, ", ".join(facts))
 
 
 def exchange_row(exchange: Exchange, costs: Costs) -> tuple[str, str, str, str, str, str]:
