@@ -27,7 +27,7 @@ def say_answer(answer: Answer, console: Console) -> None:
 
 
 def also(result: Result) -> str:
-    """The first places of exact copies, and how many more there are."""
+    """Return the first places of exact copies, and how many more there are."""
     shown = result.also[:PLACES_SHOWN]
     more = result.copies - len(shown)
     return ", ".join(map(str, shown)) + (f" and {more:,} more" if more else "")

@@ -17,7 +17,7 @@ from farspan.domain.run import RunFolder
 
 
 def takes_config(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `load_config` reads."""
+    """Add the arguments that `load_config` reads."""
     parser.add_argument(
         "config",
         metavar="RUN.YAML",
@@ -89,7 +89,7 @@ def _refuse_text(path: Path) -> None:
 
 
 def _init_command(source: object) -> str:
-    """The command that writes a run.yaml for a source, beside the one that is there."""
+    """Return the command that writes a run.yaml for a source and keeps one that is there."""
     if not Path("run.yaml").exists():
         return command("init", source)
     name = Path(str(source).removeprefix("hf:").partition(":")[0]).resolve().name or "text"
@@ -97,7 +97,7 @@ def _init_command(source: object) -> str:
 
 
 def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
-    """A problem with a key of run.yaml, at the option that set it, or else at the file that was
+    """Move a problem with a key of run.yaml to the option that set it, or else to the file that was
     given."""
     if problem.key is None or not hasattr(given, "config"):
         return problem
@@ -112,7 +112,7 @@ def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
 
 
 def words_again(given: argparse.Namespace) -> list[object]:
-    """The arguments that `load_config` read, for a command that goes on with the same run."""
+    """Return the arguments that `load_config` read, for a further command on the same run."""
     flags = [
         word
         for key in ("cluster", "launcher")
@@ -123,7 +123,7 @@ def words_again(given: argparse.Namespace) -> list[object]:
 
 
 def takes_run(parser: argparse.ArgumentParser) -> None:
-    """The argument that `find_run` reads: RUN, the same in every command."""
+    """Add the argument that `find_run` reads: RUN, the same in every command."""
     parser.add_argument(
         "run", metavar="RUN", nargs="?", help="run directory (default: the newest under runs/)"
     )
@@ -132,7 +132,7 @@ def takes_run(parser: argparse.ArgumentParser) -> None:
 
 
 def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
-    """The run that was named, or the newest under `runs/`, said aloud."""
+    """Return the run that was named, or print and return the newest under `runs/`."""
     named = dict.fromkeys(name for name in (given.run, given.run_option) if name is not None)
     if len(named) > 1:
         raise Refusal(
@@ -172,14 +172,14 @@ def _is_run(text: str) -> bool:
 
 
 def find_runs(given: argparse.Namespace) -> list[RunFolder]:
-    """The runs that were named, or all under `runs/`, the newest first."""
+    """Return the runs that were named, or all under `runs/`, the newest first."""
     if given.runs:
         return [RunFolder.existing(Path(run)) for run in given.runs]
     return [RunFolder(plan.parent) for plan in reversed(_started())]
 
 
 def _started() -> list[Path]:
-    """The plans of all runs under `runs/`, the newest last."""
+    """Return the plans of all runs under `runs/`, the newest last."""
     started = sorted(Path("runs").glob("*/plan.json"), key=lambda path: path.stat().st_mtime)
     if not started:
         raise Refusal(
@@ -193,7 +193,7 @@ def _started() -> list[Path]:
 
 
 def positive(text: str) -> int:
-    """The type of an argument that counts."""
+    """Parse an argument that counts."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value

@@ -20,8 +20,7 @@ from farspan.domain.problems import Problem
 
 
 class Console:
-    """`say` for people, `answer` for programs. With `--json` all that is said goes to standard
-    error."""
+    """`say` for people, `answer` for programs. With `--json` all text goes to standard error."""
 
     def __init__(self, json: bool) -> None:
         self.json = json
@@ -47,7 +46,7 @@ class Console:
         print(escape_controls(str(problem)), file=sys.stderr)
 
     def answer(self, value: object) -> None:
-        """The command's result, for programs; people have been told already."""
+        """Print the command's result for programs; people have read it already."""
         if self.json:
             sys.stdout.write(escape_json_controls(msgspec.json.encode(value).decode()) + "\n")
             sys.stdout.flush()
@@ -62,6 +61,6 @@ def print_traceback(
 
 
 def print_thread_traceback(about: threading.ExceptHookArgs) -> None:
-    """The same of a thread; one that ends by SystemExit says nothing, as Python has it."""
+    """Print the same of a thread; one that ends by SystemExit prints nothing, as Python has it."""
     if about.exc_type is not SystemExit:
         print_traceback(about.exc_type, about.exc_value, about.exc_traceback)

@@ -70,7 +70,7 @@ def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
 
 
 def _started(words: Sequence[object], answer: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """The process of the job. What it says goes to the log, and its result or problem, as one
+    """Start the job's process. Its output goes to the log, and its result or problem, as one
     object, to `answer`."""
     return subprocess.Popen(
         module_command(sys.executable, "farspan", *map(str, words), "--json"),

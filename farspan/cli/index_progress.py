@@ -42,7 +42,7 @@ class IndexProgress:
             self._live.stop()
 
     def show(self, work: IndexWork) -> None:
-        """Show how far the work is by now."""
+        """Show how far the work is."""
         if self._live is not None:
             row = Table.grid(padding=(0, 1), expand=True)
             row.add_column(ratio=1)

@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         self.error(words, any_of(settings, "use --set") if settings else None)
 
     def options_of(self, given: argparse.Namespace) -> list[str]:
-        """The options that may stand where `given` was read: also of the action that was chosen."""
+        """Return the options allowed where `given` was read, also those of the chosen action."""
         options = list[str]()
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -125,7 +125,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggest_run_key(name: str) -> tuple[str, ...]:
-    """The keys of run.yaml that an option which does not exist may mean."""
+    """Return the keys of run.yaml that an option which does not exist may mean."""
     from farspan.domain.codec import keys_of
     from farspan.domain.config import RunConfig
 
@@ -133,7 +133,7 @@ def suggest_run_key(name: str) -> tuple[str, ...]:
 
 
 def own_names() -> list[str]:
-    """The commands of this package, without importing any."""
+    """Return the commands of this package, without importing any."""
     return [
         module.name
         for module in pkgutil.iter_modules(commands.__path__)
@@ -150,7 +150,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> ModuleType:
-    """The module of a command; refuses a name that is none."""
+    """Return the module of a command; refuse a name that is none."""
     if name in own_names():
         return importlib.import_module(f"farspan.cli.commands.{name}")
     if (point := extensions("commands").get(name)) is None:
@@ -167,7 +167,7 @@ def load(name: str) -> ModuleType:
 
 
 def overview() -> Parser:
-    """The parser of `farspan` itself: it knows each command's help line, not its arguments."""
+    """Build farspan's own parser: it knows each command's help line, not its arguments."""
     parser = Parser(prog="farspan", description=farspan.__doc__)
     parser.add_argument("--version", action="version", version=f"farspan {__version__}")
     parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -177,7 +177,7 @@ def overview() -> Parser:
 
 
 def help_line(name: str) -> str:
-    """What a command's file has as HELP, read without importing it and all that it needs."""
+    """Return what a command's file has as HELP, read without importing it and all that it needs."""
     own = name in own_names()
     spec = find_spec(f"farspan.cli.commands.{name}" if own else extensions("commands")[name].value)
     assert spec is not None and spec.origin is not None
@@ -239,7 +239,7 @@ def _printable(text: str) -> str:
 
 
 def as_refusal(error: BaseException, words: list[str]) -> Refusal:
-    """What the end of a command means to its user. Raises again what is a fault of farspan
+    """Return what the end of a command means to its user. Raise again what is a fault of farspan
     itself."""
     name = " ".join(["farspan", *words[:1]])
     match error:

@@ -73,7 +73,7 @@ def fold(text: str, columns: int) -> str:
 
 
 def painter(*, json: bool) -> bool:
-    """Whether colours are wanted: there is a terminal, and nobody has said no (no-color.org)."""
+    """Whether colours are wanted: there is a terminal, and no NO_COLOR (no-color.org)."""
     stream = sys.stderr if json else sys.stdout
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 

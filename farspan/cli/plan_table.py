@@ -70,7 +70,7 @@ def say_ranking(
     everything: bool = False,
     more: str = "farspan plan --all",
 ) -> None:
-    """The question, the table, what is chosen and what that assumes."""
+    """Print the question, the table, what is chosen and what that assumes."""
     console.say(paragraph(question(ranking)))
     console.say()
     if everything or len(ranking.cluster.devices) > 1 or ranking.chosen is None:
@@ -93,8 +93,7 @@ def say_ranking(
 
 
 def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
-    """The candidates, a line each (two where the part's name is long), and what of them is not
-    shown."""
+    """Return the candidates, a line each (two for a long part's name), and the number not shown."""
     candidates = ranking.candidates
     best = dict[str, int]()
     for i, candidate in enumerate(candidates):
@@ -124,7 +123,7 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
 
 
 def legend(shown: Sequence[Candidate]) -> str:
-    """What the table's figures mean; of plans whose tokens count for less, and of trials, only
+    """Explain the table's figures; of plans whose tokens count for less, and of trials, only
     where there are any."""
     text = LEGEND
     worth = {
@@ -150,7 +149,7 @@ def _tint(ranking: Ranking, index: int) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool) -> list[str]:
-    """The table's lines; long cells give way before the part's name does, which goes on below."""
+    """Return the table's lines; long cells shrink before the part's name does, which is wrapped."""
     heads = HEADS
     right = [place for place, head in enumerate(HEADS) if head not in LEFT]
     if sum(max(map(len, column)) + 1 for column in zip(HEADS, *rows, strict=True)) > width() + 1:
@@ -178,7 +177,7 @@ def _terse(cell: str) -> str:
 
 
 def _refused(ranking: Ranking, colours: bool) -> list[str]:
-    """A paragraph for each reason why techniques have no plan."""
+    """Return a paragraph for each reason why techniques have no plan."""
     paragraphs = []
     for reason, alike in refused_by_reason(ranking).items():
         text = (
@@ -190,7 +189,7 @@ def _refused(ranking: Ranking, colours: bool) -> list[str]:
 
 
 def told(ranking: Ranking, index: int | None) -> Told:
-    """What the page says around the pictures of the candidate at `index`."""
+    """Return the text around the pictures of the candidate at `index` on the page."""
     from farspan.report.plan_page import Told
 
     reasons = why(ranking)
@@ -244,7 +243,7 @@ def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str]
 
 
 def say_picture(shown: Picture, candidate: Candidate, console: Console) -> None:
-    """A candidate's plan on the cluster, a step in time, and memory."""
+    """Print a candidate's plan on the cluster, a step in time, and memory."""
     from farspan.report.plan_terminal import show
 
     console.say(f"\n{called(candidate)}:")

@@ -79,7 +79,7 @@ def _picture(candidate: Candidate, ranking: Ranking) -> Picture:
 
 
 def _index(name: str, ranking: Ranking) -> int | None:
-    """The place of a candidate; None where the chosen one is meant and nothing is chosen."""
+    """Return the place of a candidate; None if the chosen one is meant and nothing is chosen."""
     if name == "chosen":
         return ranking.chosen
     for i, listed in enumerate(ranking.listed):
@@ -91,7 +91,7 @@ def _index(name: str, ranking: Ranking) -> int | None:
 
 
 def _side(name: str, ranking: Ranking) -> PlanSide:
-    """A candidate, or the plan in a file, priced."""
+    """Price a candidate, or the plan in a file."""
     from farspan import models
     from farspan.app.plans import check_cluster, read_plan
     from farspan.domain.engine import engine

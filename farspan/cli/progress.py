@@ -131,8 +131,11 @@ class TrainingDisplay:
         return so_far.place if so_far.total is not None else f"{so_far.place} ({so_far.share:.0%})"
 
     def _validated(self, event: Validated) -> None:
-        """A validation in full where output is piped. A terminal keeps one for each KEPT_SHARE of
-        the run, and the last one: the display has the others."""
+        """Print a validation in full where output is piped.
+
+        A terminal keeps one for each KEPT_SHARE of the run, and the last one: the display has the
+        others.
+        """
         best = f"{FACT}best so far" if event.best else ""
         if self._live is None:
             loss = f"validation loss {told(event)} · {event.bits_per_byte:.3f} bits a byte"

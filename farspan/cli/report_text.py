@@ -7,7 +7,7 @@ from farspan.cli.console import Console
 
 
 def say_result(report: Report, console: Console) -> None:
-    """The summary of a run, and where to look next."""
+    """Print the summary of a run, and where to look next."""
     from farspan.report.text import summary
 
     console.say_facts(summary(report.run, report.compared))

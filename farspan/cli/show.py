@@ -1,5 +1,5 @@
-"""What a person sees of the updates that the API tells: lines, tables, and a live display while
-something runs."""
+"""What a person sees of the API's updates: lines, tables, and a live display while something
+runs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ TINTS = {"running": "bold green", "failed": "red", "lost": "red"}
 
 
 def listed(statuses: Sequence[Status], *, json: bool) -> list[str]:
-    """A line a run. `saved` is how long ago the newest checkpoint was written."""
+    """List a line a run. `saved` is how long ago the newest checkpoint was written."""
     rows = [_row(status) for status in statuses]
     return table_lines(
         HEADS,
@@ -45,7 +45,7 @@ def _row(status: Status) -> tuple[str, ...]:
 
 
 def _state(status: Status) -> str:
-    """`running, pid 1234`, `running on box`, `finished`, `finished, deadline`, `failed,
+    """Return `running, pid 1234`, `running on box`, `finished`, `finished, deadline`, `failed,
     out-of-memory`, `lost`."""
     job = status.job
     match status.state:
@@ -124,7 +124,7 @@ def _ago(seconds: float) -> str:
 
 
 def _next(status: Status) -> tuple[str, ...] | None:
-    """The command that most would give next; None while workers of a lost job hold the run."""
+    """Return the usual next command; None while workers of a lost job still hold the run."""
     if status.state == "running":
         return "logs", "-f"
     if status.state == "finished":
@@ -133,7 +133,7 @@ def _next(status: Status) -> tuple[str, ...] | None:
 
 
 def roughly(seconds: float) -> str:
-    """A time in its largest unit: `45 s`, `12 min`, `3 h`, `2 days`."""
+    """Format a time in its largest unit: `45 s`, `12 min`, `3 h`, `2 days`."""
     for size, unit in ((2 * 86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / (86400 if unit == 'days' else size):.0f} {unit}"
@@ -141,7 +141,7 @@ def roughly(seconds: float) -> str:
 
 
 def outcome(status: Status) -> str:
-    """What a run that was stopped came to, and what of it is kept."""
+    """Describe what a run that was stopped came to, and what of it is kept."""
     kept = "nothing is saved"
     if status.saved_step is not None:
         at = "it" if status.saved_step == status.step else f"step {status.saved_step:,}"

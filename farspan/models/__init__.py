@@ -75,14 +75,14 @@ class Family(Protocol):
 
 
 def families() -> tuple[str, ...]:
-    """The names of all families, sorted."""
+    """Return the names of all families, sorted."""
     return tuple(
         sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
     )
 
 
 def family(name: str) -> Family:
-    """The family file of that name."""
+    """Import the family file of that name."""
     if name not in families():
         raise _unknown("model family", "model.family", name, families())
     return cast(Family, importlib.import_module(f"{__name__}.{name}"))
@@ -94,7 +94,7 @@ def presets() -> dict[str, Preset]:
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; a Refusal offers the nearest one."""
+    """Return the preset of that name; a Refusal offers the nearest one."""
     known = presets()
     if name not in known:
         raise _unknown("preset", "model.preset", name, tuple(known))
@@ -102,7 +102,7 @@ def preset(name: str) -> Preset:
 
 
 def read_config(folder: Path) -> ModelSpec:
-    """The spec of a Hugging Face folder, by its config.json.
+    """Read the spec of a Hugging Face folder from its config.json.
 
     Raises Refusal as `from_config`, and for a file that is missing, damaged or far too long.
     """
@@ -114,7 +114,7 @@ def read_config(folder: Path) -> ModelSpec:
 
 
 def from_config(config: Config) -> ModelSpec:
-    """The spec of a Hugging Face config.json; a Refusal names what farspan cannot compute."""
+    """Read the spec of a Hugging Face config.json; a Refusal names what farspan cannot compute."""
     architectures = config.get("architectures") or ["none named"]
     if not isinstance(architectures, list):
         raise _cannot_be_built(f"architectures is {str(architectures)[:100]}, not a list")
@@ -139,7 +139,7 @@ def from_config(config: Config) -> ModelSpec:
 
 
 def _check_sizes(spec: ModelSpec) -> None:
-    """Raises ValueError for a size that no model has: it would be built before it is missed."""
+    """Raise ValueError for a size that no model has: it would be built before it is missed."""
     for name, most in MAX_SIZES.items():
         size = getattr(spec, name)
         if not isinstance(size, int) or isinstance(size, bool):
@@ -167,7 +167,7 @@ def _cannot_be_built(fact: str) -> Refusal:
 
 
 def graph(spec: ModelSpec) -> OpGraph:
-    """The operators of a training step of this model."""
+    """Build the operators of a training step of this model."""
     return family(spec.family).graph(spec)
 
 

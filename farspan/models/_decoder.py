@@ -8,7 +8,7 @@ from farspan.domain.model import ModelSpec
 
 
 def graph(spec: ModelSpec) -> OpGraph:
-    """The training step of a pre-norm decoder: embedding, equal blocks, final norm and head."""
+    """Build a pre-norm decoder's training step: embedding, equal blocks, final norm and head."""
     width = spec.heads // spec.kv_heads * spec.head_dim
     sizes = {
         "d": spec.d_model,

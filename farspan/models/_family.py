@@ -46,7 +46,7 @@ def linear(
     *,
     transpose: bool = False,
 ) -> list[TensorMap]:
-    """The maps of one linear layer: its weight, and its bias where the model has biases."""
+    """Map one linear layer: its weight, and its bias where the model has biases."""
     weight = TensorMap(
         ours=f"{ours}.weight",
         theirs=tuple(f"{t}.weight" for t in theirs),
@@ -62,7 +62,7 @@ def linear(
 
 
 def norm(spec: ModelSpec, ours: str, theirs: str) -> list[TensorMap]:
-    """The maps of one norm: its weight, and for LayerNorm its bias."""
+    """Map one norm: its weight, and for LayerNorm its bias."""
     parts = ("weight", "bias") if spec.norm == "layernorm" else ("weight",)
     return [
         TensorMap(ours=f"{ours}.{p}", theirs=(f"{theirs}.{p}",), rows=(spec.d_model,))
@@ -71,12 +71,12 @@ def norm(spec: ModelSpec, ours: str, theirs: str) -> list[TensorMap]:
 
 
 def table(ours: str, theirs: str, rows: int) -> TensorMap:
-    """The map of one weight without bias: an embedding, or the untied head."""
+    """Map one weight without bias: an embedding, or the untied head."""
     return TensorMap(ours=f"{ours}.weight", theirs=(f"{theirs}.weight",), rows=(rows,))
 
 
 def unsupported(key: str, value: object, fits: str) -> Refusal:
-    """The refusal of a config.json whose model farspan cannot compute exactly."""
+    """Build the refusal of a config.json whose model farspan cannot compute exactly."""
     return Refusal(
         "model-unsupported",
         what=f"the model uses {key} = {value!r}, which farspan does not compute",
@@ -95,7 +95,7 @@ def demand(config: Config, key: str, allowed: tuple[object, ...]) -> None:
 
 
 def require(config: Config, key: str) -> Any:
-    """The value of a key that config.json must hold."""
+    """Return the value of a key that config.json must hold."""
     if key not in config:
         raise Refusal(
             "model-unsupported",

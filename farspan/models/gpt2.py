@@ -42,7 +42,7 @@ def shape(
     d_ff: int | None = None,
     tied: bool = True,
 ) -> ModelSpec:
-    """A GPT-2 of any size; heads of size 64 and d_ff = 4 d_model unless given. Raises ValueError
+    """Build a GPT-2 of any size; heads of 64 and d_ff = 4 d_model unless given. Raise ValueError
     where none fits."""
     heads = heads or max(1, d_model // 64)
     if kv_heads not in (None, heads):
@@ -94,7 +94,7 @@ PRESETS = (
 
 
 def to_config(spec: ModelSpec) -> Config:
-    """The config.json of a spec of this family."""
+    """Write a spec of this family as a config.json."""
     if not spec.bias or spec.kv_heads != spec.heads:
         raise ValueError("GPT2LMHeadModel has biases and as many kv_heads as heads")
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
@@ -118,7 +118,7 @@ def to_config(spec: ModelSpec) -> Config:
 
 
 def from_config(config: Config) -> ModelSpec:
-    """The spec of a config.json; a Refusal names what farspan does not compute."""
+    """Read the spec of a config.json; a Refusal names what farspan does not compute."""
     activation = config.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         raise unsupported(

@@ -35,7 +35,7 @@ def shape(
     d_ff: int | None = None,
     tied: bool = True,
 ) -> ModelSpec:
-    """A Llama of any size; heads of size 64 unless given, d_ff = 8/3 d_model rounded up to a
+    """Build a Llama of any size; heads of 64 unless given, d_ff = 8/3 d_model rounded up to a
     multiple of 64.
 
     8/3 keeps SwiGLU's three matrices at the parameters of a 4 d_model MLP's two (arXiv 2002.05202).
@@ -97,7 +97,7 @@ PRESETS = (
 
 
 def to_config(spec: ModelSpec) -> Config:
-    """The config.json of a spec of this family."""
+    """Write a spec of this family as a config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -120,7 +120,7 @@ def to_config(spec: ModelSpec) -> Config:
 
 
 def _rope_theta(config: Config) -> float:
-    """The base of the rotary angles: `rope_parameters` since transformers 5, `rope_theta`
+    """Return the base of the rotary angles: `rope_parameters` since transformers 5, `rope_theta`
     before."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -133,7 +133,7 @@ def _rope_theta(config: Config) -> float:
 
 
 def from_config(config: Config) -> ModelSpec:
-    """The spec of a config.json; a Refusal names what farspan does not compute."""
+    """Read the spec of a config.json; a Refusal names what farspan does not compute."""
     demand(config, "hidden_act", ("silu", "swish"))
     demand(config, "partial_rotary_factor", (1.0,))
     d_model = require(config, "hidden_size")

@@ -24,7 +24,7 @@ def shape(
     d_ff: int | None = None,
     tied: bool = True,
 ) -> ModelSpec:
-    """An OPT of any size; heads of size 64 and d_ff = 4 d_model unless given. Raises ValueError
+    """Build an OPT of any size; heads of 64 and d_ff = 4 d_model unless given. Raise ValueError
     where none fits."""
     heads = heads or max(1, d_model // 64)
     if kv_heads not in (None, heads):
@@ -93,7 +93,7 @@ PRESETS = (
 
 
 def to_config(spec: ModelSpec) -> Config:
-    """The config.json of a spec of this family."""
+    """Write a spec of this family as a config.json."""
     return {
         "architectures": list(ARCHITECTURES),
         "model_type": "opt",
@@ -115,7 +115,7 @@ def to_config(spec: ModelSpec) -> Config:
 
 
 def from_config(config: Config) -> ModelSpec:
-    """The spec of a config.json; a Refusal names what farspan does not compute."""
+    """Read the spec of a config.json; a Refusal names what farspan does not compute."""
     d_model = require(config, "hidden_size")
     demand(config, "activation_function", ("relu",))
     demand(config, "do_layer_norm_before", (True,))

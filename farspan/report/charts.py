@@ -95,7 +95,7 @@ class Scale(msgspec.Struct, frozen=True):
 
 
 def scales(chart: Chart) -> tuple[Scale, Scale]:
-    """The horizontal and the vertical scale, with room around the values."""
+    """Return the horizontal and the vertical scale, with a margin around the values."""
     values = [value for series in chart.series for value in series.values if value is not None]
     values += [level for _, level in chart.levels]
     low = min(values)
@@ -133,7 +133,7 @@ def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str,
 
 
 def named(chart: Chart) -> list[tuple[str, str]]:
-    """What a chart's legend says."""
+    """Return the names and tints of a chart's legend."""
     return [(series.name, series.tint) for series in chart.series]
 
 
@@ -156,7 +156,7 @@ def ticks(scale: Scale, most: int) -> list[float]:
 
 
 def label(value: float) -> str:
-    """A tick's text: `0`, `4.5`, `5,000`, `20k`, `1.5M`, `3e-4`."""
+    """Format a tick: `0`, `4.5`, `5,000`, `20k`, `1.5M`, `3e-4`."""
     size = abs(value)
     for least, scale, suffix in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= least:
@@ -170,7 +170,7 @@ def label(value: float) -> str:
 
 
 def thin(chart: Chart) -> Chart:
-    """The chart with few enough points to draw: the extremes of its first series, and every lone
+    """Reduce a chart to few enough points to draw: the extremes of its first series, and every lone
     point."""
     count = len(chart.x.values)
     if count <= 2 * GROUPS:
@@ -197,12 +197,12 @@ def thin(chart: Chart) -> Chart:
 
 
 def cell(text: str) -> str:
-    """A text as a cell of a CSV file."""
+    """Quote a text as a cell of a CSV file."""
     return '"' + text.replace('"', '""') + '"' if any(mark in text for mark in ',"\n') else text
 
 
 def to_csv(chart: Chart) -> str:
-    """A heading, then one line a point; an empty cell where a series has no value."""
+    """Write a heading, then one line a point; an empty cell where a series has no value."""
     heading = ",".join(map(cell, [chart.x.name, *(series.name for series in chart.series)]))
     columns = [chart.x.values, *(series.values for series in chart.series)]
     rows = (

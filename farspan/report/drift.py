@@ -89,7 +89,7 @@ def drifts(
 
 
 def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
-    """The traced steps that say something about the others, and what their seconds are multiplied
+    """Return the traced steps that are typical of the run, and what their seconds are multiplied
     by."""
     warm = [timed.step.step_s for timed in run.history.timed if timed.warm]
     if not warm:  # As of starts that all ended while they warmed up.
@@ -106,7 +106,7 @@ def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
 def _devices(
     traces: Traces, steps: dict[int, float], devices: dict[int, Expected], costs: Costs
 ) -> Iterator[Drift]:
-    """The compute time of every device whose passes hold nothing but arithmetic."""
+    """Compare the compute time of every device whose passes hold nothing but arithmetic."""
     network = costs.network
     for rank, device in sorted(devices.items()):
         if device.compute_s and device.rows and not device.inside_s:
@@ -125,7 +125,7 @@ def _devices(
 def _links(
     run: RunHistory, traces: Traces, steps: dict[int, float], timed: Sequence[int], costs: Costs
 ) -> Iterator[Drift]:
-    """What crosses between hosts, of replicas whose every device was timed."""
+    """Compare the traffic between hosts, where every device of a replica was timed."""
     for replica in run.plan.replicas:
         if not all(rank in timed for stage in replica.stages for rank in stage.mesh.ranks):
             continue
@@ -188,7 +188,7 @@ def _quickest(sent: dict[int, float], received: dict[int, Span], hop: Hop) -> fl
 def _sums(
     replica: Replica, index: int, traces: Traces, steps: dict[int, float], costs: Costs
 ) -> Iterator[Drift]:
-    """What the sums of a stage's gradients add to a step, as the device sees it that waits least
+    """Compare the exposed gradient sync of a stage, as seen by the device that waits least
     for the others."""
     stage = replica.stages[index]
     last = len(replica.stages) - 1

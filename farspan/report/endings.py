@@ -25,7 +25,7 @@ def ending(reason: str, step: int) -> str:
 
 
 def ended_at(reason: str, step: int, train: TrainSpec) -> str:
-    """The same with the step: `used up its time budget · 148 steps`."""
+    """Add the step to `ending`: `used up its time budget · 148 steps`."""
     text = ending(reason, step)
     if reason == "done":
         return text

@@ -41,7 +41,7 @@ class StepSplit(NamedTuple):
 
 
 def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
-    """What the run's plan was priced with; None where the run does not say on what cluster."""
+    """Return the costs of the run's plan; None where the run does not name its cluster."""
     if not folder.cluster.exists():
         return None
     pricing_engine = engine(plan.engine)
@@ -50,7 +50,7 @@ def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
 
 
 def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> StepSplit:
-    """The predicted split, as workers measure their steps: what replicas exchange when they meet is
+    """Split the predicted step as workers measure theirs: the replicas' outer sync is
     not in them."""
     if plan.sync is None or costs is None:
         return StepSplit(
@@ -73,8 +73,7 @@ def expected(plan: Plan, costs: Costs) -> dict[int, Expected]:
 
 
 def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[int, Expected]:
-    """The devices of one stage. A stage's time is that of its slowest batch coordinate; others wait
-    for it."""
+    """Predict the devices of one stage. Its slowest batch coordinate sets its time; others wait."""
     devices: dict[int, Expected] = {}
     stage = replica.stages[index]
     slowest = timed_stage(replica, index, costs)
@@ -88,7 +87,7 @@ def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[in
 def _own_marks(
     marks: tuple[Mark, ...], slowest: Pass, own: Pass, replica: Replica
 ) -> tuple[Mark, ...]:
-    """A stage's marks with the passes of one of its devices: one after another where there is no
+    """Fit a stage's marks to the passes of one of its devices: one after another where there is no
     other stage."""
     if slowest.forward_wait or slowest.backward_wait or not slowest.forward:
         return marks

@@ -15,8 +15,8 @@ _SMOOTHING = 1 / 100
 
 
 def figures(run: RunHistory) -> list[Chart]:
-    """The six charts of a run; none before its first step, and none of gradients while no norm was
-    finite."""
+    """Return the six charts of a run; none before its first step, and none of gradients if no norm
+    was finite."""
     history = run.history
     if not history.steps:
         return []
@@ -74,7 +74,7 @@ def _validation_name(run: RunHistory) -> str:
 
 
 def _last_validation(run: RunHistory) -> tuple[Series, ...]:
-    """The loss that the run is known by, where it is of more tokens than the other points."""
+    """Return the run's headline loss, if it is of more tokens than the other points."""
     end = losses.last(run)
     if end is None or losses.compared(end)[1] == end.tokens:
         return ()
@@ -110,7 +110,7 @@ def _axes(run: RunHistory) -> tuple[Axis, Axis]:
 
 
 def _both(name: str, values: Sequence[float | None], tint: str) -> tuple[Series, Series]:
-    """A noisy series as it is, faint, and smoothed; both without a point where there is no
+    """Return a noisy series as it is, faint, and smoothed; both without a point where there is no
     value."""
     means = iter(smooth([value for value in values if value is not None]))
     smoothed = [None if value is None else next(means) for value in values]

@@ -164,7 +164,7 @@ def open_run(path: Path) -> RunHistory:
 
 
 def lasting_warnings(history: History) -> list[Warned]:
-    """The warnings that no later event has made past: a checkpoint that could not be written is
+    """Return the warnings that still hold: a checkpoint that could not be written is
     none once a later one is there."""
     saved_at = max((saved.at for saved in history.saves), default=-math.inf)
     best_at = max((event.at for event in history.validations if event.best), default=-math.inf)
@@ -173,7 +173,7 @@ def lasting_warnings(history: History) -> list[Warned]:
 
 
 def _others(folder: RunFolder, world: int) -> dict[int, History]:
-    """The histories of ranks from 1 on; workers on other hosts may have left their logs there."""
+    """Read the histories of ranks from 1 on; those of workers on other hosts may be missing."""
     logs = {rank: folder.logs / f"rank-{rank}.events.jsonl" for rank in range(1, world)}
     return {rank: trace(read_events(log)) for rank, log in logs.items() if log.exists()}
 
@@ -249,7 +249,7 @@ def _starts(events: Iterable[Event]) -> Iterator[tuple[Started, list[Event]]]:
 def _steps_of(
     part: list[Event], started: Started, before_s: float, tokens: int
 ) -> dict[int, Timed]:
-    """The steps of one start by number, `before_s` seconds and `tokens` tokens into the run."""
+    """Return one start's steps by number, `before_s` seconds and `tokens` tokens into the run."""
     steps = _of(Step, part)
     skipped = min(WARMUP_STEPS, len(steps) // 2)
     timed = {}

@@ -41,14 +41,14 @@ def exact(loss: float, standard_error: float | None) -> str:
 
 
 def told(event: Validated) -> str:
-    """A validation's loss, and of which tokens it is."""
+    """Format a validation's loss, and which tokens it is of."""
     return " ".join(
         filter(None, (exact(event.loss, event.standard_error), read_on(event.tokens, event.of)))
     )
 
 
 def headline(measured: Measurement) -> str:
-    """The loss that a run is known by, as `told`."""
+    """Format the loss that a run is known by, as `told` does."""
     assert measured.val_loss is not None
     number = exact(measured.val_loss, measured.val_standard_error)
     return " ".join(filter(None, (number, read_on(measured.val_tokens, measured.val_of))))
@@ -63,7 +63,7 @@ def entropies(run: RunHistory, event: Validated | None) -> dict[str, float]:
 
 
 def compared(event: Validated) -> tuple[float, int, int | None]:
-    """A validation's loss on the tokens that all of a run's validations read, how many these are,
+    """Return a validation's loss on the tokens that all validations of its run read, their number,
     and of how many."""
     if event.sample_loss is None or event.sample_tokens is None:
         return event.loss, event.tokens, event.of
@@ -71,7 +71,7 @@ def compared(event: Validated) -> tuple[float, int, int | None]:
 
 
 def last(run: RunHistory) -> Validated | None:
-    """The validation that a run is known by."""
+    """Return the validation that a run is known by."""
     return run.history.validations[-1] if run.history.validations else None
 
 
@@ -97,7 +97,7 @@ def notes(run: RunHistory, measured: Measurement) -> list[str]:
 
 
 def shortfall(run: RunHistory, measured: Measurement) -> str | None:
-    """What a model above the unigram entropy is called, and what would help."""
+    """Warn of a model above the unigram entropy, with what would help."""
     loss = measured.val_loss
     unigram = measured.unigram_nats
     if loss is None or unigram is None or loss <= unigram:

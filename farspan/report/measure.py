@@ -12,7 +12,7 @@ from farspan.report.history import RunHistory
 
 
 def measure(run: RunHistory) -> Measurement | None:
-    """What `run` took so far, or None before its first step.
+    """Return what `run` took so far, or None before its first step.
 
     Times and rates are medians over the steps that count (`History.timed`). TFLOP/s a device and
     MFU follow `domain.model.train_flops_per_token`; MFU is None where the device's peak is unknown.

@@ -73,14 +73,14 @@ should not get it.
 
 
 def model_card(run: RunHistory, step: int) -> str:
-    """The card of a run's model after a step. Of the text it names the folder alone: paths are
-    nobody else's matter."""
+    """Write the card of a run's model after a step. It names only the text's folder: paths are
+    private."""
     head = _head(run, step, library="transformers", task="text-generation", kind=_KIND)
     return head + _USE
 
 
 def embedder_card(run: RunHistory, step: int, dim: int) -> str:
-    """The same of a folder for sentence-transformers, whose vectors have `dim` numbers."""
+    """Write the same of a folder for sentence-transformers, whose vectors have `dim` numbers."""
     head = _head(
         run,
         step,
@@ -101,7 +101,7 @@ def _head(
     kind: str,
     more: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """What a card says above how the folder is loaded."""
+    """Fill in the part of a card above how the folder is loaded."""
     plan = run.plan
     corpus = run.corpus
     train = plan.train

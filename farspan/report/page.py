@@ -36,8 +36,10 @@ def write_page(run: RunHistory, comparison: Comparison | None = None) -> Path:
 
 
 def page(run: RunHistory, comparison: Comparison | None = None) -> str:
-    """The whole page as HTML, with the comparison of one of several devices. The same events give
-    the same bytes."""
+    """Return the whole page as HTML, with the comparison of a run of several devices.
+
+    The same events give the same bytes.
+    """
     measured = measure(run)
     return (
         environment()
@@ -62,7 +64,7 @@ def page(run: RunHistory, comparison: Comparison | None = None) -> str:
 
 
 def chart_svg(chart: Chart) -> str:
-    """A chart as an SVG file of its own."""
+    """Draw a chart as an SVG file of its own."""
     # With context: the macro's own imports need what `environment` gives.
     template = environment().from_string(
         '{% from "chart.svg" import drawing with context %}{{ drawing(chart, text, style) }}'
@@ -71,8 +73,7 @@ def chart_svg(chart: Chart) -> str:
 
 
 def environment(*more: Path) -> jinja2.Environment:
-    """What the templates, those of `more` folders too, may use besides what `page` gives them. All
-    is escaped."""
+    """Build the environment of the templates, those of `more` folders too. All text is escaped."""
     import jinja2
 
     jinja = jinja2.Environment(

@@ -1,5 +1,5 @@
-"""Tables of text, all made by rich: aligned columns, whose long cells go on below where the
-terminal is narrow."""
+"""Tables of text, all made by rich: aligned columns, whose long cells are wrapped on a narrow
+terminal."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ def table_lines(
     colours: bool = False,
     tints: Sequence[str] = (),
 ) -> list[str]:
-    """The lines of a table under its headings. Columns of the places `right` are aligned to the
-    right, and cells of those in `wrap` (None: all) go on below. With `colours` the headings are
-    dim, and each row has the style of `tints`, as rich names styles."""
+    """Return the lines of a table under its headings.
+
+    Columns of the places `right` are aligned to the right, and cells of those in `wrap` (None: all)
+    are wrapped. With `colours` the headings are dim, and each row has the style of `tints`, as rich
+    names styles.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

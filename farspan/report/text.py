@@ -65,8 +65,10 @@ def plan_line(
 
 
 def summary(run: RunHistory, compared: Comparison | None = None) -> str:
-    """The few lines after training: how it ended, what the model reached, what it took; of several
-    devices also how that compares with what was predicted."""
+    """Return the lines after training: how it ended, what the model reached, what it took.
+
+    Of several devices also how that compares with the prediction.
+    """
     history = run.history
     done = history.steps[-1].step.step if history.steps else 0
     lines = [f"{ended_at(history.reason, done, run.plan.train)}{_resumed(run)}"]
@@ -164,7 +166,7 @@ def money(usd: float | None) -> str:
 
 
 def maybe(number: float | None, how: str) -> str:
-    """`number` in the given format, or n/a."""
+    """Format `number`, or return n/a."""
     return "n/a" if number is None else format(number, how)
 
 

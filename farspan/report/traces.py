@@ -37,11 +37,11 @@ class Traces:
         self.steps: list[int] = sorted(set.intersection(*shared)) if shared else []
 
     def of(self, rank: int, step: int) -> tuple[Traced, Step]:
-        """What a rank recorded of a step."""
+        """Return what a rank recorded of a step."""
         return self._spans[rank][step], self._told[rank][step]
 
     def marks(self, rank: int, step: int) -> tuple[Mark, ...]:
-        """A rank's step in seconds from its own beginning of it."""
+        """Return a rank's step in seconds from its own beginning of it."""
         traced, timing = self.of(rank, step)
         began = timing.at - timing.step_s
         return tuple(
@@ -72,7 +72,7 @@ class Traces:
         return ends
 
     def receives(self, ranks: Sequence[int], step: int, way: Way, first: bool) -> dict[int, Span]:
-        """The last to end of these ranks' receives of each microbatch's message; `first` is a
+        """Return the last to end of these ranks' receives of each microbatch; `first` is a
         pipeline's first stage, which gets none from before."""
         received: dict[int, Span] = {}
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""Clusters: the ones that ship with farspan, and what a cluster file says."""
+"""Clusters: the ones that ship with farspan, and what a cluster file holds."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _list(console: Console) -> None:
 
 
 def _unknown(cluster: Cluster) -> list[str]:
-    """What the planner would like to know and the cluster does not say."""
+    """Return what the planner needs and the cluster file does not give."""
     unknown = []
     for a, b in combinations([host.name for host in cluster.hosts], 2):
         assumed = cluster.assumed_network(a, b)

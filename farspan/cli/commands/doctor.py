@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> int:
-    """Ends with the exit code of the first finding that would stop a run; warnings leave it 0."""
+    """Return the exit code of the first finding that would stop a run; warnings leave it 0."""
     from farspan.app.machines import diagnose
 
     if given.cluster:

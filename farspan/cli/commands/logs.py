@@ -39,7 +39,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
 
 def _events(folder: RunFolder, console: Console, *, follow: bool) -> None:
-    """The plain lines of training, at the pace of the run's own time."""
+    """Print the plain lines of training, at the pace of the run's own time."""
     from farspan.app.jobs import events
     from farspan.cli.display import DisplayConsole
     from farspan.cli.progress import TrainingDisplay

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _what_to_show(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `planviews` reads."""
+    """Add the arguments that `planviews` reads."""
     shown = parser.add_argument_group("what to show")
     shown.add_argument(
         "--all",

@@ -129,7 +129,7 @@ def algorithm(name: str) -> ModuleType:
 
 
 def as_json(selection: Selection) -> dict[str, Any]:
-    """The answer: candidates as `farspan plan` gives them, each with its trial."""
+    """Return the answer: candidates as `farspan plan` gives them, each with its trial."""
     from farspan.app import pricing
     from farspan.planning.outcome import why
 
