@@ -76,28 +76,30 @@ class Family(Protocol):
 
 def families() -> tuple[str, ...]:
     """Return the names of all families, sorted."""
-    return tuple(
-        sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
-    )
+    modules = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(name for name in modules if not name.startswith("_"))
 
 
 def family(name: str) -> Family:
     """Import the family file of that name."""
     if name not in families():
-        raise _unknown("model family", "model.family", name, families())
+        raise _refuse_name("model family", "model.family", name, families())
     return cast(Family, importlib.import_module(f"{__name__}.{name}"))
 
 
 def presets() -> dict[str, Preset]:
     """Every preset of every family, by name."""
-    return {preset.name: preset for name in families() for preset in family(name).PRESETS}
+    by_name: dict[str, Preset] = {}
+    for name in families():
+        by_name |= {preset.name: preset for preset in family(name).PRESETS}
+    return by_name
 
 
 def preset(name: str) -> Preset:
     """Return the preset of that name; a Refusal offers the nearest one."""
     known = presets()
     if name not in known:
-        raise _unknown("preset", "model.preset", name, tuple(known))
+        raise _refuse_name("preset", "model.preset", name, tuple(known))
     return known[name]
 
 
@@ -109,7 +111,7 @@ def read_config(folder: Path) -> ModelSpec:
     file = folder / "config.json"
     content = read_bytes(file, most=MAX_CONFIG_BYTES)
     if len(content) > MAX_CONFIG_BYTES:
-        raise _cannot_be_built(f"{file} is longer than {MAX_CONFIG_BYTES >> 20} MiB")
+        raise _refuse_config(f"{file} is longer than {MAX_CONFIG_BYTES >> 20} MiB")
     return from_config(parse_json(content, dict, file))
 
 
@@ -117,11 +119,12 @@ def from_config(config: Config) -> ModelSpec:
     """Read the spec of a Hugging Face config.json; a Refusal names what farspan cannot compute."""
     architectures = config.get("architectures") or ["none named"]
     if not isinstance(architectures, list):
-        raise _cannot_be_built(f"architectures is {str(architectures)[:100]}, not a list")
-    known = {
-        architecture: name for name in families() for architecture in family(name).ARCHITECTURES
-    }
-    match = next((known[a] for a in architectures if isinstance(a, str) and a in known), None)
+        raise _refuse_config(f"architectures is {str(architectures)[:100]}, not a list")
+    known: dict[str, str] = {}
+    for name in families():
+        known |= dict.fromkeys(family(name).ARCHITECTURES, name)
+    texts = filter(lambda value: isinstance(value, str), architectures)
+    match = next((known[name] for name in texts if name in known), None)
     if match is None:
         raise Refusal(
             "model-unsupported",
@@ -134,7 +137,7 @@ def from_config(config: Config) -> ModelSpec:
         spec = family(match).from_config(config)
         _check_sizes(spec)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise _cannot_be_built(str(error)[:300]) from None
+        raise _refuse_config(str(error)[:300]) from None
     return spec
 
 
@@ -156,7 +159,7 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ValueError(f"{name} is {str(value)[:100]}, neither true nor false")
 
 
-def _cannot_be_built(fact: str) -> Refusal:
+def _refuse_config(fact: str) -> Refusal:
     return Refusal(
         "model-unsupported",
         what="config.json describes a model that cannot be built",
@@ -171,7 +174,7 @@ def graph(spec: ModelSpec) -> OpGraph:
     return family(spec.family).graph(spec)
 
 
-def _unknown(kind: str, key: str, name: str, known: tuple[str, ...]) -> Refusal:
+def _refuse_name(kind: str, key: str, name: str, known: tuple[str, ...]) -> Refusal:
     return Refusal(
         "out-of-range",
         what=f"there is no {kind} {name!r}",

@@ -10,6 +10,7 @@ from farspan.domain.model import ModelSpec
 def graph(spec: ModelSpec) -> OpGraph:
     """Build a pre-norm decoder's training step: embedding, equal blocks, final norm and head."""
     width = spec.heads // spec.kv_heads * spec.head_dim
+    up_matrices = 2 if spec.activation == "swiglu" else 1
     sizes = {
         "d": spec.d_model,
         "v": spec.vocab_size,
@@ -19,7 +20,7 @@ def graph(spec: ModelSpec) -> OpGraph:
         "r": width,
         "e": spec.head_dim,
         "f": spec.d_ff,
-        "w": 2 if spec.activation == "swiglu" else 1,
+        "w": up_matrices,
     }
     positions = (Weight(name="pos.weight", dims="pd"),) if spec.positions == "learned" else ()
     embedding = Operator(
@@ -29,41 +30,51 @@ def graph(spec: ModelSpec) -> OpGraph:
         weights=(Weight(name="tok.weight", dims="vd"), *positions),
         divisible="v",
     )
+    head_weight = Weight(name="tok.weight" if spec.tied else "head.weight", dims="vd")
     head = Operator(
         name="head",
         kind="matmul",
         einsum="bsd,vd->bsv",
         keeps=("bsd",),
         divisible="v",
-        weights=(Weight(name="tok.weight" if spec.tied else "head.weight", dims="vd"),),
+        weights=(head_weight,),
     )
     loss = Operator(name="loss", kind="loss", einsum="bsv->bs", divisible="v")
+    final_norm = _norm(spec, "norm")
     return OpGraph(
         sizes=sizes,
         layers=spec.layers,
         embedding=(embedding,),
         block=_block(spec),
-        head=(_norm(spec, "norm"), head, loss),
+        head=(final_norm, head, loss),
         tied=spec.tied,
     )
 
 
 def _block(spec: ModelSpec) -> tuple[Operator, ...]:
+    """Build one block: attention and MLP, each after its norm."""
     # Flash attention keeps the projection, which v is a view of, and q and k where rotation made
     # new ones of them.
     attended = ("bsnc", "bsnr", "bsne") if spec.positions == "rope" else ("bsnc",)
     # What ReLU keeps is its output, which the next matrix keeps anyway.
     kept = {"swiglu": ("bsfw", "bsf"), "gelu_tanh": ("bsfw",), "relu": ()}[spec.activation]
-    return (
+    attention = Operator(
+        name="attn", kind="attention", einsum="bsnc->bsnr", keeps=attended, divisible="n"
+    )
+    activation = Operator(
+        name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f", keeps=kept
+    )
+    block = (
         _norm(spec, "attn_norm"),
         _linear(spec, "attn.qkv", "bsd,ncd->bsnc", bias="nc", divisible="n"),
-        Operator(name="attn", kind="attention", einsum="bsnc->bsnr", keeps=attended, divisible="n"),
+        attention,
         _linear(spec, "attn.out", "bsnr,dnr->bsd", bias="d", divisible="n"),
         _norm(spec, "mlp_norm"),
         _linear(spec, "mlp.up", "bsd,wfd->bsfw", bias="wf", divisible="f"),
-        Operator(name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f", keeps=kept),
+        activation,
         _linear(spec, "mlp.down", "bsf,df->bsd", bias="d", divisible="f"),
     )
+    return block
 
 
 def _linear(spec: ModelSpec, name: str, einsum: str, *, bias: str, divisible: str) -> Operator:
@@ -85,12 +96,17 @@ def _norm(spec: ModelSpec, name: str) -> Operator:
     """RMSNorm keeps its input and what its gain multiplies; LayerNorm's kernel keeps its input
     alone."""
     layernorm = spec.norm == "layernorm"
-    parts = ("weight", "bias") if layernorm else ("weight",)
+    weights = [Weight(name=f"{name}.weight", dims="d")]
+    keeps = ["bsd"]
+    if layernorm:
+        weights.append(Weight(name=f"{name}.bias", dims="d"))
+    else:
+        keeps.append("bsd")
     return Operator(
         name=name,
         kind="pointwise",
         einsum="bsd,d->bsd",
-        keeps=("bsd",) if layernorm else ("bsd", "bsd"),
-        weights=tuple(Weight(name=f"{name}.{part}", dims="d") for part in parts),
+        keeps=tuple(keeps),
+        weights=tuple(weights),
         upcasts=not layernorm,
     )

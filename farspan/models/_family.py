@@ -3,6 +3,7 @@ data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -47,32 +48,68 @@ def linear(
     transpose: bool = False,
 ) -> list[TensorMap]:
     """Map one linear layer: its weight, and its bias where the model has biases."""
-    weight = TensorMap(
-        ours=f"{ours}.weight",
-        theirs=tuple(f"{t}.weight" for t in theirs),
-        rows=rows,
-        transpose=transpose,
-    )
-    if not spec.bias:
-        return [weight]
-    return [
-        weight,
-        TensorMap(ours=f"{ours}.bias", theirs=tuple(f"{t}.bias" for t in theirs), rows=rows),
-    ]
+    weights = tuple(f"{module}.weight" for module in theirs)
+    maps = [TensorMap(ours=f"{ours}.weight", theirs=weights, rows=rows, transpose=transpose)]
+    if spec.bias:
+        biases = tuple(f"{module}.bias" for module in theirs)
+        maps.append(TensorMap(ours=f"{ours}.bias", theirs=biases, rows=rows))
+    return maps
 
 
 def norm(spec: ModelSpec, ours: str, theirs: str) -> list[TensorMap]:
     """Map one norm: its weight, and for LayerNorm its bias."""
-    parts = ("weight", "bias") if spec.norm == "layernorm" else ("weight",)
-    return [
-        TensorMap(ours=f"{ours}.{p}", theirs=(f"{theirs}.{p}",), rows=(spec.d_model,))
-        for p in parts
-    ]
+    maps = [table(ours, theirs, spec.d_model)]
+    if spec.norm == "layernorm":
+        rows = (spec.d_model,)
+        maps.append(TensorMap(ours=f"{ours}.bias", theirs=(f"{theirs}.bias",), rows=rows))
+    return maps
 
 
 def table(ours: str, theirs: str, rows: int) -> TensorMap:
-    """Map one weight without bias: an embedding, or the untied head."""
-    return TensorMap(ours=f"{ours}.weight", theirs=(f"{theirs}.weight",), rows=(rows,))
+    """Map one weight without bias: an embedding, a norm's gain, or the untied head."""
+    weight = f"{theirs}.weight"
+    return TensorMap(ours=f"{ours}.weight", theirs=(weight,), rows=(rows,))
+
+
+def decoder_tensors(
+    spec: ModelSpec,
+    embeddings: Iterable[TensorMap],
+    layers: str,
+    modules: Mapping[str, tuple[str, ...]],
+    final_norm: str,
+    *,
+    transpose: bool = False,
+) -> tuple[TensorMap, ...]:
+    """Map every parameter of a decoder.
+
+    `layers` is the Hugging Face list of blocks, and `modules` names the modules in each block that
+    hold one of ours. Matrices of several modules are concatenated.
+    """
+    d = spec.d_model
+    kv = spec.kv_heads * spec.head_dim
+    up_matrices = 2 if spec.activation == "swiglu" else 1
+    matrix_rows = {
+        "attn.qkv": (d, kv, kv),
+        "attn.out": (d,),
+        "mlp.up": (spec.d_ff,) * up_matrices,
+        "mlp.down": (d,),
+    }
+    maps = list(embeddings)
+    for i in range(spec.layers):
+        for part, names in modules.items():
+            ours = f"blocks.{i}.{part}"
+            theirs = tuple(f"{layers}.{i}.{name}" for name in names)
+            if part not in matrix_rows:
+                maps += norm(spec, ours, *theirs)
+                continue
+            rows = matrix_rows[part]
+            if len(theirs) == 1:  # GPT-2 stores q, k and v as one matrix.
+                rows = (sum(rows),)
+            maps += linear(spec, ours, theirs, rows, transpose=transpose)
+    maps += norm(spec, "norm", final_norm)
+    if not spec.tied:
+        maps.append(table("head", "lm_head", spec.vocab_size))
+    return tuple(maps)
 
 
 def unsupported(key: str, value: object, fits: str) -> Refusal:
@@ -87,7 +124,7 @@ def unsupported(key: str, value: object, fits: str) -> Refusal:
 
 
 def demand(config: Config, key: str, allowed: tuple[object, ...]) -> None:
-    """Refuses a config whose `key` is set to anything but the values allowed. `allowed[0]` is the
+    """Refuse a config whose `key` is set to anything but the values allowed. `allowed[0]` is the
     default."""
     value = config.get(key, allowed[0])
     if value not in allowed:

@@ -10,9 +10,8 @@ from farspan.models._family import (
     Config,
     Preset,
     TensorMap,
+    decoder_tensors,
     demand,
-    linear,
-    norm,
     require,
     table,
     unsupported,
@@ -23,6 +22,15 @@ ARCHITECTURES = ("GPT2LMHeadModel",)
 PREFIX = "transformer."
 #: Buffers that old files carry: the causal mask.
 BUFFERS = (".attn.bias", ".attn.masked_bias")
+#: The modules of a Hugging Face block that hold ours.
+MODULES = {
+    "attn_norm": ("ln_1",),
+    "attn.qkv": ("attn.c_attn",),
+    "attn.out": ("attn.c_proj",),
+    "mlp_norm": ("ln_2",),
+    "mlp.up": ("mlp.c_fc",),
+    "mlp.down": ("mlp.c_proj",),
+}
 
 _ACTIVATIONS: dict[str, Literal["gelu_tanh", "relu"]] = {
     "gelu_new": "gelu_tanh",
@@ -66,7 +74,7 @@ def shape(
     )
 
 
-def _preset(
+def _make_preset(
     name: str, layers: int, d_model: int, published: int | None, source: str, vocab_size: int
 ) -> Preset:
     spec = shape(d_model=d_model, layers=layers, vocab_size=vocab_size, context=1024)
@@ -83,13 +91,13 @@ _FABRIC = (
 )
 
 PRESETS = (
-    _preset("gpt2", 12, 768, 124_439_808, _OPENAI, 50257),
-    _preset("gpt2-medium", 24, 1024, 354_823_168, _OPENAI, 50257),
-    _preset("gpt2-large", 36, 1280, 774_030_080, _OPENAI, 50257),
-    _preset("gpt2-xl", 48, 1600, 1_557_611_200, _OPENAI, 50257),
-    _preset("gpt2m", 24, 1024, None, _FABRIC, 50256),
-    _preset("gpt2L", 30, 1280, None, _FABRIC, 50256),
-    _preset("gpt2l", 26, 1280, None, _FABRIC, 50256),
+    _make_preset("gpt2", 12, 768, 124_439_808, _OPENAI, 50257),
+    _make_preset("gpt2-medium", 24, 1024, 354_823_168, _OPENAI, 50257),
+    _make_preset("gpt2-large", 36, 1280, 774_030_080, _OPENAI, 50257),
+    _make_preset("gpt2-xl", 48, 1600, 1_557_611_200, _OPENAI, 50257),
+    _make_preset("gpt2m", 24, 1024, None, _FABRIC, 50256),
+    _make_preset("gpt2L", 30, 1280, None, _FABRIC, 50256),
+    _make_preset("gpt2l", 26, 1280, None, _FABRIC, 50256),
 )
 
 
@@ -97,8 +105,8 @@ def to_config(spec: ModelSpec) -> Config:
     """Write a spec of this family as a config.json."""
     if not spec.bias or spec.kv_heads != spec.heads:
         raise ValueError("GPT2LMHeadModel has biases and as many kv_heads as heads")
-    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
-    return {
+    activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    config: Config = {
         "architectures": list(ARCHITECTURES),
         "model_type": "gpt2",
         "n_layer": spec.layers,
@@ -108,13 +116,14 @@ def to_config(spec: ModelSpec) -> Config:
         "n_positions": spec.context,
         "n_ctx": spec.context,
         "vocab_size": spec.vocab_size,
-        "activation_function": activation,
+        "activation_function": activations[spec.activation],
         "layer_norm_epsilon": spec.norm_eps,
         "tie_word_embeddings": spec.tied,
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
     }
+    return config
 
 
 def from_config(config: Config) -> ModelSpec:
@@ -129,15 +138,19 @@ def from_config(config: Config) -> ModelSpec:
     demand(config, "add_cross_attention", (False,))
     d_model = require(config, "n_embd")
     heads = require(config, "n_head")
+    layers = require(config, "n_layer")
+    d_ff = config.get("n_inner") or 4 * d_model
+    vocab_size = require(config, "vocab_size")
+    context = require(config, "n_positions")
     return ModelSpec(
         family="gpt2",
-        layers=require(config, "n_layer"),
+        layers=layers,
         d_model=d_model,
         heads=heads,
         kv_heads=heads,
-        d_ff=config.get("n_inner") or 4 * d_model,
-        vocab_size=require(config, "vocab_size"),
-        context=require(config, "n_positions"),
+        d_ff=d_ff,
+        vocab_size=vocab_size,
+        context=context,
         norm="layernorm",
         activation=_ACTIVATIONS[activation],
         positions="learned",
@@ -149,21 +162,9 @@ def from_config(config: Config) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    d = spec.d_model
-    maps = [table("tok", "transformer.wte", spec.vocab_size)]
-    maps.append(table("pos", "transformer.wpe", spec.context))
-    for i in range(spec.layers):
-        ours = f"blocks.{i}"
-        theirs = f"transformer.h.{i}"
-        maps += norm(spec, f"{ours}.attn_norm", f"{theirs}.ln_1")
-        maps += linear(
-            spec, f"{ours}.attn.qkv", (f"{theirs}.attn.c_attn",), (3 * d,), transpose=True
-        )
-        maps += linear(spec, f"{ours}.attn.out", (f"{theirs}.attn.c_proj",), (d,), transpose=True)
-        maps += norm(spec, f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        maps += linear(
-            spec, f"{ours}.mlp.up", (f"{theirs}.mlp.c_fc",), (spec.d_ff,), transpose=True
-        )
-        maps += linear(spec, f"{ours}.mlp.down", (f"{theirs}.mlp.c_proj",), (d,), transpose=True)
-    maps += norm(spec, "norm", "transformer.ln_f")
-    return tuple(maps if spec.tied else [*maps, table("head", "lm_head", spec.vocab_size)])
+    tokens = table("tok", "transformer.wte", spec.vocab_size)
+    positions = table("pos", "transformer.wpe", spec.context)
+    embeddings = (tokens, positions)
+    return decoder_tensors(
+        spec, embeddings, "transformer.h", MODULES, "transformer.ln_f", transpose=True
+    )

@@ -9,9 +9,8 @@ from farspan.models._family import (
     Config,
     Preset,
     TensorMap,
+    decoder_tensors,
     demand,
-    linear,
-    norm,
     require,
     table,
     unsupported,
@@ -22,6 +21,15 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 PREFIX = "model."
 #: Buffers that old files carry: the rotary frequencies.
 BUFFERS = (".rotary_emb.inv_freq",)
+#: The modules of a Hugging Face block that hold ours.
+MODULES = {
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
 
 
 def shape(
@@ -43,13 +51,14 @@ def shape(
     ValueError where no shape fits.
     """
     heads = heads or max(1, d_model // 64)
+    swiglu_d_ff = -(-8 * d_model // (3 * 64)) * 64
     return ModelSpec(
         family="llama",
         layers=layers,
         d_model=d_model,
         heads=heads,
         kv_heads=kv_heads or heads,
-        d_ff=d_ff or -(-8 * d_model // (3 * 64)) * 64,
+        d_ff=d_ff or swiglu_d_ff,
         vocab_size=vocab_size,
         context=context,
         norm="rmsnorm",
@@ -65,7 +74,7 @@ def shape(
 _SLM = "arXiv 2410.19456, table of models (printed counts; d_ff and head size inferred)"
 
 
-def _slm(name: str, layers: int, d_model: int, d_ff: int, published: int) -> Preset:
+def _slm_preset(name: str, layers: int, d_model: int, d_ff: int, published: int) -> Preset:
     spec = shape(
         d_model=d_model, layers=layers, vocab_size=32_000, context=1024, d_ff=d_ff, tied=False
     )
@@ -73,10 +82,10 @@ def _slm(name: str, layers: int, d_model: int, d_ff: int, published: int) -> Pre
 
 
 PRESETS = (
-    _slm("slm-100m", 9, 832, 2332, 130_569_920),
-    _slm("slm-500m", 15, 1536, 4147, 526_550_016),
-    _slm("slm-1b", 19, 1920, 5184, 970_458_240),
-    _slm("slm-2b", 24, 2496, 6739, 1_969_027_008),
+    _slm_preset("slm-100m", 9, 832, 2332, 130_569_920),
+    _slm_preset("slm-500m", 15, 1536, 4147, 526_550_016),
+    _slm_preset("slm-1b", 19, 1920, 5184, 970_458_240),
+    _slm_preset("slm-2b", 24, 2496, 6739, 1_969_027_008),
     Preset(
         name="mistral-7b",
         spec=shape(
@@ -98,7 +107,7 @@ PRESETS = (
 
 def to_config(spec: ModelSpec) -> Config:
     """Write a spec of this family as a config.json."""
-    return {
+    config: Config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": spec.layers,
@@ -117,6 +126,7 @@ def to_config(spec: ModelSpec) -> Config:
         "mlp_bias": spec.bias,
         "tie_word_embeddings": spec.tied,
     }
+    return config
 
 
 def _rope_theta(config: Config) -> float:
@@ -150,14 +160,18 @@ def from_config(config: Config) -> ModelSpec:
         raise unsupported(
             "sliding_window", window, f"full attention: a window of at least {context} positions"
         )
+    layers = require(config, "num_hidden_layers")
+    kv_heads = config.get("num_key_value_heads") or heads
+    d_ff = require(config, "intermediate_size")
+    vocab_size = require(config, "vocab_size")
     return ModelSpec(
         family="llama",
-        layers=require(config, "num_hidden_layers"),
+        layers=layers,
         d_model=d_model,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        d_ff=require(config, "intermediate_size"),
-        vocab_size=require(config, "vocab_size"),
+        kv_heads=kv_heads,
+        d_ff=d_ff,
+        vocab_size=vocab_size,
         context=context,
         norm="rmsnorm",
         activation="swiglu",
@@ -171,22 +185,5 @@ def from_config(config: Config) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    d = spec.d_model
-    kv = spec.kv_heads * spec.head_dim
-    maps = [table("tok", "model.embed_tokens", spec.vocab_size)]
-    for i in range(spec.layers):
-        ours = f"blocks.{i}"
-        theirs = f"model.layers.{i}"
-        attention = f"{theirs}.self_attn"
-        mlp = f"{theirs}.mlp"
-        maps += norm(spec, f"{ours}.attn_norm", f"{theirs}.input_layernorm")
-        qkv = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
-        maps += linear(spec, f"{ours}.attn.qkv", qkv, (d, kv, kv))
-        maps += linear(spec, f"{ours}.attn.out", (f"{attention}.o_proj",), (d,))
-        maps += norm(spec, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        maps += linear(
-            spec, f"{ours}.mlp.up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (spec.d_ff, spec.d_ff)
-        )
-        maps += linear(spec, f"{ours}.mlp.down", (f"{mlp}.down_proj",), (d,))
-    maps += norm(spec, "norm", "model.norm")
-    return tuple(maps if spec.tied else [*maps, table("head", "lm_head", spec.vocab_size)])
+    tokens = table("tok", "model.embed_tokens", spec.vocab_size)
+    return decoder_tensors(spec, (tokens,), "model.layers", MODULES, "model.norm")

@@ -5,12 +5,29 @@ from __future__ import annotations
 
 from farspan.domain.model import ModelSpec
 from farspan.models._decoder import graph as graph
-from farspan.models._family import Config, Preset, TensorMap, demand, linear, norm, require, table
+from farspan.models._family import (
+    Config,
+    Preset,
+    TensorMap,
+    decoder_tensors,
+    demand,
+    require,
+    table,
+)
 
 ARCHITECTURES = ("OPTForCausalLM",)
 #: Set before every tensor name but the head's; files saved from the bare model lack it.
 PREFIX = "model."
 BUFFERS: tuple[str, ...] = ()
+#: The modules of a Hugging Face block that hold ours.
+MODULES = {
+    "attn_norm": ("self_attn_layer_norm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.out": ("self_attn.out_proj",),
+    "mlp_norm": ("final_layer_norm",),
+    "mlp.up": ("fc1",),
+    "mlp.down": ("fc2",),
+}
 
 
 def shape(
@@ -49,10 +66,11 @@ def shape(
     )
 
 
-def _preset(name: str, layers: int, d_model: int, heads: int, published: int) -> Preset:
+def _make_preset(name: str, layers: int, d_model: int, heads: int, published: int) -> Preset:
+    spec = shape(d_model=d_model, layers=layers, heads=heads, vocab_size=50272, context=2048)
     return Preset(
         name=name,
-        spec=shape(d_model=d_model, layers=layers, heads=heads, vocab_size=50272, context=2048),
+        spec=spec,
         published=published,
         source=f"facebook/{name} checkpoint; arXiv 2205.01068, table 1",
         planning_only=published > 2e9,
@@ -60,7 +78,7 @@ def _preset(name: str, layers: int, d_model: int, heads: int, published: int) ->
 
 
 PRESETS = (
-    _preset("opt-125m", 12, 768, 12, 125_239_296),
+    _make_preset("opt-125m", 12, 768, 12, 125_239_296),
     # Its layers, width and heads, but neither its norms after the blocks nor its tokens' width of
     # 512: a model of other parameters, for plans alone. `from_config` refuses the checkpoint.
     Preset(
@@ -73,9 +91,9 @@ PRESETS = (
         "355,889,152",
         planning_only=True,
     ),
-    _preset("opt-1.3b", 24, 2048, 32, 1_315_758_080),
-    _preset("opt-2.7b", 32, 2560, 32, 2_651_596_800),
-    _preset("opt-6.7b", 32, 4096, 32, 6_658_473_984),
+    _make_preset("opt-1.3b", 24, 2048, 32, 1_315_758_080),
+    _make_preset("opt-2.7b", 32, 2560, 32, 2_651_596_800),
+    _make_preset("opt-6.7b", 32, 4096, 32, 6_658_473_984),
     # GPT-3's weights are closed and its table 2.1 (arXiv 2005.14165) prints "13.0B" with d_model
     # 5140, a misprint: 40 heads of 128 make 5120. The exact count is that of its open replica
     # OPT-13B, hence OPT's vocabulary and positions.
@@ -94,7 +112,7 @@ PRESETS = (
 
 def to_config(spec: ModelSpec) -> Config:
     """Write a spec of this family as a config.json."""
-    return {
+    config: Config = {
         "architectures": list(ARCHITECTURES),
         "model_type": "opt",
         "num_hidden_layers": spec.layers,
@@ -112,6 +130,7 @@ def to_config(spec: ModelSpec) -> Config:
         "layerdrop": 0.0,
         "tie_word_embeddings": spec.tied,
     }
+    return config
 
 
 def from_config(config: Config) -> ModelSpec:
@@ -135,20 +154,9 @@ def from_config(config: Config) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    d = spec.d_model
-    decoder = "model.decoder"
-    maps = [table("tok", f"{decoder}.embed_tokens", spec.vocab_size)]
-    maps.append(table("pos", f"{decoder}.embed_positions", spec.context + spec.extra_positions))
-    for i in range(spec.layers):
-        ours = f"blocks.{i}"
-        theirs = f"{decoder}.layers.{i}"
-        attention = f"{theirs}.self_attn"
-        qkv = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
-        maps += norm(spec, f"{ours}.attn_norm", f"{theirs}.self_attn_layer_norm")
-        maps += linear(spec, f"{ours}.attn.qkv", qkv, (d, d, d))
-        maps += linear(spec, f"{ours}.attn.out", (f"{attention}.out_proj",), (d,))
-        maps += norm(spec, f"{ours}.mlp_norm", f"{theirs}.final_layer_norm")
-        maps += linear(spec, f"{ours}.mlp.up", (f"{theirs}.fc1",), (spec.d_ff,))
-        maps += linear(spec, f"{ours}.mlp.down", (f"{theirs}.fc2",), (d,))
-    maps += norm(spec, "norm", f"{decoder}.final_layer_norm")
-    return tuple(maps if spec.tied else [*maps, table("head", "lm_head", spec.vocab_size)])
+    tokens = table("tok", "model.decoder.embed_tokens", spec.vocab_size)
+    rows = spec.context + spec.extra_positions
+    embeddings = (tokens, table("pos", "model.decoder.embed_positions", rows))
+    return decoder_tensors(
+        spec, embeddings, "model.decoder.layers", MODULES, "model.decoder.final_layer_norm"
+    )
