@@ -1,4 +1,4 @@
-"""What a search found, for a person."""
+"""What a search returns, and how well searches do, for a person."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from farspan.cli.console import Console
 PLACES_SHOWN = 3
 
 if TYPE_CHECKING:
+    from farspan.retrieval.index import IndexManifest
     from farspan.retrieval.search import Answer, Result
 
 
 def say_answer(answer: Answer, console: Console) -> None:
-    """How documents were ranked; then rank, score, title, where it is from, and the beginning of
-    its text."""
+    """Print how documents were ranked; then rank, score, title, where it is from, and the beginning
+    of its text."""
     console.say(answer.ranked_by)
     for rank, result in enumerate(answer.results, 1):
-        console.say(f"{rank:3}. {result.score:6.3f}  {result.title}  [{result.place}]")
+        score = f"{rank:3}. {result.score:6.3f}"
+        console.say(f"{score}  {result.title}  [{result.place}]")
         if result.also:
             console.say(f"             also: {also(result)}")
         console.say(f"             {result.text[:150]}")
@@ -30,4 +32,15 @@ def also(result: Result) -> str:
     """Return the first places of exact copies, and how many more there are."""
     shown = result.also[:PLACES_SHOWN]
     more = result.copies - len(shown)
-    return ", ".join(map(str, shown)) + (f" and {more:,} more" if more else "")
+    places = ", ".join(map(str, shown))
+    return f"{places} and {more:,} more" if more else places
+
+
+def evaluation_text(manifest: IndexManifest) -> str:
+    """Return how well each way of searching was measured to do, or why that was not measured."""
+    from farspan.retrieval.evaluate import table
+    from farspan.retrieval.search import not_evaluated
+
+    if manifest.evaluation:
+        return table(manifest.evaluation)
+    return f"not evaluated: {not_evaluated(manifest.recipe)}"

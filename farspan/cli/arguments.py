@@ -15,6 +15,9 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder
 
+#: Keys of `parallel` that have an option of their own.
+SHORT_KEYS = ("cluster", "launcher")
+
 
 def takes_config(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `load_config` reads."""
@@ -26,9 +29,10 @@ def takes_config(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="what to train (default: run.yaml)",
     )
-    for key in ("cluster", "launcher"):
+    for key in SHORT_KEYS:
+        value = key.upper()
         parser.add_argument(
-            f"--{key}", metavar=key.upper(), help=f"short for --set parallel.{key}={key.upper()}"
+            f"--{key}", metavar=value, help=f"short for --set parallel.{key}={value}"
         )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of run.yaml"
@@ -36,10 +40,11 @@ def takes_config(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(given: argparse.Namespace) -> RunConfig:
-    """run.yaml with `--set key.key=value` on top; each override is checked like a line of the
+    """Read run.yaml with `--set key.key=value` on top; each override is checked like a line of the
     file."""
     path: Path = given.config
-    if path.name == "run.yaml" and not path.exists() and path.absolute().parent.is_dir():
+    is_default = path.name == "run.yaml" and path.absolute().parent.is_dir()
+    if is_default and not path.exists():
         raise Refusal(
             "path-missing",
             what="there is no run.yaml here",
@@ -49,14 +54,15 @@ def load_config(given: argparse.Namespace) -> RunConfig:
         )
     _refuse_text(path)
     config = load_yaml(path, RunConfig)
-    short = [
-        f"parallel.{key}={value}"
-        for key in ("cluster", "launcher")
-        if (value := getattr(given, key))
-    ]
+    short = [f"parallel.{key}={value}" for key, value in _given_short_keys(given).items()]
     for override in (*short, *given.set):
         config = overridden(config, override)
     return config
+
+
+def _given_short_keys(given: argparse.Namespace) -> dict[str, str]:
+    values = {key: getattr(given, key) for key in SHORT_KEYS}
+    return {key: value for key, value in values.items() if value}
 
 
 def _refuse_text(path: Path) -> None:
@@ -78,7 +84,8 @@ def _refuse_text(path: Path) -> None:
             "path-unusable", what=what, where=path, fact="Is a directory, not a file", remedy=fix
         )
     name = str(path)
-    if not path.exists() and (name in available() or name.startswith("hf:")):
+    is_source = name in available() or name.startswith("hf:")
+    if is_source and not path.exists():
         raise Refusal(
             "path-missing",
             what="this is a source of text, not a run.yaml",
@@ -92,7 +99,8 @@ def _init_command(source: object) -> str:
     """Return the command that writes a run.yaml for a source and keeps one that is there."""
     if not Path("run.yaml").exists():
         return command("init", source)
-    name = Path(str(source).removeprefix("hf:").partition(":")[0]).resolve().name or "text"
+    path = str(source).removeprefix("hf:").partition(":")[0]
+    name = Path(path).resolve().name or "text"
     return command("init", source, "--out", f"{name}.yaml")
 
 
@@ -101,25 +109,34 @@ def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
     given."""
     if problem.key is None or not hasattr(given, "config"):
         return problem
-    short = {key: value for key in ("cluster", "launcher") if (value := getattr(given, key))}
-    options = {f"parallel.{key}": f"--{key} {value}" for key, value in short.items()}
-    options |= {override.partition("=")[0]: f"--set {override}" for override in given.set}
+    options: dict[str, str] = {}
+    for name, value in _given_short_keys(given).items():
+        options[f"parallel.{name}"] = f"--{name} {value}"
+    for override in given.set:
+        name = override.partition("=")[0]
+        options[name] = f"--set {override}"
+
+    # The last option that sets the key or what holds it, else all that set a part of it.
     key = f"{problem.key}."
-    whole = [option for name, option in options.items() if key.startswith(f"{name}.")]
-    parts = [option for name, option in options.items() if name.startswith(key)]
-    where = " ".join(whole[-1:] or parts) or f"{given.config}, key {problem.key}"
-    return msgspec.structs.replace(problem, where=where)
+    whole: list[str] = []
+    parts: list[str] = []
+    for name, option in options.items():
+        if key.startswith(f"{name}."):
+            whole = [option]
+        elif name.startswith(key):
+            parts.append(option)
+    where = " ".join(whole or parts)
+    return msgspec.structs.replace(problem, where=where or f"{given.config}, key {problem.key}")
 
 
 def words_again(given: argparse.Namespace) -> list[object]:
     """Return the arguments that `load_config` read, for a further command on the same run."""
-    flags = [
-        word
-        for key in ("cluster", "launcher")
-        if (value := getattr(given, key))
-        for word in (f"--{key}", value)
-    ]
-    return [given.config, *flags, *(word for override in given.set for word in ("--set", override))]
+    words = [given.config]
+    for key, value in _given_short_keys(given).items():
+        words += [f"--{key}", value]
+    for override in given.set:
+        words += ["--set", override]
+    return words
 
 
 def takes_run(parser: argparse.ArgumentParser) -> None:
@@ -133,18 +150,18 @@ def takes_run(parser: argparse.ArgumentParser) -> None:
 
 def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
     """Return the run that was named, or print and return the newest under `runs/`."""
-    named = dict.fromkeys(name for name in (given.run, given.run_option) if name is not None)
-    if len(named) > 1:
+    named = given.run if given.run_option is None else given.run_option
+    if given.run not in (None, named):
         raise Refusal(
             "usage",
             what="two runs are named, and one is taken",
-            where=" ".join(named),
+            where=f"{given.run} {named}",
             fact="RUN and --run are the same",
             remedy="leave --run out",
         )
-    if named:
-        return RunFolder.existing(Path(*named))
-    run = RunFolder(_started()[-1].parent)
+    if named is not None:
+        return RunFolder.existing(Path(named))
+    run = RunFolder(_started_plans()[-1].parent)
     console.say(f"run: {run.path}")
     return run
 
@@ -153,13 +170,13 @@ def refuse_run_as_text(given: argparse.Namespace, name: str, text: str | None) -
     """Refuse a run in the place of a command's text, which stands before it."""
     if not text or not _is_run(text):
         return
-    swapped = given.run is not None and not _is_run(given.run)
+    has_text = given.run is not None and not _is_run(given.run)
     raise Refusal(
         "usage",
         what=f"this is a run, and {name} begins with a text",
         where=text,
         fact=f"the order is: farspan {name} TEXT RUN",
-        remedy=command(name, given.run if swapped else "TEXT", text),
+        remedy=command(name, given.run if has_text else "TEXT", text),
     )
 
 
@@ -175,12 +192,13 @@ def find_runs(given: argparse.Namespace) -> list[RunFolder]:
     """Return the runs that were named, or all under `runs/`, the newest first."""
     if given.runs:
         return [RunFolder.existing(Path(run)) for run in given.runs]
-    return [RunFolder(plan.parent) for plan in reversed(_started())]
+    return [RunFolder(plan.parent) for plan in reversed(_started_plans())]
 
 
-def _started() -> list[Path]:
+def _started_plans() -> list[Path]:
     """Return the plans of all runs under `runs/`, the newest last."""
-    started = sorted(Path("runs").glob("*/plan.json"), key=lambda path: path.stat().st_mtime)
+    plans = Path("runs").glob("*/plan.json")
+    started = sorted(plans, key=lambda path: path.stat().st_mtime)
     if not started:
         raise Refusal(
             "not-a-run",
@@ -208,7 +226,7 @@ def check_store(given: argparse.Namespace) -> None:
 
 
 def takes_embedding(parser: argparse.ArgumentParser) -> None:
-    """Where vectors go, and what makes them."""
+    """Add where vectors go, and what makes them."""
     parser.add_argument(
         "--store",
         metavar="NAME[:LOCATION]",

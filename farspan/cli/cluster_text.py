@@ -18,57 +18,57 @@ from farspan.domain.units import (
 
 
 def say_cluster(cluster: Cluster, console: Console) -> None:
-    """Sites, hosts, devices and links, each with its origin."""
+    """Print sites, hosts, devices and links, each with its origin."""
     console.say(cluster.summary)
     for site in cluster.sites:
-        lease = f", lease {format_seconds(site.lease_s)}" if site.lease_s else ""
-        egress = (
-            f", egress ${site.egress_usd_per_byte * 1e9:g}/GB" if site.egress_usd_per_byte else ""
-        )
-        lan = (
-            ""
-            if site.lan_bandwidth is None
-            else f", {format_rate(site.lan_bandwidth)} between its hosts"
-        )
-        console.say(f"site {site.name}{lease}{egress}{lan}")
+        text = f"site {site.name}"
+        if site.lease_s:
+            text += f", lease {format_seconds(site.lease_s)}"
+        if site.egress_usd_per_byte:
+            text += f", egress ${site.egress_usd_per_byte * 1e9:g}/GB"
+        if site.lan_bandwidth is not None:
+            text += f", {format_rate(site.lan_bandwidth)} between its hosts"
+        console.say(text)
         for host in site.hosts:
-            console.say(
-                f"  host {host.name}"
-                + ("" if host.nic is None else f", card {format_rate(host.nic)}")
-            )
-            lines = [_device(device) for device in host.devices]
+            nic = "" if host.nic is None else f", card {format_rate(host.nic)}"
+            console.say(f"  host {host.name}{nic}")
+            lines = list(map(_device_text, host.devices))
             for line in dict.fromkeys(lines):
                 console.say(f"    {lines.count(line)} x {line}")
-    for a, b in combinations([host.name for host in cluster.hosts], 2):
+    hosts = [host.name for host in cluster.hosts]
+    for a, b in combinations(hosts, 2):
         link = cluster.link(a, b)
-        text = _link(link, cluster.assumed_network(a, b)) if link else "unknown"
+        text = _link_text(link, cluster.assumed_network(a, b)) if link else "unknown"
         console.say(f"link {a} - {b}: {text}")
 
 
-def _device(device: Device) -> str:
-    rates = ", ".join(
-        f"{dtype} {format_flops(flops)}" for dtype, flops in device.sheet.flops.items()
-    )
-    price = f"${device.usd_per_hour:g}/h" if device.usd_per_hour is not None else "price unknown"
-    bandwidth = f", {format_bytes(device.sheet.bandwidth)}/s" if device.sheet.bandwidth else ""
-    watts = f", {device.sheet.watts:g} W" if device.sheet.watts else ""
-    measured = (
-        f", {counted(len(device.times.rates), 'rate')} measured" if device.times.rates else ""
-    )
-    measured += f", {counted(len(device.times.units), 'pass')} timed" if device.times.units else ""
-    return (
-        f"{device.kind}: {format_bytes(device.memory)}{bandwidth}, {rates}{watts}, "
-        f"{price}{measured} [{device.origin}]"
-    )
+def _device_text(device: Device) -> str:
+    sheet = device.sheet
+    facts = [format_bytes(device.memory)]
+    if sheet.bandwidth:
+        facts.append(f"{format_bytes(sheet.bandwidth)}/s")
+    rates = [f"{dtype} {format_flops(flops)}" for dtype, flops in sheet.flops.items()]
+    facts.append(", ".join(rates))
+    if sheet.watts:
+        facts.append(f"{sheet.watts:g} W")
+    price = device.usd_per_hour
+    facts.append("price unknown" if price is None else f"${price:g}/h")
+    times = device.times
+    if times.rates:
+        facts.append(f"{counted(len(times.rates), 'rate')} measured")
+    if times.units:
+        facts.append(f"{counted(len(times.units), 'pass')} timed")
+    return f"{device.kind}: {', '.join(facts)} [{device.origin}]"
 
 
-def _link(link: Link, assumed: AssumedNetwork | None) -> str:
+def _link_text(link: Link, assumed: AssumedNetwork | None) -> str:
     bandwidth = format_rate(link.bandwidth) if link.bandwidth else "bandwidth unknown"
     if assumed is not None:
         like = f", as of a {assumed.machine}" if assumed.machine else ""
         bandwidth = f"{format_rate(assumed.rate)} assumed{like}"
     window = f", window {format_bytes(link.window)}" if link.window else ""
     loss = f", loss {link.loss:.2%}" if link.loss is not None else ""
-    # Of hosts side by side tenths of a millisecond say nothing.
-    trip = short_time(link.rtt_s) if link.rtt_s < 1e-4 else format_seconds(link.rtt_s)
-    return f"{trip}, {bandwidth}{window}{loss} [{link.origin}]"
+    # Tenths of a millisecond are noise between hosts of one rack.
+    format_rtt = short_time if link.rtt_s < 1e-4 else format_seconds
+    rtt = format_rtt(link.rtt_s)
+    return f"{rtt}, {bandwidth}{window}{loss} [{link.origin}]"

@@ -28,11 +28,8 @@ class Console:
     def say(self, text: str = "", *, painted: bool = False) -> None:
         """Print text, its control characters as escapes. `painted`: `paint` and `table_lines` have
         coloured it."""
-        print(
-            escape_controls(text, keep_styles=painted),
-            file=sys.stderr if self.json else sys.stdout,
-            flush=True,
-        )
+        stream = sys.stderr if self.json else sys.stdout
+        print(escape_controls(text, keep_styles=painted), file=stream, flush=True)
 
     def say_facts(self, text: str) -> None:
         """Print lines of facts, folded to a terminal's width; where output is piped a line stays
@@ -48,14 +45,14 @@ class Console:
     def answer(self, value: object) -> None:
         """Print the command's result for programs; people have read it already."""
         if self.json:
-            sys.stdout.write(escape_json_controls(msgspec.json.encode(value).decode()) + "\n")
-            sys.stdout.flush()
+            encoded = msgspec.json.encode(value).decode()
+            print(escape_json_controls(encoded), flush=True)
 
 
 def print_traceback(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Python's traceback of a fault of farspan's own, which may quote a document."""
+    """Print Python's traceback of a fault of farspan's own, which may quote a document."""
     lines = traceback.format_exception(kind, error, trace)
     sys.stderr.write(escape_controls("".join(lines)))
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, Any
 
 import msgspec
@@ -35,7 +35,7 @@ def takes_detach(parser: argparse.ArgumentParser) -> None:
 
 
 def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
-    """Start `farspan WORDS...`, which trains `run`, show what it says until it has made a step, and
+    """Start `farspan WORDS...`, which trains `run`, show its log until it has made a step, and
     leave it alone.
 
     What it refuses before is refused here. Ctrl-C stops it until then.
@@ -48,97 +48,88 @@ def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     position = run.events.stat().st_size if run.events.exists() else 0
     # The log is opened twice: it may move into the run's folder while it is written and read.
-    with open_own(log, "ab", private=True) as taking, open(log, errors="replace") as said:
-        said.seek(0, os.SEEK_END)
+    with open_own(log, "ab", private=True) as writing, open(log, errors="replace") as reading:
+        reading.seek(0, os.SEEK_END)
         with tempfile.TemporaryFile() as answer:
-            job = _started(words, answer, taking)
-            trains = _waited(
-                job, lambda: _trains(run, job.pid, position), lambda: _echo(said, console)
+            # The job's output goes to the log, and its result or problem, as one object, to
+            # `answer`.
+            job = subprocess.Popen(
+                module_command(sys.executable, "farspan", *map(str, words), "--json"),
+                stdin=subprocess.DEVNULL,
+                stdout=answer,
+                stderr=writing,
+                start_new_session=True,
+                env={**os.environ, "COLUMNS": str(width())},
             )
-            if not trains:
+            if not _wait_until_trains(job, run, position, reading, console):
                 answer.seek(0)
-                _ended(job, answer.read(), run, console)
+                _answer_ended_job(job, answer.read(), run, console)
                 return
     console.say(f"\nthe job goes on without this terminal, as process {job.pid}")
-    for what, line in (
-        ("status", ("status",)),
-        ("progress", ("logs", "-f")),
-        ("end it", ("stop",)),
-    ):
-        console.say(f"  {what:<9} {command(*line, run.path)}")
+    console.say(f"  status    {command('status', run.path)}")
+    console.say(f"  progress  {command('logs', '-f', run.path)}")
+    console.say(f"  end it    {command('stop', run.path)}")
     console.answer({"run": str(run.path), "job": jobs.job_of(run)})
 
 
-def _started(words: Sequence[object], answer: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start the job's process. Its output goes to the log, and its result or problem, as one
-    object, to `answer`."""
-    return subprocess.Popen(
-        module_command(sys.executable, "farspan", *map(str, words), "--json"),
-        stdin=subprocess.DEVNULL,
-        stdout=answer,
-        stderr=log,
-        start_new_session=True,
-        env={**os.environ, "COLUMNS": str(width())},
-    )
+def _is_training(run: RunFolder, pid: int, position: int) -> bool:
+    """Whether the job of this process has made a step, and has more to do.
 
-
-def _trains(run: RunFolder, pid: int, position: int) -> bool:
-    """Whether the job of this process has made a step since the run's events were so long, and has
-    more to do."""
+    Only events after `position`, in bytes, are the job's.
+    """
     job = jobs.job_of(run)
     if job is None or job.pid != pid:  # Another's, until this one is refused.
         return False
-    kinds = [
-        type(event) for event in decoded(jobs.lines(run.events, position=position), run.events)
-    ]
+    lines = jobs.lines(run.events, position=position)
+    kinds = [type(event) for event in decoded(lines, run.events)]
     return Step in kinds and Finished not in kinds
 
 
-def _waited(
-    job: subprocess.Popen[bytes], trains: Callable[[], bool], echo: Callable[[], None]
+def _wait_until_trains(
+    job: subprocess.Popen[bytes], run: RunFolder, position: int, log: IO[str], console: Console
 ) -> bool:
-    """Wait until the job trains; False where it has ended before. Ctrl-C is passed on, and its end
+    """Wait until the job trains; return False if it ended first. Ctrl-C is passed on, and its end
     waited for."""
-    asked = False
+    interrupted = False
     while True:
         try:
-            # Asked first: what it said before its end is shown, and of its first step soon after
-            # that.
+            # Polled first: what it printed before its end is shown, and of its first step soon
+            # after that.
             ended = job.poll() is not None
-            done = not asked and not ended and trains()
+            trains = not ended and not interrupted and _is_training(run, job.pid, position)
             if not ended:
                 time.sleep(jobs.POLL_S)
-            echo()
-            if ended or done:
+            _echo_log(log, console)
+            if ended or trains:
                 break
         except KeyboardInterrupt:
-            asked = True
+            interrupted = True
             job.send_signal(signal.SIGTERM)
-    if asked and job.returncode < 0:  # It had not even begun to listen.
+    if interrupted and job.returncode < 0:  # It had not yet installed its handler.
         raise KeyboardInterrupt
-    return done
+    return trains
 
 
-def _echo(said: IO[str], console: Console) -> None:
-    """Say what the job has said since, but for a refusal, the last that it says: that is raised."""
+def _echo_log(log: IO[str], console: Console) -> None:
+    """Print what the job has logged since, up to a refusal, its last message: that is raised."""
     while True:
-        at = said.tell()
-        line = said.readline()
+        at = log.tell()
+        line = log.readline()
         if not line.endswith("\n") or line.startswith("error["):
-            said.seek(at)
+            log.seek(at)
             return
         console.say(line[:-1])
 
 
-def _ended(job: subprocess.Popen[bytes], answer: bytes, run: RunFolder, console: Console) -> None:
+def _answer_ended_job(
+    job: subprocess.Popen[bytes], answer: bytes, run: RunFolder, console: Console
+) -> None:
     """Answer as a job that has ended, and refuse what it refuses."""
     log = jobs.log_file(run)
     if not answer:
-        how = (
-            signal.Signals(-job.returncode).name
-            if job.returncode < 0
-            else f"exit code {job.returncode}"
-        )
+        how = f"exit code {job.returncode}"
+        if job.returncode < 0:
+            how = signal.Signals(-job.returncode).name
         raise Refusal(
             "worker-lost",
             what="the job ended without a word",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from farspan.app.given_plans import PricedPlan
 
 
-def say(found: PricedPlan, console: Console, *, pictures: bool) -> None:
+def say(priced: PricedPlan, console: Console, *, pictures: bool) -> None:
     """Print the plan and its figures, what runs where, what it sends, and what all of that
     assumes; with `pictures` also a step in time."""
     from farspan.estimate.traffic import traffic
@@ -24,33 +24,45 @@ def say(found: PricedPlan, console: Console, *, pictures: bool) -> None:
     from farspan.report.plan_terminal import cluster, memory, show
 
     colours = painter(json=console.json)
-    plan = found.plan
-    side = PlanSide(name=plan.technique, plan=plan, estimate=found.estimate)
-    rows = list(configuration(plan, found.cluster).items())
-    rows += [(row.what, row.a) for row in figures(side, side, found.cluster)]
-    for line in table_lines(("plan", ""), rows, width=width(), wrap=(1,), colours=colours):
+    columns = width()
+    plan = priced.plan
+    side = PlanSide(name=plan.technique, plan=plan, estimate=priced.estimate)
+    rows = list(configuration(plan, priced.cluster).items())
+    for row in figures(side, side, priced.cluster):
+        rows.append((row.what, row.a))
+    table = table_lines(("plan", ""), rows, width=columns, wrap=(1,), colours=colours)
+    for line in table:
         console.say(line, painted=True)
-    costs = costs_of(plan, found.cluster)
-    drawn = picture(plan, found.estimate, costs)
+    costs = costs_of(plan, priced.cluster)
+    drawn = picture(plan, priced.estimate, costs)
     views = (show,) if pictures else (cluster, memory)
     for view in views:
         console.say()
-        say_drawing(view(drawn, width()), console)
-    console.say(paragraph(_verdict(found)))
+        say_drawing(view(drawn, columns), console)
+    console.say(paragraph(_fit_sentence(priced)))
+
+    # What it sends, and what is assumed.
+    parts: dict[str, list[str]] = {}
     sent = [exchange_row(exchange, costs) for exchange in traffic(plan, costs)]
-    heads = ("", "between", "a step", "rate", "latency", "takes")
-    table = table_lines(heads, sent, right=range(2, 6), width=width(), wrap=(1,), colours=colours)
-    assumed = [paragraph(f"- {assumption}", hang=2) for assumption in found.assumptions]
-    for heading, lines in (("What it sends", table if sent else []), ("Assumed", assumed)):
-        if lines:
-            console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
+    if sent:
+        heads = ("", "between", "a step", "rate", "latency", "takes")
+        parts["What it sends"] = table_lines(
+            heads, sent, right=range(2, 6), width=columns, wrap=(1,), colours=colours
+        )
+    assumed = [paragraph(f"- {assumption}", hang=2) for assumption in priced.assumptions]
+    if assumed:
+        parts["Assumed"] = assumed
+    for heading, lines in parts.items():
+        console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
         for line in lines:
             console.say(line, painted=True)
 
 
-def _verdict(found: PricedPlan) -> str:
-    pairs = zip(found.memory, found.capacity, strict=True)
-    lacking = [part.total - most for part, most in pairs if part.total > most]
+def _fit_sentence(priced: PricedPlan) -> str:
+    lacking = []
+    for needed, capacity in zip(priced.memory, priced.capacity, strict=True):
+        if needed.total > capacity:
+            lacking.append(needed.total - capacity)
     if not lacking:
         return "It fits: every device has room for what it holds."
     short = counted(len(lacking), "device")

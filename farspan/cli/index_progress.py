@@ -4,7 +4,6 @@ where it is piped."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -32,12 +31,7 @@ class IndexProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 

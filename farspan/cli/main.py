@@ -81,11 +81,17 @@ class Parser(argparse.ArgumentParser):
         if name.removeprefix("--") in own_names():  # such as `plan --fit`
             self.error(words, command(name.removeprefix("--"), "--help"))
         likely = suggest(name, options)
-        keys = () if likely or "--set" not in options else suggest_run_key(name.lstrip("-"))
-        settings = [f"{key}={value or 'VALUE'}" for key in keys]
         if likely:
             self.error(words, any_of(likely, "use"))
-        self.error(words, any_of(settings, "use --set") if settings else None)
+        if "--set" in options:
+            from farspan.domain.codec import keys_of
+            from farspan.domain.config import RunConfig
+
+            keys = suggest_key(name.lstrip("-"), keys_of(RunConfig))
+            settings = [f"{key}={value or 'VALUE'}" for key in keys]
+            if settings:
+                self.error(words, any_of(settings, "use --set"))
+        self.error(words)
 
     def options_of(self, given: argparse.Namespace) -> list[str]:
         """Return the options allowed where `given` was read, also those of the chosen action."""
@@ -124,29 +130,17 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-def suggest_run_key(name: str) -> tuple[str, ...]:
-    """Return the keys of run.yaml that an option which does not exist may mean."""
-    from farspan.domain.codec import keys_of
-    from farspan.domain.config import RunConfig
-
-    return suggest_key(name, keys_of(RunConfig))
-
-
 def own_names() -> list[str]:
     """Return the commands of this package, without importing any."""
-    return [
-        module.name
-        for module in pkgutil.iter_modules(commands.__path__)
-        if not module.name.startswith("_")
-    ]
+    modules = [module.name for module in pkgutil.iter_modules(commands.__path__)]
+    return [name for name in modules if not name.startswith("_")]
 
 
 def names() -> list[str]:
-    """Every command, those of other packages too, without importing any."""
-    known = [*own_names(), *extensions("commands")]
-    return sorted(
-        known, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)
-    )
+    """List every command, those of other packages too, without importing any."""
+    known = {*own_names(), *extensions("commands")}
+    ordered = [name for name in ORDER if name in known]
+    return ordered + sorted(known.difference(ordered))
 
 
 def load(name: str) -> ModuleType:
@@ -178,8 +172,11 @@ def overview() -> Parser:
 
 def help_line(name: str) -> str:
     """Return what a command's file has as HELP, read without importing it and all that it needs."""
-    own = name in own_names()
-    spec = find_spec(f"farspan.cli.commands.{name}" if own else extensions("commands")[name].value)
+    if name in own_names():
+        module = f"farspan.cli.commands.{name}"
+    else:
+        module = extensions("commands")[name].value
+    spec = find_spec(module)
     assert spec is not None and spec.origin is not None
     with open(spec.origin, encoding="utf-8") as source:
         line = next(line for line in source if line.startswith("HELP = "))
@@ -200,7 +197,8 @@ def parser_of(name: str) -> Parser:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     words = sys.argv[1:] if arguments is None else arguments
-    console = Console(json="--json" in takewhile(lambda word: word != "--", words))
+    options = takewhile(lambda word: word != "--", words)
+    console = Console(json="--json" in options)
     given: argparse.Namespace | None = None
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -224,18 +222,12 @@ def main(arguments: list[str] | None = None) -> int:
             problem = at_option(problem, given)
         console.refuse(problem)
         fields = msgspec.to_builtins(problem)
-        printable = {
-            key: _printable(value) if isinstance(value, str) else value
-            for key, value in fields.items()
-        }
-        console.answer({"problem": printable})
+        for key, value in fields.items():
+            if isinstance(value, str):  # As UTF-8 can have it: names of files are bytes.
+                fields[key] = value.encode(errors="backslashreplace").decode()
+        console.answer({"problem": fields})
         return problem.exit_code
     return 0
-
-
-def _printable(text: str) -> str:
-    """Text as UTF-8 can have it: names of files are bytes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def as_refusal(error: BaseException, words: list[str]) -> Refusal:
@@ -272,29 +264,19 @@ def as_refusal(error: BaseException, words: list[str]) -> Refusal:
                 ),
                 remedy="write ~/ for your own home folder, or the whole path",
             )
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return Refusal(
-                "disk-full",
-                what="a file could not be written",
-                where=error.filename or name,
-                fact=error.strerror or str(error),
-                remedy="free some space: df -h",
-            )
-        case IsADirectoryError():
-            return Refusal(
-                "path-unusable",
-                what="this is a folder where a file is needed",
-                where=error.filename or name,
-                fact=error.strerror or str(error),
-                remedy=f"name a file in it: {shell_line('ls', Path(str(error.filename or '.')))}",
-            )
         case OSError():
+            code = "path-unusable"
             where = error.filename or name
-            return Refusal(
-                "path-unusable",
-                what="the system refuses this path",
-                where=where,
-                fact=error.strerror or str(error),
-                remedy=shell_line("ls", "-ld", Path(str(where))),
-            )
+            what = "the system refuses this path"
+            remedy = shell_line("ls", "-ld", Path(str(where)))
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                code = "disk-full"
+                what = "a file could not be written"
+                remedy = "free some space: df -h"
+            elif isinstance(error, IsADirectoryError):
+                what = "this is a folder where a file is needed"
+                folder = Path(str(error.filename or "."))
+                remedy = f"name a file in it: {shell_line('ls', folder)}"
+            fact = error.strerror or str(error)
+            return Refusal(code, what=what, where=where, fact=fact, remedy=remedy)
     raise error

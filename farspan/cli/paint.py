@@ -32,7 +32,7 @@ WIDEST = 110
 #: which none is broken.
 FACT = " · "
 INDENT = "  "
-HELD = "\N{NO-BREAK SPACE}"
+UNBREAKABLE = "\N{NO-BREAK SPACE}"
 
 
 def width() -> int:
@@ -46,7 +46,7 @@ def columns() -> int:
 
 
 def fold(text: str, columns: int) -> str:
-    """Text as lines of a terminal, broken between its facts (` · `) and then between words; never
+    """Break text into lines of a terminal, between its facts (` · `) and then between words; never
     between a number and its unit."""
     lines: list[str] = []
     for fact in text.split(FACT):
@@ -57,28 +57,33 @@ def fold(text: str, columns: int) -> str:
         if len(INDENT) + len(fact) > columns and lines:
             fact = f"{lines.pop().strip()}{FACT}{fact}"
         # A quantity is one word while the others are parted: `13.9 M`, `1 min 05 s`.
-        held = re.sub(r"(?<=\d) (?=[^\W\d])", HELD, fact)
-        held = re.sub(rf"(?<=\d{HELD}min) (?=\d)|(?<=\d{HELD}h) (?=\d)", HELD, held)
+        fact = re.sub(r"(?<=\d) (?=[^\W\d])", UNBREAKABLE, fact)
+        after_min_or_h = rf"(?<=\d{UNBREAKABLE}min) (?=\d)|(?<=\d{UNBREAKABLE}h) (?=\d)"
+        fact = re.sub(after_min_or_h, UNBREAKABLE, fact)
         indent = INDENT if lines else ""
         broken = textwrap.wrap(
-            held,
+            fact,
             columns,
             initial_indent=indent,
             subsequent_indent=INDENT,
             break_on_hyphens=False,
             break_long_words=False,
         )
-        lines += [line.replace(HELD, " ") for line in broken]
+        lines += [line.replace(UNBREAKABLE, " ") for line in broken]
     return "\n".join(lines)
 
 
 def painter(*, json: bool) -> bool:
     """Whether colours are wanted: there is a terminal, and no NO_COLOR (no-color.org)."""
     stream = sys.stderr if json else sys.stdout
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
 
 
 def paint(text: str, tint: str, on: bool) -> str:
     """Text in a colour where one is wanted; control characters of the text become escapes."""
     text = escape_controls(text)
-    return f"\033[{CODES[tint]}m{text}\033[0m" if on and tint and text else text
+    if on and tint and text:
+        return f"\033[{CODES[tint]}m{text}\033[0m"
+    return text

@@ -59,8 +59,6 @@ LEGEND = (
     "predicted (interval)"
 )
 WHERE = HEADS.index("where")
-#: rich's names for the tints of rows.
-STYLES = {"good": "bold green", "soft": "dim", "": ""}
 
 
 def say_ranking(
@@ -73,88 +71,93 @@ def say_ranking(
     """Print the question, the table, what is chosen and what that assumes."""
     console.say(paragraph(question(ranking)))
     console.say()
-    if everything or len(ranking.cluster.devices) > 1 or ranking.chosen is None:
-        for line in table(
-            ranking, everything=everything, colours=painter(json=console.json), more=more
-        ):
+    one_device = len(ranking.cluster.devices) == 1
+    if everything or not one_device or ranking.chosen is None:
+        colours = painter(json=console.json)
+        for line in table(ranking, everything=everything, colours=colours, more=more):
             console.say(line, painted=True)
         console.say()
     console.say(paragraph(choice(ranking)))
     if ranking.chosen is None:
         return
-    if len(ranking.cluster.devices) == 1:
+    if one_device:
         console.say(
             "The other techniques divide work between devices; --all lists why each has no plan "
             "for one."
         )
     known = ranking.candidates[ranking.chosen].estimate.assumptions
-    rest = f"; {len(known) - ASSUMED} more with --why" if len(known) > ASSUMED else ""
-    console.say(paragraph(f"Assumes: {'; '.join(known[:ASSUMED])}{rest}."))
+    assumed = "; ".join(known[:ASSUMED])
+    if len(known) > ASSUMED:
+        assumed += f"; {len(known) - ASSUMED} more with --why"
+    console.say(paragraph(f"Assumes: {assumed}."))
 
 
 def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
     """Return the candidates, a line each (two for a long part's name), and the number not shown."""
     candidates = ranking.candidates
-    best = dict[str, int]()
+    shown: list[int] = []
+    techniques = set[str]()
+    single_device_shown = False
     for i, candidate in enumerate(candidates):
-        best.setdefault(candidate.technique, i)
-    # What one device takes by itself says what all the others are worth.
-    alone = [
-        i
-        for i, candidate in enumerate(candidates)
-        if candidate.eligible and len(candidate.places) == 1
-    ][:1]
-    always = range(len(candidates)) if everything else {*range(SHOWN), *best.values(), *alone}
-    shown = [i for i in range(len(candidates)) if i in always]
-    rows = [candidate_cells(ranking, i) for i in shown]
-    output = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []
+        is_best = candidate.technique not in techniques
+        techniques.add(candidate.technique)
+        # One device's time is what all the others are compared with.
+        is_baseline = candidate.eligible and len(candidate.places) == 1 and not single_device_shown
+        single_device_shown |= is_baseline
+        if everything or i < SHOWN or is_best or is_baseline:
+            shown.append(i)
+
+    output = _align_rows(ranking, shown, colours) if shown else []
+    notes = []
     for i in shown:
-        if candidates[i].unchosen:
-            text = f"{i + 1} {candidates[i].technique} is not chosen: {candidates[i].unchosen}"
-            output.append(paint(paragraph(text, indent=4), "soft", colours))
-    if hidden := len(candidates) - len(shown):
-        output.append(
-            paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours)
-        )
-    if rows:
+        candidate = candidates[i]
+        if candidate.unchosen:
+            notes.append(f"{i + 1} {candidate.technique} is not chosen: {candidate.unchosen}")
+    hidden = len(candidates) - len(shown)
+    output += [paint(paragraph(note, indent=4), "soft", colours) for note in notes]
+    if hidden:
+        note = f"    {hidden} more, each behind its technique's best: {more}"
+        output.append(paint(note, "soft", colours))
+    if shown:
         text = legend([candidates[i] for i in shown])
         output.append(paint(paragraph(text, indent=4), "soft", colours))
-    return output + _refused(ranking, colours)
+    return output + _refusal_paragraphs(ranking, colours)
 
 
 def legend(shown: Sequence[Candidate]) -> str:
     """Explain the table's figures; of plans whose tokens count for less, and of trials, only
     where there are any."""
     text = LEGEND
-    worth = {
-        candidate.technique: 1 / candidate.estimate.token_efficiency
-        for candidate in reversed(shown)
-        if candidate.estimate.token_efficiency != 1.0
-    }
-    if worth:
-        factors = joined([f"{name} {worth[name]:.3g} x" for name in sorted(worth)])
+    token_factors: dict[str, float] = {}
+    for candidate in reversed(shown):
+        efficiency = candidate.estimate.token_efficiency
+        if efficiency != 1.0:
+            token_factors[candidate.technique] = 1 / efficiency
+    if token_factors:
+        factors = [f"{name} {factor:.3g} x" for name, factor in sorted(token_factors.items())]
         text += (
-            f"; minutes and cost: to the loss of synchronous training, which takes {factors} the "
-            "tokens"
+            "; minutes and cost: to the loss of synchronous training, which takes "
+            f"{joined(factors)} the tokens"
         )
     if any(candidate.trial is not None for candidate in shown):
         text += "; *: measured in a trial"
     return text
 
 
-def _tint(ranking: Ranking, index: int) -> str:
-    return (
-        "good" if index == ranking.chosen else "" if ranking.candidates[index].eligible else "soft"
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool) -> list[str]:
+def _align_rows(ranking: Ranking, shown: Sequence[int], colours: bool) -> list[str]:
     """Return the table's lines; long cells shrink before the part's name does, which is wrapped."""
     heads = HEADS
     right = [place for place, head in enumerate(HEADS) if head not in LEFT]
-    if sum(max(map(len, column)) + 1 for column in zip(HEADS, *rows, strict=True)) > width() + 1:
+    rows: list[Sequence[str]] = []
+    styles = []
+    for i in shown:
+        rows.append(candidate_cells(ranking, i))
+        style = "" if ranking.candidates[i].eligible else "dim"
+        styles.append("bold green" if i == ranking.chosen else style)
+    columns = zip(HEADS, *rows, strict=True)
+    if sum(max(map(len, column)) + 1 for column in columns) > width() + 1:
         heads = NARROW
-        rows = [[_terse(cell) for cell in row] for row in rows]
+        rows = [list(map(_shorten_cell, row)) for row in rows]
     return table_lines(
         heads,
         rows,
@@ -163,12 +166,12 @@ def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool)
         gap=1,
         wrap=(WHERE,),
         colours=colours,
-        tints=[STYLES[t] for t in tints],
+        tints=styles,
     )
 
 
-def _terse(cell: str) -> str:
-    """`24 % slower` as `+24 %`, `2.4 x slower` as `2.4 x`, `7.7 of 24` as `7.7/24`."""
+def _shorten_cell(cell: str) -> str:
+    """Shorten `24 % slower` to `+24 %`, `2.4 x slower` to `2.4 x`, `7.7 of 24` to `7.7/24`."""
     number, _, word = cell.rpartition(" ")
     if word not in ("slower", "costlier", "faster", "cheaper"):
         return cell.replace(" of ", "/") if cell[:1].isdigit() else cell
@@ -176,14 +179,12 @@ def _terse(cell: str) -> str:
     return sign + number
 
 
-def _refused(ranking: Ranking, colours: bool) -> list[str]:
+def _refusal_paragraphs(ranking: Ranking, colours: bool) -> list[str]:
     """Return a paragraph for each reason why techniques have no plan."""
     paragraphs = []
     for reason, alike in refused_by_reason(ranking).items():
-        text = (
-            f"{', '.join(refused.technique for refused in alike)}: {verdict(ranking, alike[0])}: "
-            f"{reason}"
-        )
+        techniques = ", ".join(refused.technique for refused in alike)
+        text = f"{techniques}: {verdict(ranking, alike[0])}: {reason}"
         paragraphs.append(paint(paragraph(text, indent=4), "soft", colours))
     return paragraphs
 
@@ -198,48 +199,50 @@ def told(ranking: Ranking, index: int | None) -> Told:
         ("What is left out", tuple(map(str, reasons.left_out))),
         ("What is not known", tuple(map(str, reasons.unknown))),
     )
-    candidate = None if index is None else ranking.candidates[index]
+    title = "Nothing fits"
+    tiles: tuple[tuple[str, str, str], ...] = ()
+    if index is not None:
+        candidate = ranking.candidates[index]
+        title = called(candidate)
+        tiles = _figure_tiles(ranking, candidate)
     instead = "" if index == ranking.chosen else "Another is chosen: "
+    rows = [tuple(candidate_cells(ranking, i)) for i in range(len(ranking.candidates))]
+    refused = _refusal_paragraphs(ranking, colours=False)
     return Told(
-        title="Nothing fits" if candidate is None else called(candidate),
+        title=title,
         question=question(ranking),
         choice=instead + reasons.choice,
-        tiles=() if candidate is None else _tiles(ranking, candidate),
+        tiles=tiles,
         heads=HEADS,
-        rows=tuple(tuple(candidate_cells(ranking, i)) for i in range(len(ranking.candidates))),
+        rows=tuple(rows),
         marked=index,
-        refused=tuple(_refused(ranking, colours=False)),
+        refused=tuple(refused),
         why=parts,
     )
 
 
-def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str], ...]:
+def _figure_tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str], ...]:
     priced = candidate.estimate
-    low, high = bounds(candidate)
-    peak = "" if priced.mfu is None else f" · MFU {priced.mfu:.1%}"
-    energy = (
-        "energy unknown" if candidate.kwh is None else f"{short_number(candidate.kwh)} kWh at most"
-    )
-    return (
-        (
-            "Time",
-            format_seconds(candidate.time_s),
-            f"{format_seconds(low)} to {format_seconds(high)}{equal_loss_note(candidate)}",
-        ),
-        (
-            "Step",
-            short_time(priced.step_s),
-            f"compute / communication / waiting {step_shares(candidate)} %",
-        ),
-        (
-            "Tokens a second",
-            f"{priced.tokens_per_s:,.0f}",
-            f"{priced.tflops_per_device:.3g} TFLOP/s a device{peak}",
-        ),
+    time = format_seconds(candidate.time_s)
+    low, high = map(format_seconds, bounds(candidate))
+    interval = f"{low} to {high}{equal_loss_note(candidate)}"
+    shares = f"compute / communication / waiting {step_shares(candidate)} %"
+    speed = f"{priced.tflops_per_device:.3g} TFLOP/s a device"
+    if priced.mfu is not None:
+        speed += f" · MFU {priced.mfu:.1%}"
+    energy = "energy unknown"
+    if candidate.kwh is not None:
+        energy = f"{short_number(candidate.kwh)} kWh at most"
+    devices = devices_line(ranking.cluster, candidate.places)
+    tiles = (
+        ("Time", time, interval),
+        ("Step", short_time(priced.step_s), shares),
+        ("Tokens a second", f"{priced.tokens_per_s:,.0f}", speed),
         ("Memory", format_bytes(priced.memory_bytes), "of the fullest device"),
         ("Money", spent(candidate), energy),
-        ("Verdict", verdict(ranking, candidate), devices_line(ranking.cluster, candidate.places)),
+        ("Verdict", verdict(ranking, candidate), devices),
     )
+    return tiles
 
 
 def say_picture(shown: Picture, candidate: Candidate, console: Console) -> None:
@@ -254,8 +257,8 @@ def say_drawing(lines: Iterable[Line], console: Console) -> None:
     """Print lines of a picture in their tints."""
     colours = painter(json=console.json)
     for line in lines:
-        text = "".join(paint(piece, tint, colours) for piece, tint in line)
-        console.say(text.rstrip(), painted=True)
+        painted = [paint(piece, tint, colours) for piece, tint in line]
+        console.say("".join(painted).rstrip(), painted=True)
 
 
 def say_why(reasons: Why, console: Console) -> None:
@@ -270,45 +273,49 @@ def say_why(reasons: Why, console: Console) -> None:
         if not rows:
             continue
         console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
-        figures = any(row.time for row in rows)
-        heads = REASON_HEADS if figures else ("", "")
-        cells = [row if figures else (row.plan, row.facts) for row in rows]
+        heads: tuple[str, ...] = REASON_HEADS
+        cells: Sequence[Sequence[str]] = rows
+        if not any(row.time for row in rows):
+            heads = ("", "")
+            cells = [(row.plan, row.facts) for row in rows]
         for line in table_lines(heads, cells, width=width(), gap=1, colours=colours):
             console.say(line, painted=True)
 
 
 def say_difference(difference: PlanDifference, console: Console) -> None:
-    """Two plans side by side: what is configured differently, then what that gives."""
-    colours = painter(json=console.json)
-    heads = ("", f"A: {difference.names[0]}", f"B: {difference.names[1]}", "B / A")
+    """Print two plans side by side: what is configured differently, then what that gives."""
+    a, b = difference.names
+    heads = ("", f"A: {a}", f"B: {b}", "B / A")
     if difference.configuration:
         rows = [(row.what, row.a, row.b, "") for row in difference.configuration]
-        _say_columns([heads, *rows], console, colours)
+        _print_columns(heads, rows, console)
         console.say()
     else:
         console.say("the two plans are configured alike")
-    figures = [
-        (row.what, row.a, row.b, "" if row.ratio is None else f"{row.ratio:.3g}")
-        for row in difference.figures
-    ]
-    _say_columns([heads, *figures], console, colours)
+    figures = []
+    for row in difference.figures:
+        ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+        figures.append((row.what, row.a, row.b, ratio))
+    _print_columns(heads, figures, console)
     if difference.same:
         console.say()
         console.say(paragraph(f"The same in both: {', '.join(difference.same)}."))
 
 
-def _say_columns(rows: Sequence[Sequence[str]], console: Console, colours: bool) -> None:
-    for line in table_lines(rows[0], rows[1:], right=(3,), width=width(), colours=colours):
+def _print_columns(heads: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    colours = painter(json=console.json)
+    for line in table_lines(heads, rows, right=(3,), width=width(), colours=colours):
         console.say(line, painted=True)
 
 
 def paragraph(text: str, *, indent: int = 0, hang: int = 0) -> str:
-    """Text in lines of the terminal's width."""
+    """Wrap text into lines of the terminal's width."""
+    hanging = " " * (indent + hang)
     return textwrap.fill(
         text,
         width(),
         initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hang),
+        subsequent_indent=hanging,
         break_on_hyphens=False,
         break_long_words=False,
     )

@@ -23,13 +23,14 @@ def check_names(given: argparse.Namespace) -> None:
     from farspan import techniques
 
     known = techniques.names()
+    allowed = {*known, "chosen"}
     for name in (*(given.diff or ()), given.pick):
-        if not _is_file(name) and not name.isdigit() and name not in (*known, "chosen"):
-            raise _unknown(name, known)
+        if not _is_file(name) and not name.isdigit() and name not in allowed:
+            raise _refuse_name(name, known)
 
 
 def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> dict[str, Any]:
-    """Show what was asked for; returns what of it `--json` has besides the candidates."""
+    """Show what was asked for; return what of it `--json` has besides the candidates."""
     from farspan.cli import plan_table
     from farspan.planning.why import why
 
@@ -42,43 +43,43 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
     if given.diff:
         from farspan.planning.diff import difference
 
-        a, b = (_side(name, ranking) for name in given.diff)
+        a, b = (_plan_side(name, ranking) for name in given.diff)
         answer["diff"] = difference(a, b, ranking.cluster)
         console.say()
         plan_table.say_difference(answer["diff"], console)
     if not (given.show or given.html or given.out):
         return answer
-    index = _index(given.pick, ranking)
+    index = _find_candidate(given.pick, ranking)
     if given.show and index is not None:
         candidate = ranking.candidates[index]
-        plan_table.say_picture(_picture(candidate, ranking), candidate, console)
+        picture = _draw_candidate(candidate, ranking)
+        plan_table.say_picture(picture, candidate, console)
     if given.html:
-        _write_page(given.html, ranking, index, console)
+        from farspan.report.plan_page import write_plan_page
+
+        drawn = None
+        if index is not None:
+            drawn = _draw_candidate(ranking.candidates[index], ranking)
+        write_plan_page(drawn, plan_table.told(ranking, index), given.html)
+        console.say(f"\nthe page is {given.html}")
     if given.out and index is not None:
         from farspan.app.plans import write_plan
 
-        write_plan(ranking.candidates[index].plan, ranking.cluster, Path(given.out))
+        plan = ranking.candidates[index].plan
+        write_plan(plan, ranking.cluster, Path(given.out))
         console.say(f"\nthe plan is in {given.out}")
     return answer
 
 
-def _write_page(path: Path, ranking: Ranking, index: int | None, console: Console) -> None:
-    from farspan.cli.plan_table import told
-    from farspan.report.plan_page import write_plan_page
-
-    shown = None if index is None else _picture(ranking.candidates[index], ranking)
-    write_plan_page(shown, told(ranking, index), path)
-    console.say(f"\nthe page is {path}")
-
-
-def _picture(candidate: Candidate, ranking: Ranking) -> Picture:
+def _draw_candidate(candidate: Candidate, ranking: Ranking) -> Picture:
     from farspan.planning.why import costs_of
     from farspan.report.plan_picture import picture
 
-    return picture(candidate.plan, candidate.estimate, costs_of(candidate.plan, ranking.cluster))
+    costs = costs_of(candidate.plan, ranking.cluster)
+    return picture(candidate.plan, candidate.estimate, costs)
 
 
-def _index(name: str, ranking: Ranking) -> int | None:
+def _find_candidate(name: str, ranking: Ranking) -> int | None:
     """Return the place of a candidate; None if the chosen one is meant and nothing is chosen."""
     if name == "chosen":
         return ranking.chosen
@@ -87,10 +88,11 @@ def _index(name: str, ranking: Ranking) -> int | None:
             if isinstance(listed, Refused):
                 raise Refusal.of(listed.problem)
             return i
-    raise _unknown(name, [listed.technique for listed in ranking.listed], len(ranking.listed))
+    known = [listed.technique for listed in ranking.listed]
+    raise _refuse_name(name, known, len(known))
 
 
-def _side(name: str, ranking: Ranking) -> PlanSide:
+def _plan_side(name: str, ranking: Ranking) -> PlanSide:
     """Price a candidate, or the plan in a file."""
     from farspan import models
     from farspan.app.plans import check_cluster, read_plan
@@ -100,13 +102,14 @@ def _side(name: str, ranking: Ranking) -> PlanSide:
     from farspan.planning.ranking import called
 
     if _is_file(name):
-        plan = read_plan(Path(name))
-        check_cluster(
-            plan, ranking.cluster, Path(name), "give --cluster the one that the plan was made for"
-        )
-        priced = estimate(plan, models.graph(plan.model), ranking.cluster, engine(plan.engine))
-        return PlanSide(name=f"{plan.technique} in {Path(name).name}", plan=plan, estimate=priced)
-    index = _index(name, ranking)
+        path = Path(name)
+        plan = read_plan(path)
+        cluster = ranking.cluster
+        check_cluster(plan, cluster, path, "give --cluster the one that the plan was made for")
+        graph = models.graph(plan.model)
+        priced = estimate(plan, graph, cluster, engine(plan.engine))
+        return PlanSide(name=f"{plan.technique} in {path.name}", plan=plan, estimate=priced)
+    index = _find_candidate(name, ranking)
     if index is None:
         raise Refusal(
             "cannot-plan",
@@ -128,13 +131,13 @@ def _is_file(name: str) -> bool:
     return name.endswith(".json") or "/" in name or Path(name).is_file()
 
 
-def _unknown(name: str, known: Any, count: int = 0) -> Refusal:
-    names = list(dict.fromkeys((*known, "chosen")))
+def _refuse_name(name: str, techniques: Any, count: int = 0) -> Refusal:
+    known = list(dict.fromkeys((*techniques, "chosen")))
     numbers = f", numbers 1 to {count}" if count else ", a number of the table, or a plan file"
     return Refusal(
         "out-of-range",
         what=f"there is no candidate {name!r}",
         where="farspan plan",
-        fact=f"known: {', '.join(names)}{numbers}",
-        remedy=advise(name, names, fix=command("plan", "--help")),
+        fact=f"known: {', '.join(known)}{numbers}",
+        remedy=advise(name, known, fix=command("plan", "--help")),
     )

@@ -4,7 +4,6 @@ piped."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -35,7 +34,6 @@ from farspan.estimate.forecast import revised
 from farspan.report.endings import ending
 from farspan.report.losses import told
 from farspan.report.so_far import SoFar
-from farspan.report.text import maybe
 
 #: Seconds between two plain lines.
 LINE_S = 10.0
@@ -82,12 +80,7 @@ class TrainingDisplay:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -98,39 +91,34 @@ class TrainingDisplay:
             case Started():
                 self._line_at = float("-inf")
                 if event.step:
-                    self._print(f"resumed after step {event.step:,}")
+                    self._print_line(f"resumed after step {event.step:,}")
             case Recovered():
-                again = f"{counted(event.lost, 'step')} lost"
-                self._print(
-                    f"recovered after {format_seconds(event.down_s)}: {event.fault.what} · {again}"
-                )
+                down = format_seconds(event.down_s)
+                lost = f"{counted(event.lost, 'step')} lost"
+                self._print_line(f"recovered after {down}: {event.fault.what} · {lost}")
             case Step():
                 if self._live is None and self._clock() - self._line_at >= LINE_S:
                     self._line_at = self._clock()
-                    self._print(FACT.join([f"step {self._place()}", *self._facts()]))
+                    place = self._so_far.place
+                    if self._so_far.total is None:
+                        place += f" ({self._so_far.share:.0%})"
+                    self._print_line(FACT.join([f"step {place}", *self._line_facts()]))
             case Validated():
-                self._validated(event)
+                self._print_validation(event)
             case Saved():
                 if self._live is None:
-                    self._print(
-                        f"step {event.step:,} · saved {event.path}, "
-                        f"{format_bytes(event.size_bytes)}"
-                    )
+                    saved = f"saved {event.path}, {format_bytes(event.size_bytes)}"
+                    self._print_line(f"step {event.step:,} · {saved}")
             case Rescheduled():
-                self._print(f"step {event.step:,} · {event}")
+                self._print_line(f"step {event.step:,} · {event}")
             case Warned():
-                self._print(f"warning: {event.message}", "yellow")
+                self._print_line(f"warning: {event.message}", "yellow")
             case Finished():
-                text = f"{ending(event.reason, event.step)} after {format_seconds(event.seconds)}"
-                self._print(f"step {event.step:,} · {text}")
+                took = format_seconds(event.seconds)
+                text = f"{ending(event.reason, event.step)} after {took}"
+                self._print_line(f"step {event.step:,} · {text}")
 
-    def _place(self) -> str:
-        """`601/1,400`, or `601 (43%)` where the run's time alone decides how many steps it
-        makes."""
-        so_far = self._so_far
-        return so_far.place if so_far.total is not None else f"{so_far.place} ({so_far.share:.0%})"
-
-    def _validated(self, event: Validated) -> None:
+    def _print_validation(self, event: Validated) -> None:
         """Print a validation in full where output is piped.
 
         A terminal keeps one for each KEPT_SHARE of the run, and the last one: the display has the
@@ -139,7 +127,7 @@ class TrainingDisplay:
         best = f"{FACT}best so far" if event.best else ""
         if self._live is None:
             loss = f"validation loss {told(event)} · {event.bits_per_byte:.3f} bits a byte"
-            self._print(f"step {event.step:,} · {loss}{best}")
+            self._print_line(f"step {event.step:,} · {loss}{best}")
             return
         share = self._so_far.share
         last = event.sample_loss is not None or share >= 1
@@ -149,9 +137,9 @@ class TrainingDisplay:
         loss = f"validation loss {event.loss:.3f}"
         if event.standard_error:
             loss += f" ± {event.standard_error:.3f}"
-        self._print(f"step {event.step:,} · {loss}{best}")
+        self._print_line(f"step {event.step:,} · {loss}{best}")
 
-    def _print(self, line: str, style: str = "") -> None:
+    def _print_line(self, line: str, style: str = "") -> None:
         # A piped line stays one line. Text, not markup: messages may hold square brackets. Escaped
         # here too, because Text drops some control characters without a trace.
         line = escape_controls(line)
@@ -159,51 +147,56 @@ class TrainingDisplay:
             line = fold(line, self._console.width)
         self._console.print(Text(line, style=style), soft_wrap=not self._console.is_terminal)
 
-    def _facts(self) -> list[str]:
-        """Loss, speed, memory, time to go: known from the first step on."""
+    def _line_facts(self) -> list[str]:
+        """List loss, speed, memory, time to go: known from the first step on."""
         last = self._so_far.recent[-1]
         validated = self._so_far.validated
         tokens_per_s = self._so_far.tokens_per_s
         facts = [f"loss {last.loss:.3f}"]
         if validated is not None:
-            facts.append(f"val {validated.loss:.3f} {_read_of(validated)}".rstrip())
-            if (end := self._at_the_end(validated)) is not None:
+            loss = f"val {validated.loss:.3f}"
+            if validated.of is not None:
+                tokens = format_count(validated.tokens)
+                loss += f" on {tokens} of {format_count(validated.of)} tokens"
+            facts.append(loss)
+            if (end := self._predict_end(validated)) is not None:
                 facts.append(f"{end:.2f} expected at the end")
-        facts += [
-            f"{tokens_per_s:,.0f} tokens/s",
-            f"MFU {self._mfu(tokens_per_s)}",
-            format_bytes(last.memory_bytes),
-        ]
-        return [*facts, f"ETA {format_seconds(self._so_far.left_s())}"]
+        facts.append(f"{tokens_per_s:,.0f} tokens/s")
+        facts.append(f"MFU {self._format_mfu(tokens_per_s)}")
+        facts.append(format_bytes(last.memory_bytes))
+        facts.append(f"ETA {format_seconds(self._so_far.left_s())}")
+        return facts
 
-    def _at_the_end(self, validated: Validated) -> float | None:
+    def _predict_end(self, validated: Validated) -> float | None:
         share = min(1.0, validated.step / self._so_far.steps)
         if self._forecast is None or share >= 1:
             return None
-        expected = revised(
-            self._forecast, self._plan.train.schedule, share, validated.loss, validated.bigram_nats
-        )
-        return None if expected is None else expected[0]
+        schedule = self._plan.train.schedule
+        predicted = revised(self._forecast, schedule, share, validated.loss, validated.bigram_nats)
+        return None if predicted is None else predicted[0]
 
-    def _mfu(self, tokens_per_s: float) -> str:
-        peak_flops = self._so_far.started.peak_flops if self._so_far.started else None
+    def _format_mfu(self, tokens_per_s: float) -> str:
+        started = self._so_far.started
+        if started is None or not started.peak_flops:
+            return "n/a"
         flops = train_flops_per_token(self._plan.model, self._plan.train.seq_len)
-        return maybe(flops * tokens_per_s / peak_flops if peak_flops else None, ".1%")
+        return f"{flops * tokens_per_s / started.peak_flops:.1%}"
 
     def _render(self) -> RenderableType:
         so_far = self._so_far
         if not so_far.recent:
-            return Text("starting workers" if so_far.started is None else "first step", style="dim")
+            state = "starting workers" if so_far.started is None else "first step"
+            return Text(state, style="dim")
         head = f"step {so_far.place} {so_far.share:.0%}"
-        return ProgressLine(head, so_far.share, self._brief())
+        return ProgressLine(head, so_far.share, self._brief_facts())
 
-    def _brief(self) -> list[str]:
-        """Facts of the display's one line, short, the most wanted first."""
+    def _brief_facts(self) -> list[str]:
+        """List the facts of the display's one line, short, the most wanted first."""
         so_far = self._so_far
-        recent = tuple(self._so_far.recent)
+        last = so_far.recent[-1]
         tokens_per_s = so_far.tokens_per_s
         validated = so_far.validated
-        facts = [f"loss {recent[-1].loss:.3f}", f"ETA {roughly(so_far.left_s())}"]
+        facts = [f"loss {last.loss:.3f}", f"ETA {roughly(so_far.left_s())}"]
         if validated is not None:
             facts.append(f"val {validated.loss:.3f}")
         facts.append(f"{format_count(tokens_per_s)} tok/s")
@@ -212,9 +205,10 @@ class TrainingDisplay:
             ago_s = max(0.0, self._clock() - so_far.saved.at)
             saved = f"saved {roughly(ago_s)} ago"
         facts.append(saved)
-        if validated is not None and (end := self._at_the_end(validated)) is not None:
+        if validated is not None and (end := self._predict_end(validated)) is not None:
             facts.append(f"{end:.2f} expected")
-        facts += [format_bytes(recent[-1].memory_bytes), f"MFU {self._mfu(tokens_per_s)}"]
+        facts.append(format_bytes(last.memory_bytes))
+        facts.append(f"MFU {self._format_mfu(tokens_per_s)}")
         return facts
 
 
@@ -228,15 +222,15 @@ class ProgressLine:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = options.max_width
-        # Of one width while the facts beside it change theirs.
+        # Of one width while the facts after it change theirs.
         bar = max(LEAST_BAR, min(MOST_BAR, columns // 10))
-        shown = [self._head]
+        text = self._head
         for place, fact in enumerate(self._facts):
+            longer = f"{text}{FACT}{fact}"
             kept = 0 if place < BEFORE_BAR else bar + 1
-            if len(FACT.join([*shown, fact])) + kept > columns:
+            if len(longer) + kept > columns:
                 break
-            shown.append(fact)
-        text = FACT.join(shown)
+            text = longer
         if len(text) + bar + 1 > columns:
             yield Text(text, no_wrap=True, overflow="crop")
             return
@@ -245,12 +239,3 @@ class ProgressLine:
         line.add_column(no_wrap=True, overflow="crop")
         line.add_row(ProgressBar(total=1.0, completed=self._share, width=bar), text)
         yield line
-
-
-def _read_of(event: Validated) -> str:
-    """As `read_on`, short."""
-    return (
-        ""
-        if event.of is None
-        else f"on {format_count(event.tokens)} of {format_count(event.of)} tokens"
-    )

@@ -4,7 +4,6 @@ runs."""
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from farspan.app.plans import Planned
 from farspan.app.updates import Chosen, Ended, Faulted, Note, Ranked, Training, Tried
@@ -27,13 +26,8 @@ class Show:
     def __enter__(self) -> Show:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._end()
+    def __exit__(self, *error: object) -> None:
+        self._end_display()
 
     def __call__(self, update: object) -> None:
         say = self._console.say
@@ -48,38 +42,36 @@ class Show:
             case Chosen():
                 say(paragraph(str(update)))
             case Planned():
-                self._planned(update)
+                self._console.say_facts(str(update))
+                for warning in update.resolved.warnings:
+                    self._console.say_facts(f"warning: {warning}")
             case Training():
-                self._live = TrainingDisplay(update.plan, self._rich(), time.time, update.forecast)
+                display = self._display_console()
+                self._live = TrainingDisplay(update.plan, display, time.time, update.forecast)
                 self._live.__enter__()
             case Ended():
-                self._end()
+                self._end_display()
             case _ if isinstance(update, Event):
                 assert isinstance(self._live, TrainingDisplay)
                 self._live.show(update)
             case _:
-                self._index(update)
+                self._show_index_work(update)
 
-    def _planned(self, planned: Planned) -> None:
-        self._console.say_facts(str(planned))
-        for warning in planned.resolved.warnings:
-            self._console.say_facts(f"warning: {warning}")
-
-    def _index(self, update: object) -> None:
+    def _show_index_work(self, update: object) -> None:
         from farspan.retrieval.work import IndexWork
 
         if not isinstance(update, IndexWork):
             return
         if self._live is None:
-            self._live = IndexProgress(self._rich(), time.monotonic)
+            self._live = IndexProgress(self._display_console(), time.monotonic)
             self._live.__enter__()
         assert isinstance(self._live, IndexProgress)
         self._live.show(update)
 
-    def _rich(self) -> DisplayConsole:
+    def _display_console(self) -> DisplayConsole:
         return DisplayConsole(stderr=self._console.json)
 
-    def _end(self) -> None:
+    def _end_display(self) -> None:
         if self._live is not None:
-            self._live.__exit__(None, None, None)
+            self._live.__exit__()
             self._live = None

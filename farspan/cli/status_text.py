@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from farspan.app.jobs import Status
 from farspan.cli.paint import painter, width
@@ -19,32 +19,27 @@ TINTS = {"running": "bold green", "failed": "red", "lost": "red"}
 
 def listed(statuses: Sequence[Status], *, json: bool) -> list[str]:
     """List a line a run. `saved` is how long ago the newest checkpoint was written."""
-    rows = [_row(status) for status in statuses]
+    rows = []
+    for status in statuses:
+        row = [status.run, _state_text(status), f"{status.step:,}", f"{status.share:.0%}"]
+        row.append(_format_known(status.loss, "{:.3f}".format))
+        row.append(_format_known(status.tokens_per_s, "{:,.0f}".format))
+        row.append(_format_known(status.saved_s, roughly))
+        row.append(_format_known(status.left_s, roughly))
+        rows.append(row)
+    right = range(2, len(HEADS))
+    tints = [TINTS.get(status.state, "") for status in statuses]
+    colours = painter(json=json)
     return table_lines(
-        HEADS,
-        rows,
-        right=range(2, len(HEADS)),
-        width=width(),
-        wrap=(0, 1),
-        colours=painter(json=json),
-        tints=[TINTS.get(status.state, "") for status in statuses],
+        HEADS, rows, right=right, width=width(), wrap=(0, 1), colours=colours, tints=tints
     )
 
 
-def _row(status: Status) -> tuple[str, ...]:
-    return (
-        status.run,
-        _state(status),
-        f"{status.step:,}",
-        f"{status.share:.0%}",
-        "" if status.loss is None else f"{status.loss:.3f}",
-        "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f}",
-        "" if status.saved_s is None else roughly(status.saved_s),
-        "" if status.left_s is None else roughly(status.left_s),
-    )
+def _format_known(value: float | None, format_value: Callable[[float], str]) -> str:
+    return "" if value is None else format_value(value)
 
 
-def _state(status: Status) -> str:
+def _state_text(status: Status) -> str:
     """Return `running, pid 1234`, `running on box`, `finished`, `finished, deadline`, `failed,
     out-of-memory`, `lost`."""
     job = status.job
@@ -66,36 +61,33 @@ def _state(status: Status) -> str:
 
 def detailed(status: Status, now: float) -> Iterator[str]:
     """Lines on one run: how it stands, how far it is, and what to do next."""
-    yield f"{status.run}: {_sentence(status, now)}"
-    for name, fact in _facts(status):
+    yield f"{status.run}: {_state_sentence(status, now)}"
+    for name, fact in _status_facts(status):
         yield f"  {name:<11} {fact}"
     if status.problem is not None:
         yield str(status.problem)
-    elif (next_words := _next(status)) is not None:
+    elif (next_words := _next_command(status)) is not None:
         yield f"next: {command(*next_words, status.run)}"
 
 
-def _sentence(status: Status, now: float) -> str:
+def _state_sentence(status: Status, now: float) -> str:
     job = status.job
+    process = "its job" if job is None else f"process {job.pid} on {job.host}"
     match status.state:
         case "running" if job is not None:
-            return (
-                f"running for {format_seconds(max(0.0, now - job.started))}, process {job.pid} on "
-                f"{job.host}"
-            )
+            elapsed_s = max(0.0, now - job.started)
+            return f"running for {format_seconds(elapsed_s)}, {process}"
         case "lost":
-            who = "its job" if job is None else f"process {job.pid} on {job.host}"
-            return f"lost: {who} is gone without a word" + (
-                "; its workers save and end" if status.saving else ""
-            )
+            saving = "; its workers save and end" if status.saving else ""
+            return f"lost: {process} is gone without a word{saving}"
         case "finished":
             return ending(status.reason or "", status.step)
         case "new":
             return "no worker has started yet"
-    return _state(status)
+    return _state_text(status)
 
 
-def _facts(status: Status) -> Iterator[tuple[str, str]]:
+def _status_facts(status: Status) -> Iterator[tuple[str, str]]:
     yield "step", f"{step_of(status)}, {status.share:.0%}"
     if status.loss is not None:
         validated = "" if status.val_loss is None else f", validation {status.val_loss:.3f}"
@@ -104,26 +96,27 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
         yield "speed", f"{status.tokens_per_s:,.0f} tokens/s"
     saved = "none yet"
     if status.saved_step is not None and status.saved_s is not None:
-        saved = f"step {status.saved_step:,}, {_ago(status.saved_s)}"
+        saved = f"step {status.saved_step:,}, {_format_ago(status.saved_s)}"
     yield "checkpoint", saved
     if (again := status.recovered) is not None:
         yield "recovered", f"after {recovery_words(again)}"
     if status.heard_s is not None:
-        yield "last heard", _ago(status.heard_s)
+        yield "last heard", _format_ago(status.heard_s)
     if status.left_s is not None:
         yield "time left", format_seconds(status.left_s)
 
 
 def step_of(status: Status) -> str:
-    """`148 of 334`, or `148` where the run's time alone decides how many it makes."""
-    return f"{status.step:,}" if status.total is None else f"{status.step:,} of {status.total:,}"
+    """Format `148 of 334`, or `148` where the run's time alone decides how many it makes."""
+    step = f"{status.step:,}"
+    return step if status.total is None else f"{step} of {status.total:,}"
 
 
-def _ago(seconds: float) -> str:
+def _format_ago(seconds: float) -> str:
     return f"{format_seconds(seconds)} ago" if seconds >= 1 else "just now"
 
 
-def _next(status: Status) -> tuple[str, ...] | None:
+def _next_command(status: Status) -> tuple[str, ...] | None:
     """Return the usual next command; None while workers of a lost job still hold the run."""
     if status.state == "running":
         return "logs", "-f"
@@ -134,16 +127,18 @@ def _next(status: Status) -> tuple[str, ...] | None:
 
 def roughly(seconds: float) -> str:
     """Format a time in its largest unit: `45 s`, `12 min`, `3 h`, `2 days`."""
-    for size, unit in ((2 * 86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / (86400 if unit == 'days' else size):.0f} {unit}"
-    return f"{seconds:.0f} s"
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.0f} days"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 def outcome(status: Status) -> str:
     """Describe what a run that was stopped came to, and what of it is kept."""
     kept = "nothing is saved"
-    if status.saved_step is not None:
-        at = "it" if status.saved_step == status.step else f"step {status.saved_step:,}"
-        kept = f"{at} is saved"
+    if status.saved_step == status.step:
+        kept = "it is saved"
+    elif status.saved_step is not None:
+        kept = f"step {status.saved_step:,} is saved"
     return f"{status.state} at step {step_of(status)}; {kept}"

@@ -96,17 +96,13 @@ def _norm(spec: ModelSpec, name: str) -> Operator:
     """RMSNorm keeps its input and what its gain multiplies; LayerNorm's kernel keeps its input
     alone."""
     layernorm = spec.norm == "layernorm"
-    weights = [Weight(name=f"{name}.weight", dims="d")]
-    keeps = ["bsd"]
-    if layernorm:
-        weights.append(Weight(name=f"{name}.bias", dims="d"))
-    else:
-        keeps.append("bsd")
+    parts = ["weight", "bias"] if layernorm else ["weight"]
+    weights = [Weight(name=f"{name}.{part}", dims="d") for part in parts]
     return Operator(
         name=name,
         kind="pointwise",
         einsum="bsd,d->bsd",
-        keeps=tuple(keeps),
+        keeps=("bsd",) if layernorm else ("bsd", "bsd"),
         weights=tuple(weights),
         upcasts=not layernorm,
     )

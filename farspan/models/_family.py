@@ -87,25 +87,20 @@ def decoder_tensors(
     """
     d = spec.d_model
     kv = spec.kv_heads * spec.head_dim
-    up_matrices = 2 if spec.activation == "swiglu" else 1
-    matrix_rows = {
-        "attn.qkv": (d, kv, kv),
-        "attn.out": (d,),
-        "mlp.up": (spec.d_ff,) * up_matrices,
-        "mlp.down": (d,),
-    }
+    qkv_rows = (d, kv, kv)
+    if len(modules["attn.qkv"]) == 1:  # GPT-2 stores them as one matrix.
+        qkv_rows = (sum(qkv_rows),)
+    matrix_rows = {"attn.qkv": qkv_rows, "attn.out": (d,), "mlp.down": (d,)}
+    matrix_rows["mlp.up"] = (spec.d_ff,) * len(modules["mlp.up"])
     maps = list(embeddings)
     for i in range(spec.layers):
-        for part, names in modules.items():
+        for part, parts_of in modules.items():
             ours = f"blocks.{i}.{part}"
-            theirs = tuple(f"{layers}.{i}.{name}" for name in names)
-            if part not in matrix_rows:
+            theirs = tuple(f"{layers}.{i}.{module}" for module in parts_of)
+            if part in matrix_rows:
+                maps += linear(spec, ours, theirs, matrix_rows[part], transpose=transpose)
+            else:
                 maps += norm(spec, ours, *theirs)
-                continue
-            rows = matrix_rows[part]
-            if len(theirs) == 1:  # GPT-2 stores q, k and v as one matrix.
-                rows = (sum(rows),)
-            maps += linear(spec, ours, theirs, rows, transpose=transpose)
     maps += norm(spec, "norm", final_norm)
     if not spec.tied:
         maps.append(table("head", "lm_head", spec.vocab_size))

@@ -105,7 +105,9 @@ def to_config(spec: ModelSpec) -> Config:
     """Write a spec of this family as a config.json."""
     if not spec.bias or spec.kv_heads != spec.heads:
         raise ValueError("GPT2LMHeadModel has biases and as many kv_heads as heads")
-    activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    activations: dict[str, str] = {}
+    for theirs, ours in _ACTIVATIONS.items():
+        activations.setdefault(ours, theirs)
     config: Config = {
         "architectures": list(ARCHITECTURES),
         "model_type": "gpt2",

@@ -69,10 +69,8 @@ class Chart(msgspec.Struct, frozen=True):
         for series in self.series:
             values = [value for value in series.values if value is not None]
             if values and series.kind != "faint":
-                parts.append(
-                    f"{series.name} goes from {values[0]:.4g} to {values[-1]:.4g}, lowest "
-                    f"{min(values):.4g}"
-                )
+                ends = f"from {values[0]:.4g} to {values[-1]:.4g}"
+                parts.append(f"{series.name} goes {ends}, lowest {min(values):.4g}")
         parts += [f"{name} is {value:.4g}" for name, value in self.levels]
         return f"Over {self.x.name}: {'; '.join(parts)}."
 
@@ -87,17 +85,19 @@ class Scale(msgspec.Struct, frozen=True):
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, value = (self._flat(number) for number in (self.low, self.high, value))
-        return round(self.start + (value - low) / (high - low) * (self.end - self.start), 1)
-
-    def _flat(self, value: float) -> float:
-        return math.log10(max(value, LEAST)) if self.log else value
+        ends = [self.low, self.high, value]
+        if self.log:
+            ends = [math.log10(max(end, LEAST)) for end in ends]
+        low, high, value = ends
+        share = (value - low) / (high - low)
+        return round(self.start + share * (self.end - self.start), 1)
 
 
 def scales(chart: Chart) -> tuple[Scale, Scale]:
     """Return the horizontal and the vertical scale, with a margin around the values."""
-    values = [value for series in chart.series for value in series.values if value is not None]
-    values += [level for _, level in chart.levels]
+    values = [level for _, level in chart.levels]
+    for series in chart.series:
+        values += [value for value in series.values if value is not None]
     low = min(values)
     high = max(values)
     if chart.scale == "log":
@@ -108,28 +108,34 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         low = 0.0 if 0 <= low < room else low - room
         high = high + room
-    far = max(chart.x.values) or 1.0
-    x = Scale(min(chart.x.values) if chart.x.log else 0.0, far, LEFT, WIDTH - RIGHT, chart.x.log)
-    return x, Scale(low, high, HEIGHT - BOTTOM, TOP, chart.scale == "log")
+    first = min(chart.x.values) if chart.x.log else 0.0
+    last = max(chart.x.values) or 1.0
+    x = Scale(first, last, LEFT, WIDTH - RIGHT, chart.x.log)
+    y = Scale(low, high, HEIGHT - BOTTOM, TOP, chart.scale == "log")
+    return x, y
 
 
 def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str, float, float]]]:
-    """Height above a picture that is a file of its own, and where its legend's (name, tint) stand
-    in it: rows that are as wide as the picture, above 0. A single series needs no legend."""
+    """Return the height above a picture that is a file of its own, and where its legend's (name,
+    tint) stand in it: rows that are as wide as the picture, above 0. A single series needs no
+    legend."""
+    if len(named) < 2:
+        return TITLE, []
     spots: list[tuple[str, str, float, int]] = []
     x = float(LEFT)
     row = 0
-    for name, tint in named if len(named) > 1 else ():
+    for name, tint in named:
         wide = 17 + LETTER * len(name) + 16
         if x + wide > WIDTH and x > LEFT:
             x = float(LEFT)
             row = row + 1
         spots.append((name, tint, x, row))
         x += wide
-    height = TITLE + LINE * (row + 1 if spots else 0)
-    return height, [
-        (name, tint, x, TITLE + LINE * (row + 0.6) - height) for name, tint, x, row in spots
-    ]
+    height = TITLE + LINE * (row + 1)
+    legend = []
+    for name, tint, x, row in spots:
+        legend.append((name, tint, x, TITLE + LINE * (row + 0.6) - height))
+    return height, legend
 
 
 def named(chart: Chart) -> list[tuple[str, str]]:
@@ -138,18 +144,22 @@ def named(chart: Chart) -> list[tuple[str, str]]:
 
 
 def ticks(scale: Scale, most: int) -> list[float]:
-    """At most about `most` round numbers inside the scale."""
+    """Return at most about `most` round numbers inside the scale."""
     if scale.log:
-        exponents = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
+        lowest = math.floor(math.log10(scale.low))
+        highest = math.ceil(math.log10(scale.high))
         for digits in ((1, 2, 5), (1, 3), (1,)):
-            numbers = [digit * 10.0**power for power in exponents for digit in digits]
+            numbers: list[float] = []
+            for power in range(lowest, highest + 1):
+                numbers += [digit * 10.0**power for digit in digits]
             numbers = [value for value in numbers if scale.low <= value <= scale.high]
             if len(numbers) <= most:
                 break
         return numbers
     rough = (scale.high - scale.low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    decade = 10.0 ** math.floor(math.log10(rough))
+    steps = [decade * factor for factor in (1, 2, 2.5, 5, 10)]
+    step = next(step for step in steps if step >= rough * 0.999)
     first = math.ceil(scale.low / step - 1e-9)
     last = math.floor(scale.high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
@@ -180,33 +190,33 @@ def thin(chart: Chart) -> Chart:
     kept = {0, count - 1}
     for start in range(0, count, size):
         group = range(start, min(start + size, count))
-        kept |= {min(group, key=leading.__getitem__), max(group, key=leading.__getitem__)}
+        kept.add(min(group, key=leading.__getitem__))
+        kept.add(max(group, key=leading.__getitem__))
     for series in chart.series:
         if series.kind == "points":
             kept |= {index for index, value in enumerate(series.values) if value is not None}
     picked = sorted(kept)
-
-    def of(whole: Axis | Series) -> list[float | None]:
-        return [whole.values[index] for index in picked]
-
-    return msgspec.structs.replace(
-        chart,
-        x=msgspec.structs.replace(chart.x, values=of(chart.x)),
-        series=tuple(msgspec.structs.replace(series, values=of(series)) for series in chart.series),
-    )
+    thinned = []
+    for series in chart.series:
+        values = [series.values[index] for index in picked]
+        thinned.append(msgspec.structs.replace(series, values=values))
+    x = msgspec.structs.replace(chart.x, values=[chart.x.values[index] for index in picked])
+    return msgspec.structs.replace(chart, x=x, series=tuple(thinned))
 
 
 def cell(text: str) -> str:
     """Quote a text as a cell of a CSV file."""
-    return '"' + text.replace('"', '""') + '"' if any(mark in text for mark in ',"\n') else text
+    if not set(text) & set(',"\n'):
+        return text
+    quoted = text.replace('"', '""')
+    return f'"{quoted}"'
 
 
 def to_csv(chart: Chart) -> str:
     """Write a heading, then one line a point; an empty cell where a series has no value."""
-    heading = ",".join(map(cell, [chart.x.name, *(series.name for series in chart.series)]))
-    columns = [chart.x.values, *(series.values for series in chart.series)]
-    rows = (
-        ",".join("" if value is None else f"{value:.6g}" for value in row)
-        for row in zip(*columns, strict=True)
-    )
-    return "\n".join([heading, *rows]) + "\n"
+    all_series: tuple[Axis | Series, ...] = (chart.x, *chart.series)
+    lines = [",".join(cell(series.name) for series in all_series)]
+    for row in zip(*(series.values for series in all_series), strict=True):
+        cells = ["" if value is None else f"{value:.6g}" for value in row]
+        lines.append(",".join(cells))
+    return "\n".join([*lines, ""])

@@ -2,13 +2,14 @@
 
 Losses are put in order only where they can be: nats a token only of runs with the same tokenizer
 that read the same validation text, bits a byte also across tokenizers where all of that text was
-read. Time, money and memory are put in order only of one model, time and money only of as many
-steps of as many tokens.
+read. Time, money and memory are put in order only of one model, time and money only of the same
+number of steps and tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -16,19 +17,24 @@ import msgspec
 
 from farspan.domain.codec import content_hash, read_bytes
 from farspan.domain.problems import Refusal
-from farspan.domain.results import IN_STEP, Measurement, Validated
+from farspan.domain.results import IN_STEP, Measurement
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
 from farspan.domain.words import listed, stage_words
 from farspan.report import expected as predicting
 from farspan.report import losses
 from farspan.report.drift import Drift, drifts
-from farspan.report.history import RunHistory
+from farspan.report.history import COMPLETE, RunHistory
 from farspan.report.measure import measure
 from farspan.report.plan_picture import Mark, part_words
 from farspan.report.traces import Traces
 
-PARTS = {"compute": "compute", "communication": "communication", "waiting": "waiting for others"}
+PARTS = {
+    "compute": "compute",
+    "communication": "communication",
+    "waiting": "waiting for others",
+    "rest": "not recorded",
+}
 ALIGNED = (
     "A row begins where its device began the step: clocks of hosts are not compared. Communication "
     "holds the waiting for devices that come to it later."
@@ -75,7 +81,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device. What its missing log would say is None or empty."""
+    """One device. What a missing log would hold is None or empty."""
 
     rank: int
     name: str
@@ -96,8 +102,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of several devices beside its prediction. `traced` is the step whose marks the rows
-    hold, None without any; `slowest` the row whose step `parts` split."""
+    """A run of several devices and its prediction. `traced` is the step whose marks the rows hold,
+    None without any; `slowest` the row whose step `parts` split."""
 
     steps: Steps
     rows: tuple[DeviceRow, ...]
@@ -107,14 +113,16 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[StepPart, ...]
     drifts: tuple[Drift, ...]
     notes: tuple[str, ...]
-    #: What planning again with the measured paces would give, by the planner.
+    #: What planning again with the measured speeds would give, by the planner.
     again: str = ""
 
     @property
     def ends(self) -> float:
         """Seconds of the longest row."""
-        marks = [mark for row in self.rows for mark in (*row.measured, *row.predicted)]
-        return max((mark.end for mark in marks), default=0.0)
+        ends = [0.0]
+        for row in self.rows:
+            ends += [mark.end for mark in (*row.measured, *row.predicted)]
+        return max(ends)
 
     @property
     def drawn(self) -> list[DeviceRow]:
@@ -125,16 +133,20 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def step_spread(run: RunHistory) -> tuple[float, float, float]:
     """Return the median and the quartiles of the seconds of a run's steps, of which it has some."""
     seconds = [timed.step.step_s for timed in run.history.timed]
-    quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return median(seconds), quarters[0], quarters[2]
+    quartiles = seconds * 3
+    if len(seconds) > 1:
+        quartiles = quantiles(seconds, n=4, method="inclusive")
+    return median(seconds), quartiles[0], quartiles[2]
 
 
 def compare_to_prediction(run: RunHistory) -> Comparison | None:
     """Return None for a run of one device, or without a step or an estimate of its devices."""
     estimate = run.history.estimate
     plan = run.plan
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
-    stage_of = {rank: number for number, stage in enumerate(stages) for rank in stage.mesh.ranks}
+    stages = list(chain.from_iterable(replica.stages for replica in plan.replicas))
+    stage_of: dict[int, int] = {}
+    for number, each in enumerate(stages):
+        stage_of |= dict.fromkeys(each.mesh.ranks, number)
     if len(stage_of) < 2 or estimate is None or not run.history.steps:
         return None
     if len(estimate.memory) != len(stage_of):
@@ -146,7 +158,8 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
     try:
         costs = predicting.costs_of_run(RunFolder(run.folder), plan)
     except Refusal as refusal:
-        notes.append(f"No predicted rows: {refusal.problem.what} ({refusal.problem.where}).")
+        problem = refusal.problem
+        notes.append(f"No predicted rows: {problem.what} ({problem.where}).")
     devices = predicting.expected(plan, costs) if costs is not None else {}
     split = predicting.split(plan, estimate, costs)
 
@@ -158,37 +171,45 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
         device = plan.devices[rank]
         history = run.histories.get(rank)
         expected = devices.get(rank)
-        words = part_words(plan, stage_of[rank])
+        stage = stage_of[rank]
+        words = part_words(plan, stage)
         if expected is not None and len(stages[expected.stage].rows) > 1:
             words += f"; {counted(expected.rows, 'row')}"
-        kind = costs.network.devices[rank].kind if costs is not None else device.backend
-        traced = shown is not None and rank in traces.ranks
+        kind = device.backend
+        if costs is not None:
+            kind = costs.network.devices[rank].kind
+        measured: tuple[Mark, ...] = ()
+        if shown is not None and rank in traces.ranks:
+            measured = traces.marks(rank, shown)
+        used = history.memory_bytes if history else 0
         row = DeviceRow(
             rank=rank,
             name=f"rank {rank}, {kind} in {device.host}",
             words=words,
-            stage=stage_of[rank],
-            memory=(history.memory_bytes or None) if history else None,
+            stage=stage,
+            memory=used or None,
             memory_predicted=memory.total,
-            measured=traces.marks(rank, shown) if traced and shown is not None else (),
-            predicted=expected.marks if expected is not None else (),
+            measured=measured,
+            predicted=expected.marks if expected else (),
         )
         rows.append(row)
 
     # The parts of the slowest device's step, where every device's spans end as its work does.
     slowest = None
     parts = list[StepPart]()
-    in_step = all(plan.devices[row.rank].backend in IN_STEP for row in rows)
+    in_step = all(plan.devices[rank].backend in IN_STEP for rank in stage_of)
     if shown is not None and in_step and all(row.measured for row in rows):
         slowest = max(rows, key=lambda row: traces.parts(row.rank, shown)["compute"])
         measured_s = traces.parts(slowest.rank, shown)
-        inside_s = devices[slowest.rank].inside_s if slowest.rank in devices else 0.0
+        inside_s = 0.0
+        if slowest.rank in devices:
+            inside_s = devices[slowest.rank].inside_s
         predicted_s = {
             "compute": split.compute_s + inside_s,
             "communication": max(0.0, split.communication_s - inside_s),
             "waiting": split.bubble_s,
         }
-        for part, name in {**PARTS, "rest": "not recorded"}.items():
+        for part, name in PARTS.items():
             predicted = predicted_s.get(part)
             parts.append(StepPart(name=name, predicted_s=predicted, measured_s=measured_s[part]))
 
@@ -197,29 +218,37 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
         notes.append(ALIGNED)
     if plan.sync is not None:
         notes.append("Times of steps leave out the replicas' synchronization.")
-    if any(rank in devices and devices[rank].inside_s for rank in traces.ranks):
+    traced_devices = [devices[rank] for rank in traces.ranks if rank in devices]
+    if any(device.inside_s for device in traced_devices):
         notes.append("Passes hold the communication inside them, measured and predicted.")
     if any(plan.devices[rank].backend not in IN_STEP for rank in traces.ranks):
         notes.append("Marks of a GPU show when its kernels were launched.")
-    if missing := [row for row in rows if row.rank not in run.histories]:
-        names = ", ".join(row.name for row in missing)
-        notes.append(f"Logs that were kept on their hosts: {names}.")
+    missing = [row.name for row in rows if row.rank not in run.histories]
+    if missing:
+        notes.append(f"Logs that were kept on their hosts: {', '.join(missing)}.")
 
-    usual_s, *half = step_spread(run)
-    low, high = (bound * split.step_s for bound in estimate.interval)
+    median_s, first_quartile_s, third_quartile_s = step_spread(run)
+    low, high = estimate.interval
+    steps = Steps(
+        measured_s=median_s,
+        half=(first_quartile_s, third_quartile_s),
+        predicted_s=split.step_s,
+        bounds=(low * split.step_s, high * split.step_s),
+    )
+    traced_s = 0.0
+    if shown is not None:
+        traced_s = traces.of(traces.ranks[0], shown)[1].step_s
+    drifting: tuple[Drift, ...] = ()
+    if costs is not None:
+        drifting = drifts(run, traces, estimate, split.step_s, devices, costs)
     return Comparison(
-        steps=Steps(
-            measured_s=usual_s,
-            half=(half[0], half[1]),
-            predicted_s=split.step_s,
-            bounds=(low, high),
-        ),
+        steps=steps,
         rows=tuple(rows),
         traced=shown,
-        traced_s=0.0 if shown is None else traces.of(traces.ranks[0], shown)[1].step_s,
+        traced_s=traced_s,
         slowest=slowest,
         parts=tuple(parts),
-        drifts=drifts(run, traces, estimate, split.step_s, devices, costs) if costs else (),
+        drifts=drifting,
         notes=tuple(notes),
     )
 
@@ -244,24 +273,25 @@ class Versus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_runs(runs: Sequence[RunHistory]) -> Versus:
-    """Return two runs or more beside each other, named by their folders, or by their paths where
-    two folders are alike."""
+    """Return two runs or more side by side, named by their folders, or by their paths where two
+    folders are alike."""
     configured = [configuration(run) for run in runs]
-    settings = list(dict.fromkeys(name for each in configured for name in each))
-    lines = [
-        Line(what=name, values=tuple(each.get(name, "none") for each in configured))
-        for name in settings
-    ]
-    differing = [line for line in lines if len(set(line.values)) > 1]
-    names = [run.folder.resolve().name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run.folder) for run in runs]
-    results, notes = _results(runs)
+    settings = dict.fromkeys(chain.from_iterable(configured))
+    differing = []
+    for name in settings:
+        values = tuple(each.get(name, "none") for each in configured)
+        if len(set(values)) > 1:
+            differing.append(Line(what=name, values=values))
+    folders = [run.folder.resolve().name for run in runs]
+    if len(set(folders)) < len(folders):
+        folders = [str(run.folder) for run in runs]
+    results, notes = _compare_results(runs)
+    known = [line for line in results if set(line.values) != {"?"}]
     return Versus(
-        names=tuple(names),
+        names=tuple(folders),
         configuration=tuple(differing),
-        same=len(lines) - len(differing),
-        results=tuple(line for line in results if set(line.values) != {"?"}),
+        same=len(settings) - len(differing),
+        results=tuple(known),
         notes=tuple(notes),
     )
 
@@ -269,41 +299,36 @@ def compare_runs(runs: Sequence[RunHistory]) -> Versus:
 def configuration(run: RunHistory) -> dict[str, str]:
     """Return every setting of a run by a dotted name."""
     plan = run.plan
-    starts = run.history.starts
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    corpus = run.corpus
     devices = [f"{device.backend} {device.index} of {device.host}" for device in plan.devices]
-    numbered = enumerate(stages, start=1)
-    environment = starts[-1][0].environment if starts else None
-    return {
-        "technique": plan.technique,
-        **_flat("model", msgspec.to_builtins(plan.model)),
-        **_flat("train", msgspec.to_builtins(plan.train)),
-        "text": f"{run.corpus.source} ({run.corpus.train.text_bytes:,} bytes)",
-        "corpus": run.corpus.hash,
-        "tokenizer": f"{run.corpus.vocab_size} tokens, {tokenizer(run)}",
-        "devices": listed(devices),
-        "replicas": str(len(plan.replicas)),
-        **{
-            f"stage {n}": f"{stage_words(each, plan.model.layers)}, rows "
-            f"{listed([str(rows) for rows in each.rows])}"
-            for n, each in numbered
-        },
-        "microbatches": listed([str(replica.microbatches) for replica in plan.replicas]),
-        **(_flat("sync", msgspec.to_builtins(plan.sync)) if plan.sync is not None else {}),
-        **{
-            f"environment.{name}": str(getattr(environment, name))
-            for name in ENVIRONMENT
-            if environment is not None
-        },
-    }
+    settings = {"technique": plan.technique}
+    settings |= _flatten_settings("model", msgspec.to_builtins(plan.model))
+    settings |= _flatten_settings("train", msgspec.to_builtins(plan.train))
+    settings["text"] = f"{corpus.source} ({corpus.train.text_bytes:,} bytes)"
+    settings["corpus"] = corpus.hash
+    settings["tokenizer"] = f"{corpus.vocab_size} tokens, {tokenizer(run)}"
+    settings["devices"] = listed(devices)
+    settings["replicas"] = str(len(plan.replicas))
+    stages = chain.from_iterable(replica.stages for replica in plan.replicas)
+    for number, stage in enumerate(stages, start=1):
+        words = stage_words(stage, plan.model.layers)
+        settings[f"stage {number}"] = f"{words}, rows {listed(list(map(str, stage.rows)))}"
+    settings["microbatches"] = listed([str(replica.microbatches) for replica in plan.replicas])
+    if plan.sync is not None:
+        settings |= _flatten_settings("sync", msgspec.to_builtins(plan.sync))
+    if run.history.starts:
+        start, _ = run.history.starts[-1]
+        for name in ENVIRONMENT:
+            settings[f"environment.{name}"] = str(getattr(start.environment, name))
+    return settings
 
 
-def _flat(prefix: str, value: object) -> dict[str, str]:
+def _flatten_settings(prefix: str, value: object) -> dict[str, str]:
     if not isinstance(value, dict):
         return {prefix: str(value)}
     flat: dict[str, str] = {}
     for key, inner in value.items():
-        flat |= _flat(f"{prefix}.{key}", inner)
+        flat |= _flatten_settings(f"{prefix}.{key}", inner)
     return flat
 
 
@@ -312,56 +337,74 @@ def tokenizer(run: RunHistory) -> str:
     return content_hash(read_bytes(RunFolder(run.folder).tokenizer).decode())
 
 
-def _results(runs: Sequence[RunHistory]) -> tuple[list[Line], list[str]]:
+def _compare_results(runs: Sequence[RunHistory]) -> tuple[list[Line], list[str]]:
     measured = [measure(run) for run in runs]
-    orders, notes = _orders(runs, measured)
-    lines = [
-        Line(what="ended", values=tuple(run.history.reason for run in runs)),
-        *_step_lines(runs, ranked="step" in orders),
-    ]
+    orders, notes = _rankable_orders(runs, measured)
+    lines = [Line(what="ended", values=tuple(run.history.reason for run in runs))]
+    lines += _step_lines(runs, ranked="step" in orders)
     for figure in FIGURES:
-        values = [getattr(each, figure.field, None) for each in measured]
-        known = [value for value in values if value is not None]
-        alone = len(known) == len(values) and len(set(known)) > 1
-        lines.append(
-            Line(
-                what=figure.what,
-                values=tuple("?" if value is None else figure.show(value) for value in values),
-                best=values.index(min(known)) if alone and figure.order in orders else None,
-            )
-        )
-    read = [losses.read_on(each.val_tokens, each.val_of) if each else "" for each in measured]
-    lines.append(Line(what="validation loss is", values=tuple(each or "?" for each in read)))
+        values: list[Any] = [getattr(each, figure.field, None) for each in measured]
+        shown = ["?" if value is None else figure.show(value) for value in values]
+        best = None
+        if figure.order in orders and None not in values and len(set(values)) > 1:
+            best = values.index(min(values))
+        lines.append(Line(what=figure.what, values=tuple(shown), best=best))
+    read = []
+    for each in measured:
+        tokens = losses.read_on(each.val_tokens, each.val_of) if each else ""
+        read.append(tokens or "?")
+    lines.append(Line(what="validation loss is", values=tuple(read)))
     return lines, notes
 
 
-def _orders(
+def _rankable_orders(
     runs: Sequence[RunHistory], measured: Sequence[Measurement | None]
 ) -> tuple[set[str], list[str]]:
     """Return the orders of FIGURES that these runs can be put in, and what to know of them."""
     # The same corpus, whatever it was called where it was prepared.
-    texts = {
-        (run.corpus.source, run.corpus.val.text_bytes, run.corpus.val.documents) for run in runs
-    }
-    same_text = len({run.corpus.hash for run in runs}) == 1 or len(texts) == 1
-    same_tokens = same_text and len({tokenizer(run) for run in runs}) == 1
-    ends = [(run, event) for run in runs if (event := losses.last(run)) is not None]
-    whole = all(read_whole(run, event) for run, event in ends)
-    whole = whole and len({event.read is None for _, event in ends}) < 2
-    nats = same_tokens and (whole or read_same([event for _, event in ends]))
-    bits = nats or (same_text and whole)
+    hashes = {run.corpus.hash for run in runs}
+    texts = set()
+    for run in runs:
+        texts.add((run.corpus.source, run.corpus.val.text_bytes, run.corpus.val.documents))
+    same_text = len(hashes) == 1 or len(texts) == 1
+    same_tokens = same_text and len(set(map(tokenizer, runs))) == 1
 
-    # As many steps of as many tokens: only then less time, or money, is better.
-    one_model = len({run.plan.model for run in runs}) == 1
-    tokens = [run.plan.train.tokens_per_step for run in runs]
-    work = {(each.steps, n) for each, n in zip(measured, tokens, strict=True) if each}
-    orders = {
-        "nats": nats,
-        "bits": bits,
-        "work": one_model and len(work) == 1,
-        "step": one_model and len(set(tokens)) == 1,
-        "memory": one_model and all(len(run.histories) == len(run.plan.devices) for run in runs),
-    }
+    # Losses of all of the split, or of the same tokens of it.
+    ends = []
+    whole = True
+    for run in runs:
+        event = losses.last(run)
+        if event is not None:
+            ends.append(event)
+            all_read = event.whole
+            if event.of is None:
+                all_read = run.plan.train.validate_tokens == 0
+            whole = whole and all_read
+    reads = {event.read for event in ends}
+    # Earlier versions read the first of the split: those differ by their number, and differ from
+    # all that name theirs.
+    whole = whole and (None not in reads or len(reads) == 1)
+    same = len(reads) < 2
+    if reads == {None}:
+        same = len({event.tokens for event in ends}) < 2
+    nats = same_tokens and (whole or same)
+    bits = nats or (same_text and whole)
+    orders = set()
+    if nats:
+        orders.add("nats")
+    if bits:
+        orders.add("bits")
+
+    # The same number of steps and tokens: only then less time, or money, is better.
+    if len({run.plan.model for run in runs}) == 1:
+        tokens = [run.plan.train.tokens_per_step for run in runs]
+        work = {(each.steps, n) for each, n in zip(measured, tokens, strict=True) if each}
+        if len(work) == 1:
+            orders.add("work")
+        if len(set(tokens)) == 1:
+            orders.add("step")
+        if all(len(run.histories) == len(run.plan.devices) for run in runs):
+            orders.add("memory")
     notes = []
     if not same_text:
         notes.append("Validation texts differ: losses are not ranked.")
@@ -369,29 +412,16 @@ def _orders(
         notes.append("Losses are of different parts of the validation text: they are not ranked.")
     elif not same_tokens:
         notes.append("Tokenizers differ: losses are ranked in bits a byte, not in nats a token.")
-    if any(run.history.reason not in ("done", "deadline", "early-stop") for run in runs):
+    if any(run.history.reason not in COMPLETE for run in runs):
         notes.append("Unfinished runs are compared as far as they came.")
-    return {order for order, holds in orders.items() if holds}, notes
-
-
-def read_whole(run: RunHistory, event: Validated) -> bool:
-    """Return whether a run's last validation read all of the split."""
-    return run.plan.train.validate_tokens == 0 if event.of is None else event.whole
-
-
-def read_same(events: Sequence[Validated]) -> bool:
-    """Return whether validations of one corpus read the same tokens. Earlier versions read the
-    first of the split: those are told apart by their number, and differ from all that name
-    theirs."""
-    names = {event.read for event in events}
-    return len(names) < 2 and (names != {None} or len({event.tokens for event in events}) < 2)
+    return orders, notes
 
 
 def _step_lines(runs: Sequence[RunHistory], *, ranked: bool) -> list[Line]:
     """Return the median step with its quartiles, and its ratio to the predicted one. A step is best
     only where its quartiles lie below all others'."""
     spreads = [step_spread(run) if run.history.steps else None for run in runs]
-    known = [spread for spread in spreads if spread is not None]
+    known = [spread for spread in spreads if spread]
     best = None
     if ranked and known and len(known) == len(runs):
         least = min(known)
@@ -400,11 +430,14 @@ def _step_lines(runs: Sequence[RunHistory], *, ranked: bool) -> list[Line]:
     shown = list[str]()
     ratios = list[str]()
     for run, spread in zip(runs, spreads, strict=True):
+        if spread is None:
+            shown.append("?")
+            ratios.append("?")
+            continue
+        usual, low, high = map(short_time, spread)
+        shown.append(f"{usual} ({low}-{high})")
         estimate = run.history.estimate
-        texts = [short_time(seconds) for seconds in spread or ()]
-        shown.append(f"{texts[0]} ({texts[1]}-{texts[2]})" if texts else "?")
-        ratios.append(f"{spread[0] / estimate.step_s:.2f}" if spread and estimate else "?")
-    return [
-        Line(what="step, middle half", values=tuple(shown), best=best),
-        Line(what="step, measured / predicted", values=tuple(ratios)),
-    ]
+        ratios.append(f"{spread[0] / estimate.step_s:.2f}" if estimate else "?")
+    step = Line(what="step, middle half", values=tuple(shown), best=best)
+    ratio = Line(what="step, measured / predicted", values=tuple(ratios))
+    return [step, ratio]

@@ -1,9 +1,9 @@
-"""Which device or link keeps another pace than the plan assumed, by more than the estimate's
+"""Which device or link is faster or slower than the plan assumed, by more than the estimate's
 interval allows.
 
-Told only of runs with some steps, from traced steps that took about as long as the others (their
-parts count as if they had been no slower), and where it makes a noticeable part of a step. Clocks
-of hosts are never compared: what a link takes is the way there and back together.
+Reported only of runs with some steps, from traced steps that took about as long as the others
+(their parts count as if they had been no slower), and where it makes a noticeable part of a step.
+Clocks of hosts are never compared: a link's time is that of a round trip.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LABELS = {
     "messages": "round trip between",
     "gradients": "exposed gradient sync of",
 }
-#: Nothing is told of runs with fewer steps.
+#: Nothing is reported of runs with fewer steps.
 LEAST_STEPS = 10
 #: Nor of what makes less than this share of a step.
 MATTERS = 0.1
@@ -41,8 +41,8 @@ WAITED = 0.1
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
-    """One device or link: seconds as measured and as predicted, so many times
-    in a step. `paces` are measured over predicted compute time, by rank."""
+    """One device or link: seconds as measured and as predicted, `times` in a step. `paces` are
+    measured over predicted compute time, by rank."""
 
     what: Literal["device", "messages", "gradients"]
     who: str
@@ -71,71 +71,77 @@ def drifts(
     devices: dict[int, Expected],
     costs: Costs,
 ) -> tuple[Drift, ...]:
-    """All that is beyond the interval, devices first; `step_s` is the predicted step."""
-    if len(run.history.steps) < LEAST_STEPS or not (steps := _typical(run, traces)):
+    """Return all that is beyond the interval, devices first; `step_s` is the predicted step."""
+    if len(run.history.steps) < LEAST_STEPS:
         return ()
-
-    def beyond(drift: Drift) -> bool:
-        low, high = estimate.interval
-        return (
-            not low <= drift.factor <= high
-            and drift.times * abs(drift.measured_s - drift.predicted_s) >= MATTERS * step_s
-        )
-
+    steps = _typical_steps(run, traces)
+    if not steps:
+        return ()
     timed = [rank for rank in traces.ranks if run.plan.devices[rank].backend in IN_STEP]
     computing = {rank: devices[rank] for rank in timed if rank in devices}
-    found = [*_devices(traces, steps, computing, costs), *_links(run, traces, steps, timed, costs)]
-    return tuple(filter(beyond, found))
+    compared = [*_compare_devices(traces, steps, computing, costs)]
+    compared += _compare_links(run, traces, steps, timed, costs)
+    low, high = estimate.interval
+    drifting = []
+    for drift in compared:
+        lost_s = drift.times * abs(drift.measured_s - drift.predicted_s)
+        if lost_s >= MATTERS * step_s and not low <= drift.factor <= high:
+            drifting.append(drift)
+    return tuple(drifting)
 
 
-def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
+def _typical_steps(run: RunHistory, traces: Traces) -> dict[int, float]:
     """Return the traced steps that are typical of the run, and what their seconds are multiplied
     by."""
     warm = [timed.step.step_s for timed in run.history.timed if timed.warm]
     if not warm:  # As of starts that all ended while they warmed up.
         return {}
-    usual = median(warm)
-    took = {step: traces.of(traces.ranks[0], step)[1].step_s for step in traces.steps}
-    like = {
-        step: min(1.0, usual / step_s) for step, step_s in took.items() if step_s <= TYPICAL * usual
-    }
-    # Where every one was slower the run has changed since its first steps, and they say how.
-    return like or (dict.fromkeys(took, 1.0) if len(took) > 1 else {})
+    usual_s = median(warm)
+    scales: dict[int, float] = {}
+    for step in traces.steps:
+        _, timing = traces.of(traces.ranks[0], step)
+        if timing.step_s <= TYPICAL * usual_s:
+            scales[step] = min(1.0, usual_s / timing.step_s)
+    # Where every one was slower the run has changed since its first steps, and they show how.
+    if not scales and len(traces.steps) > 1:
+        return dict.fromkeys(traces.steps, 1.0)
+    return scales
 
 
-def _devices(
+def _compare_devices(
     traces: Traces, steps: dict[int, float], devices: dict[int, Expected], costs: Costs
 ) -> Iterator[Drift]:
     """Compare the compute time of every device whose passes hold nothing but arithmetic."""
     network = costs.network
     for rank, device in sorted(devices.items()):
         if device.compute_s and device.rows and not device.inside_s:
-            measured = median(
-                scale * traces.parts(rank, step)["compute"] for step, scale in steps.items()
-            )
+            seconds = [traces.parts(rank, step)["compute"] * steps[step] for step in steps]
+            measured_s = median(seconds)
+            kind = network.devices[rank].kind
             yield Drift(
                 what="device",
-                who=f"rank {rank} ({network.devices[rank].kind} in {network.hosts[rank]})",
-                measured_s=measured,
+                who=f"rank {rank} ({kind} in {network.hosts[rank]})",
+                measured_s=measured_s,
                 predicted_s=device.compute_s,
-                paces={rank: measured / device.compute_s},
+                paces={rank: measured_s / device.compute_s},
             )
 
 
-def _links(
+def _compare_links(
     run: RunHistory, traces: Traces, steps: dict[int, float], timed: Sequence[int], costs: Costs
 ) -> Iterator[Drift]:
     """Compare the traffic between hosts, where every device of a replica was timed."""
     for replica in run.plan.replicas:
-        if not all(rank in timed for stage in replica.stages for rank in stage.mesh.ranks):
+        if not all(set(stage.mesh.ranks) <= set(timed) for stage in replica.stages):
             continue
-        for edge, (down, up) in enumerate(zip(*edges(replica, costs), strict=True)):
-            yield from _messages(replica, edge, (down, up), traces, steps, costs)
+        hops = zip(*edges(replica, costs), strict=True)
+        for edge, (down, up) in enumerate(hops):
+            yield from _compare_messages(replica, edge, (down, up), traces, steps, costs)
         for index in range(len(replica.stages)):
-            yield from _sums(replica, index, traces, steps, costs)
+            yield from _compare_gradient_sync(replica, index, traces, steps, costs)
 
 
-def _messages(
+def _compare_messages(
     replica: Replica,
     edge: int,
     hops: tuple[Hop, Hop],
@@ -143,62 +149,69 @@ def _messages(
     steps: dict[int, float],
     costs: Costs,
 ) -> Iterator[Drift]:
-    """One message each way between two stages that lie in a host each: the quickest that was waited
-    for."""
-    before, after = (replica.stages[i].mesh.ranks for i in (edge, edge + 1))
-    a, b = ({costs.network.hosts[rank] for rank in ranks} for ranks in (before, after))
-    if len(a) > 1 or len(b) > 1 or a == b:
+    """Compare a round trip between two stages that lie in a host each: the quickest message each
+    way that was waited for."""
+    before = replica.stages[edge].mesh.ranks
+    after = replica.stages[edge + 1].mesh.ranks
+    hosts = costs.network.hosts
+    a = hosts[before[0]]
+    b = hosts[after[0]]
+    if a == b or {hosts[rank] for rank in before} != {a}:
+        return
+    if {hosts[rank] for rank in after} != {b}:
         return
     round_trips = []
     for step, scale in steps.items():
-        down = _quickest(
-            traces.passes(before, step, "forward"),
-            traces.receives(after, step, "down", False),
-            hops[0],
-        )
-        up = _quickest(
-            traces.passes(after, step, "backward"),
-            traces.receives(before, step, "up", edge == 0),
-            hops[1],
-        )
-        if down is not None and up is not None:
-            round_trips.append(scale * (down + up))
+        forwards = traces.passes(before, step, "forward")
+        activations = traces.receives(after, step, "down", False)
+        down_s = _quickest_message(forwards, activations, hops[0])
+        backwards = traces.passes(after, step, "backward")
+        gradients = traces.receives(before, step, "up", edge == 0)
+        up_s = _quickest_message(backwards, gradients, hops[1])
+        if down_s is not None and up_s is not None:
+            round_trips.append(scale * (down_s + up_s))
     if round_trips:
+        predicted_s = sum(hop.busy + hop.delay for hop in hops)
         yield Drift(
             what="messages",
-            who=joined([*a, *b]),
+            who=joined([a, b]),
             measured_s=median(round_trips),
-            predicted_s=sum(hop.busy + hop.delay for hop in hops),
+            predicted_s=predicted_s,
             times=replica.microbatches,
-            ends=(next(iter(a)), next(iter(b))),
+            ends=(a, b),
         )
 
 
-def _quickest(sent: dict[int, float], received: dict[int, Span], hop: Hop) -> float | None:
-    """Seconds from the end of a pass to that of the receive of what it made, of the quickest
-    message that was waited for: others came at a time that nobody saw."""
-    waited = [
-        i
-        for i, span in received.items()
-        if span.end - span.start >= WAITED * (hop.busy + hop.delay)
-    ]
-    return min((received[i].end - sent[i] for i in waited if i in sent), default=None)
+def _quickest_message(sent: dict[int, float], received: dict[int, Span], hop: Hop) -> float | None:
+    """Return the seconds from the end of a pass to that of the receive of what it made, of the
+    quickest message that was waited for: when the others arrived is unknown."""
+    least_wait_s = WAITED * (hop.busy + hop.delay)
+    seconds = []
+    for microbatch, span in received.items():
+        if microbatch in sent and span.end - span.start >= least_wait_s:
+            seconds.append(span.end - sent[microbatch])
+    return min(seconds, default=None)
 
 
-def _sums(
+def _compare_gradient_sync(
     replica: Replica, index: int, traces: Traces, steps: dict[int, float], costs: Costs
 ) -> Iterator[Drift]:
     """Compare the exposed gradient sync of a stage, as seen by the device that waits least
     for the others."""
     stage = replica.stages[index]
     last = len(replica.stages) - 1
-    hosts = list(dict.fromkeys(costs.network.hosts[rank] for rank in stage.mesh.ranks))
-    if len(hosts) < 2 or (last and costs.graph.tied and index in (0, last)):
+    ranks = stage.mesh.ranks
+    hosts = list(dict.fromkeys(costs.network.hosts[rank] for rank in ranks))
+    shares_table = last and costs.graph.tied and index in (0, last)
+    if len(hosts) < 2 or shares_table:
         return  # Inside a host, or together with the table that a pipeline's ends share.
-    predicted = stage_time(costs, stage, stage.rows, replica.microbatches).exposed
-    measured = median(
-        scale * min(traces.parts(rank, step)["communication"] for rank in stage.mesh.ranks)
-        for step, scale in steps.items()
+    predicted_s = stage_time(costs, stage, stage.rows, replica.microbatches).exposed
+    if not predicted_s:
+        return
+    seconds = []
+    for step, scale in steps.items():
+        least_s = min(traces.parts(rank, step)["communication"] for rank in ranks)
+        seconds.append(scale * least_s)
+    yield Drift(
+        what="gradients", who=joined(hosts), measured_s=median(seconds), predicted_s=predicted_s
     )
-    if predicted:
-        yield Drift(what="gradients", who=joined(hosts), measured_s=measured, predicted_s=predicted)

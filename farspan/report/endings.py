@@ -18,10 +18,10 @@ ENDINGS = {
 
 
 def ending(reason: str, step: int) -> str:
-    """How a run ended after `step` steps: `completed all 132 steps`."""
-    if reason == "done":
-        return "completed its only step" if step == 1 else f"completed all {counted(step, 'step')}"
-    return ENDINGS.get(reason, reason)
+    """Describe how a run ended after `step` steps: `completed all 132 steps`."""
+    if reason != "done":
+        return ENDINGS.get(reason, reason)
+    return "completed its only step" if step == 1 else f"completed all {counted(step, 'step')}"
 
 
 def ended_at(reason: str, step: int, train: TrainSpec) -> str:
@@ -35,5 +35,5 @@ def ended_at(reason: str, step: int, train: TrainSpec) -> str:
 
 
 def step_of(step: int, train: TrainSpec) -> str:
-    """`148 of 334`, or `148` where the run's time alone decides how many it makes."""
+    """Format `148 of 334`, or `148` where the run's time alone decides how many it makes."""
     return f"{step:,}" if train.most_steps else f"{step:,} of {train.steps:,}"

@@ -17,7 +17,7 @@ from farspan.estimate.devices import stage_devices
 from farspan.estimate.network import Network
 from farspan.estimate.price import step, timed_stage
 from farspan.estimate.stage import Costs, Pass
-from farspan.report.plan_picture import Lane, Mark, lanes
+from farspan.report.plan_picture import Mark, lanes
 
 
 class Expected(NamedTuple):
@@ -32,7 +32,7 @@ class Expected(NamedTuple):
 
 
 class StepSplit(NamedTuple):
-    """A step as its slowest device sees it; steps of replicas without their meetings."""
+    """A step as its slowest device sees it, without the replicas' outer sync."""
 
     step_s: float
     compute_s: float
@@ -56,31 +56,28 @@ def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> StepSplit:
         return StepSplit(
             estimate.step_s, estimate.compute_s, estimate.communication_s, estimate.bubble_s
         )
-    slowest = max(
-        (step(replica, costs) for replica in plan.replicas), key=lambda timed: timed.seconds
-    )
+    timed = [step(replica, costs) for replica in plan.replicas]
+    slowest = max(timed, key=lambda each: each.seconds)
     return StepSplit(slowest.seconds, slowest.compute, slowest.communication, slowest.bubble)
 
 
 def expected(plan: Plan, costs: Costs) -> dict[int, Expected]:
-    """By rank."""
+    """Predict every device's step, by rank.
+
+    A stage's slowest batch coordinate sets its time; others wait.
+    """
     devices: dict[int, Expected] = {}
     drawn = iter(lanes(plan, costs))
     for replica in plan.replicas:
-        for index in range(len(replica.stages)):
-            devices |= _of_stage(replica, index, next(drawn), costs)
-    return devices
-
-
-def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[int, Expected]:
-    """Predict the devices of one stage. Its slowest batch coordinate sets its time; others wait."""
-    devices: dict[int, Expected] = {}
-    stage = replica.stages[index]
-    slowest = timed_stage(replica, index, costs)
-    rows = {rank: stage.rows[c] for c, ranks in enumerate(stage.mesh.batch) for rank in ranks}
-    for rank, own in stage_devices(replica, index, costs).items():
-        marks = _own_marks(lane.marks, slowest.passes, own.passes, replica)
-        devices[rank] = Expected(lane.stage, rows[rank], marks, own.compute_s, own.inside_s)
+        for index, stage in enumerate(replica.stages):
+            lane = next(drawn)
+            slowest = timed_stage(replica, index, costs)
+            rows: dict[int, int] = {}
+            for ranks, count in zip(stage.mesh.batch, stage.rows, strict=False):
+                rows |= dict.fromkeys(ranks, count)
+            for rank, own in stage_devices(replica, index, costs).items():
+                marks = _own_marks(lane.marks, slowest.passes, own.passes, replica)
+                devices[rank] = Expected(lane.stage, rows[rank], marks, own.compute_s, own.inside_s)
     return devices
 
 
@@ -93,11 +90,11 @@ def _own_marks(
         return marks
     shares = {"forward": own.forward / slowest.forward, "backward": own.backward / slowest.backward}
     own_marks = []
-    at = 0.0
+    end = 0.0
     for mark in marks:
         if mark.kind in shares:
-            start = at if len(replica.stages) == 1 else mark.start
-            at = start + shares[mark.kind] * (mark.end - mark.start)
-            mark = msgspec.structs.replace(mark, start=start, end=at)
+            start = end if len(replica.stages) == 1 else mark.start
+            end = start + shares[mark.kind] * (mark.end - mark.start)
+            mark = msgspec.structs.replace(mark, start=start, end=end)
         own_marks.append(mark)
     return tuple(own_marks)

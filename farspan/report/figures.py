@@ -12,6 +12,8 @@ from farspan.report.history import RunHistory
 
 #: How far smoothing reaches to each side, as a share of the points.
 _SMOOTHING = 1 / 100
+#: Seconds of a unit of time, and its name.
+TIME_UNITS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"))
 
 
 def figures(run: RunHistory) -> list[Chart]:
@@ -20,96 +22,77 @@ def figures(run: RunHistory) -> list[Chart]:
     history = run.history
     if not history.steps:
         return []
-    by_tokens, by_time = _axes(run)
+    by_tokens, by_time = _token_and_time_axes(run)
     steps = [timed.step for timed in history.steps]
-    validated = {event.step: losses.compared(event)[0] for event in history.validations}
-    loss = (
-        *_both("train loss", [step.loss for step in steps], "train"),
-        Series(
-            _validation_name(run), [validated.get(step.step) for step in steps], "points", "val"
-        ),
-        *_last_validation(run),
-    )
+    loss = _noisy_and_smoothed("train loss", [step.loss for step in steps], "train")
+    loss += _validation_series(run)
+
     # Those of the table, which are of the tokens that the last validation read.
-    entropies = tuple(
-        (f"{name} entropy", nats) for name, nats in losses.entropies(run, losses.last(run)).items()
-    )
-    speed = _both("tokens/s", [step.tokens / step.step_s for step in steps], "speed")
+    entropies = losses.entropies(run, losses.last(run))
+    levels = tuple((f"{name} entropy", nats) for name, nats in entropies.items())
+    speeds = [step.tokens / step.step_s for step in steps]
+    speed = _noisy_and_smoothed("tokens/s", speeds, "speed")
     size, unit = (1e9, "GB") if history.memory_bytes >= 1e9 else (1e6, "MB")
-    whose = "rank 0" if run.others else "the largest worker"
-    memory = Series(
-        f"memory ({unit})", [step.memory_bytes / size for step in steps], "line", "memory"
-    )
-    rate = Series("learning rate", [step.lr for step in steps], "line", "lr")
-    norms = [step.grad_norm for step in steps]
+    worker = "rank 0" if run.others else "the largest worker"
+    memory = [step.memory_bytes / size for step in steps]
+    used = (Series(f"memory ({unit})", memory, "line", "memory"),)
+    rate = (Series("learning rate", [step.lr for step in steps], "line", "lr"),)
     charts = [
-        Chart("loss-tokens", "Loss against tokens", by_tokens, loss, levels=entropies),
-        Chart("loss-time", "Loss against time", by_time, loss, levels=entropies),
+        Chart("loss-tokens", "Loss against tokens", by_tokens, loss, levels=levels),
+        Chart("loss-time", "Loss against time", by_time, loss, levels=levels),
         Chart("speed", "Tokens a second", by_time, speed, "zero"),
-        Chart("memory", f"Memory of {whose}, {unit}", by_time, (memory,), "zero"),
-        Chart("lr", "Learning rate", by_tokens, (rate,), "zero"),
+        Chart("memory", f"Memory of {worker}, {unit}", by_time, used, "zero"),
+        Chart("lr", "Learning rate", by_tokens, rate, "zero"),
     ]
+    norms = [step.grad_norm for step in steps]
     if any(norm is not None for norm in norms):
-        charts.append(
-            Chart(
-                "grad-norm",
-                "Gradient norm",
-                by_tokens,
-                _both("gradient norm", norms, "norm"),
-                "log",
-            )
-        )
+        norm = _noisy_and_smoothed("gradient norm", norms, "norm")
+        charts.append(Chart("grad-norm", "Gradient norm", by_tokens, norm, "log"))
     return charts
 
 
-def _validation_name(run: RunHistory) -> str:
-    """With the tokens that every validation read, where these are not all."""
+def _validation_series(run: RunHistory) -> tuple[Series, ...]:
+    """Return the validation losses, on the tokens that every validation read; and the run's
+    headline loss, if it is of more tokens."""
     end = losses.last(run)
-    _, tokens, of = (0.0, 0, None) if end is None else losses.compared(end)
-    return (
-        "validation loss"
-        if of is None or tokens == of
-        else f"validation loss {losses.read_on(tokens, of)}"
-    )
+    steps = [timed.step.step for timed in run.history.steps]
+    if end is None:
+        return (Series("validation loss", [None] * len(steps), "points", "val"),)
+    validated = {event.step: losses.compared(event)[0] for event in run.history.validations}
+    points = [validated.get(step) for step in steps]
+    _, tokens, of = losses.compared(end)
+    name = "validation loss"
+    if of is not None and tokens != of:
+        name = f"validation loss {losses.read_on(tokens, of)}"
+    series = Series(name, points, "points", "val")
+    if tokens == end.tokens:
+        return (series,)
+    last = [end.loss if step == end.step else None for step in steps]
+    last_name = f"last validation {losses.read_on(end.tokens, end.of)}".rstrip()
+    return series, Series(last_name, last, "points", "norm")
 
 
-def _last_validation(run: RunHistory) -> tuple[Series, ...]:
-    """Return the run's headline loss, if it is of more tokens than the other points."""
-    end = losses.last(run)
-    if end is None or losses.compared(end)[1] == end.tokens:
-        return ()
-    values = [end.loss if timed.step.step == end.step else None for timed in run.history.steps]
-    name = f"last validation {losses.read_on(end.tokens, end.of)}".rstrip()
-    return (Series(name, values, "points", "norm"),)
-
-
-def _axes(run: RunHistory) -> tuple[Axis, Axis]:
-    """Tokens, and time in the largest unit of which the run has at least three; where it was
-    resumed is marked."""
+def _token_and_time_axes(run: RunHistory) -> tuple[Axis, Axis]:
+    """Return tokens, and time in a unit of which the run has at least three; resumptions are
+    marked."""
     steps = run.history.steps
     run_s = run.history.run_s
-    units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-    seconds, unit = next((size, name) for size, name in units if run_s >= 3 * size or name == "s")
+    size_s, unit = next((unit for unit in TIME_UNITS if run_s >= 3 * unit[0]), (1.0, "s"))
     tokens_at = {timed.step.step: timed.tokens for timed in steps}
-    resumed = [
-        (f"resumed after step {start.step:,}", start.step, at_s)
-        for start, at_s in run.history.starts[1:]
-    ]
-    return (
-        Axis(
-            "tokens",
-            [timed.tokens for timed in steps],
-            tuple((name, tokens_at.get(step, 0)) for name, step, _ in resumed),
-        ),
-        Axis(
-            f"time ({unit})",
-            [timed.time_s / seconds for timed in steps],
-            tuple((name, at_s / seconds) for name, _, at_s in resumed),
-        ),
+    token_marks = []
+    time_marks = []
+    for start, at_s in run.history.starts[1:]:
+        name = f"resumed after step {start.step:,}"
+        token_marks.append((name, tokens_at.get(start.step, 0)))
+        time_marks.append((name, at_s / size_s))
+    tokens = [timed.tokens for timed in steps]
+    times = [timed.time_s / size_s for timed in steps]
+    return Axis("tokens", tokens, tuple(token_marks)), Axis(
+        f"time ({unit})", times, tuple(time_marks)
     )
 
 
-def _both(name: str, values: Sequence[float | None], tint: str) -> tuple[Series, Series]:
+def _noisy_and_smoothed(name: str, values: Sequence[float | None], tint: str) -> tuple[Series, ...]:
     """Return a noisy series as it is, faint, and smoothed; both without a point where there is no
     value."""
     means = iter(smooth([value for value in values if value is not None]))
@@ -118,12 +101,13 @@ def _both(name: str, values: Sequence[float | None], tint: str) -> tuple[Series,
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Each value's mean with its neighbours, as many before as after so that nothing lags."""
+    """Average each value with its neighbours, the same number before and after: nothing lags."""
     sums = [0.0, *accumulate(values)]
     reach = math.ceil(len(values) * _SMOOTHING)
     last = len(values) - 1
     means = []
     for index in range(len(values)):
         near = min(reach, index, last - index)
-        means.append((sums[index + near + 1] - sums[index - near]) / (2 * near + 1))
+        near_sum = sums[index + near + 1] - sums[index - near]
+        means.append(near_sum / (2 * near + 1))
     return means

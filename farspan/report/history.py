@@ -57,9 +57,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     A start after a checkpoint undoes every step beyond it: those are dropped here, whether or not
     they were repeated. `run_s` counts all the time that workers ran, dropped steps included, and
-    that between two starts where the run went on by itself. `starts` holds each start with the
-    `run_s` before it, `ends` every end told; `finished` is the last start's, None while it has
-    none.
+    that between two starts where the run resumed by itself. `starts` holds each start with the
+    `run_s` before it, `ends` every end; `finished` is the last start's, None while it has none.
     """
 
     steps: tuple[Timed, ...]
@@ -72,7 +71,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     rescheduled: tuple[Rescheduled, ...]
     starts: tuple[tuple[Started, float], ...]
     ends: tuple[Finished, ...]
-    #: Faults after which the run went on by itself.
+    #: Faults after which the run resumed by itself.
     recoveries: tuple[Recovered, ...]
     finished: Finished | None
     run_s: float
@@ -81,7 +80,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """`Finished.reason`; "unfinished" where the last start has no end: it goes on, or was
+        """`Finished.reason`; "unfinished" where the last start has no end: it runs, or was
         killed."""
         return self.finished.reason if self.finished else "unfinished"
 
@@ -98,9 +97,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def timed(self) -> tuple[Timed, ...]:
-        """The steps that say how long one takes: of the last plan, each start's warm-up left out
-        unless there are no others."""
-        own = [timed for timed in self.steps if timed.start.plan == self.plan] or self.steps
+        """The steps that medians are of: of the last plan, each start's warm-up left out unless
+        there are no others."""
+        own = [timed for timed in self.steps if timed.start.plan == self.plan]
+        own = own or list(self.steps)
         return tuple([timed for timed in own if timed.warm] or own)
 
     @property
@@ -110,9 +110,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         ends = [*(before for _, before in self.starts[1:]), self.run_s]
         total = 0.0
         for (start, before), end in zip(self.starts, ends, strict=True):
-            if start.estimate is None or start.estimate.usd is None:
+            estimate = start.estimate
+            if estimate is None or estimate.usd is None:
                 return None
-            total += start.estimate.usd / start.estimate.run_s * (end - before)
+            total += estimate.usd / estimate.run_s * (end - before)
         return total if self.starts else None
 
 
@@ -150,88 +151,86 @@ def open_run(path: Path) -> RunHistory:
     history = trace(read_events(folder.events))
     plan = folder.load_plan()
     record = load(folder.record, RunRecord)
-    warned = (warning.message for warning in lasting_warnings(history))
+
+    # Warnings that still hold: a checkpoint that could not be written is none once a later one is
+    # there.
+    saves = [saved.at for saved in history.saves]
+    bests = [event.at for event in history.validations if event.best]
+    ends = {"saved": max(saves, default=-math.inf), "best": max(bests, default=-math.inf)}
+    warnings = dict.fromkeys(record.warnings)
+    for warning in history.warnings:
+        if warning.until is None or ends[warning.until] <= warning.at:
+            warnings.setdefault(warning.message)
+    corpus = load(folder.corpus, CorpusManifest)
+    config = read_bytes(folder.config).decode(errors="backslashreplace")
+
+    # The other ranks' logs; those of workers on other hosts may be missing.
+    others = {}
+    for rank in range(1, len(plan.devices)):
+        log = folder.logs / f"rank-{rank}.events.jsonl"
+        if log.exists():
+            others[rank] = trace(read_events(log))
     return RunHistory(
         folder=path,
         plan=plan,
-        corpus=load(folder.corpus, CorpusManifest),
-        config=read_bytes(folder.config).decode(errors="backslashreplace"),
-        warnings=tuple(dict.fromkeys((*record.warnings, *warned))),
+        corpus=corpus,
+        config=config,
+        warnings=tuple(warnings),
         history=history,
-        others=_others(folder, len(plan.devices)),
+        others=others,
         forecast=record.forecast,
     )
-
-
-def lasting_warnings(history: History) -> list[Warned]:
-    """Return the warnings that still hold: a checkpoint that could not be written is
-    none once a later one is there."""
-    saved_at = max((saved.at for saved in history.saves), default=-math.inf)
-    best_at = max((event.at for event in history.validations if event.best), default=-math.inf)
-    ends = {"saved": saved_at, "best": best_at, None: -math.inf}
-    return [warning for warning in history.warnings if ends[warning.until] <= warning.at]
-
-
-def _others(folder: RunFolder, world: int) -> dict[int, History]:
-    """Read the histories of ranks from 1 on; those of workers on other hosts may be missing."""
-    logs = {rank: folder.logs / f"rank-{rank}.events.jsonl" for rank in range(1, world)}
-    return {rank: trace(read_events(log)) for rank, log in logs.items() if log.exists()}
 
 
 def trace(events: Iterable[Event]) -> History:
     """Follow the events of a run through all its starts."""
     recorded = list(events)
     steps: dict[int, Timed] = {}
-    validations: list[Validated] = []
-    samples: list[Sampled] = []
-    traced: list[Traced] = []
+    lasting: list[Validated | Sampled | Traced] = []
     starts: list[tuple[Started, float]] = []
     lost_steps = 0
     run_s = 0.0
     ended_at = 0.0
-    for started, part in _starts(recorded):
-        # Where it went on by itself the machines were the run's meanwhile.
-        run_s += sum(
-            started.at - ended_at for event in part if isinstance(event, Recovered) and ended_at
-        )
+    for started, part in _split_by_start(recorded):
+        # Where it resumed by itself the machines were the run's meanwhile.
+        if ended_at:
+            run_s += len(_events_of(Recovered, part)) * (started.at - ended_at)
         kept = {number: timed for number, timed in steps.items() if number <= started.step}
         lost_steps += len(steps) - len(kept)
-        steps = kept | _steps_of(
-            part, started, run_s, max((timed.tokens for timed in kept.values()), default=0)
-        )
-        validations = [event for event in validations if event.step <= started.step] + _of(
-            Validated, part
-        )
-        samples = [event for event in samples if event.step <= started.step] + _of(Sampled, part)
-        traced = [event for event in traced if event.step <= started.step] + _of(Traced, part)
+        tokens = max((timed.tokens for timed in kept.values()), default=0)
+        steps = kept | _steps_of(part, started, run_s, tokens)
+        lasting = [event for event in lasting if event.step <= started.step]
+        lasting += [event for event in part if isinstance(event, Validated | Sampled | Traced)]
         starts.append((started, run_s))
         ended_at = max(event.at for event in part)
         run_s += ended_at - started.at
+    last = recorded[-1] if recorded else None
+    memory = [step.memory_bytes for step in _events_of(Step, recorded)]
     return History(
         steps=tuple(steps.values()),
-        validations=tuple(validations),
-        samples=tuple(samples),
-        traced=tuple(traced),
-        saves=tuple(_of(Saved, recorded)),
-        warnings=tuple(_of(Warned, recorded)),
-        rescheduled=tuple(_of(Rescheduled, recorded)),
+        validations=_events_of(Validated, lasting),
+        samples=_events_of(Sampled, lasting),
+        traced=_events_of(Traced, lasting),
+        saves=_events_of(Saved, recorded),
+        warnings=_events_of(Warned, recorded),
+        rescheduled=_events_of(Rescheduled, recorded),
         starts=tuple(starts),
-        ends=tuple(_of(Finished, recorded)),
-        recoveries=tuple(_of(Recovered, recorded)),
-        finished=recorded[-1] if recorded and isinstance(recorded[-1], Finished) else None,
+        ends=_events_of(Finished, recorded),
+        recoveries=_events_of(Recovered, recorded),
+        finished=last if isinstance(last, Finished) else None,
         run_s=run_s,
         lost_steps=lost_steps,
-        memory_bytes=max((step.memory_bytes for step in _of(Step, recorded)), default=0),
+        memory_bytes=max(memory, default=0),
     )
 
 
-def _of(kind: type[E], events: Iterable[object]) -> list[E]:
-    return [event for event in events if isinstance(event, kind)]
+def _events_of(kind: type[E], events: Iterable[object]) -> tuple[E, ...]:
+    return tuple(event for event in events if isinstance(event, kind))
 
 
-def _starts(events: Iterable[Event]) -> Iterator[tuple[Started, list[Event]]]:
-    """Each start, and the events from it to the next; no warnings, which a worker may also give
-    before it starts."""
+def _split_by_start(events: Iterable[Event]) -> Iterator[tuple[Started, list[Event]]]:
+    """Yield each start, and the events from it to the next; no warnings, which a worker may also
+    give before it starts."""
     started = None
     part = list[Event]()
     for event in events:
@@ -250,14 +249,13 @@ def _steps_of(
     part: list[Event], started: Started, before_s: float, tokens: int
 ) -> dict[int, Timed]:
     """Return one start's steps by number, `before_s` seconds and `tokens` tokens into the run."""
-    steps = _of(Step, part)
+    steps = _events_of(Step, part)
     skipped = min(WARMUP_STEPS, len(steps) // 2)
     timed = {}
     for index, step in enumerate(steps):
         tokens += step.tokens
-        timed[step.step] = Timed(
-            step, before_s + step.at - started.at, tokens, started, index >= skipped
-        )
+        time_s = before_s + step.at - started.at
+        timed[step.step] = Timed(step, time_s, tokens, started, index >= skipped)
     return timed
 
 

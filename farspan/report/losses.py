@@ -1,5 +1,4 @@
-"""What is said of a validation loss beside the number: of which tokens and weights it is, and what
-it means."""
+"""What a validation loss is shown with: its tokens and weights, and what it means."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from itertools import accumulate
 from farspan.domain.results import Measurement, Validated
 from farspan.report.history import RunHistory
 
-#: The training loss reported is the mean of so many last steps: one step's loss is mostly noise.
+#: The training loss reported is the mean of these last steps: one step's loss is mostly noise.
 LAST_STEPS = 20
 #: What helps a model that has learned too little, one that has overfitted, one that was better, and
 #: one whose training loss rose. No advice raises the learning rate: a loss that is high does not
@@ -17,8 +16,8 @@ LEARN_MORE = "more time or steps, or a smaller size"
 REPEAT_LESS = "more text, a smaller size, or fewer epochs: it has overfitted its training text"
 STEADIER = "a lower train.optimizer.lr: it was better before"
 LOWER_RATE = "a lower train.optimizer.lr: the training loss rose"
-#: A model is called overfitted that has read its text at least so many times, and whose training
-#: loss is so many nats below the validation loss. Choices, not fits.
+#: A model is called overfitted that has read its text at least this often, and whose training loss
+#: is this far below the validation loss. Choices, not fits.
 OVERFITTED_EPOCHS = 2.0
 OVERFITTED_NATS = 1.0
 #: Nats by which a training loss ends above its lowest mean where it is said to have risen: means of
@@ -29,34 +28,34 @@ FEWEST_MEAN_STEPS = 5
 
 
 def read_on(tokens: int | None, of: int | None) -> str:
-    """`on 17,408 of 83,210 tokens`; nothing where a run of an earlier version did not tell."""
-    return "" if tokens is None or of is None else f"on {tokens:,} of {of:,} tokens"
+    """Format `on 17,408 of 83,210 tokens`; nothing for a run of a version that recorded neither."""
+    if tokens is None or of is None:
+        return ""
+    return f"on {tokens:,} of {of:,} tokens"
 
 
 def exact(loss: float, standard_error: float | None) -> str:
-    """`4.829`, or `4.829 ± 0.012 (standard error)` of a sample."""
-    return (
-        f"{loss:.3f} ± {standard_error:.3f} (standard error)" if standard_error else f"{loss:.3f}"
-    )
+    """Format `4.829`, or `4.829 ± 0.012 (standard error)` of a sample."""
+    number = f"{loss:.3f}"
+    return f"{number} ± {standard_error:.3f} (standard error)" if standard_error else number
 
 
 def told(event: Validated) -> str:
-    """Format a validation's loss, and which tokens it is of."""
-    return " ".join(
-        filter(None, (exact(event.loss, event.standard_error), read_on(event.tokens, event.of)))
-    )
+    """Format a validation's loss, and the tokens it is of."""
+    number = exact(event.loss, event.standard_error)
+    return f"{number} {read_on(event.tokens, event.of)}".rstrip()
 
 
 def headline(measured: Measurement) -> str:
-    """Format the loss that a run is known by, as `told` does."""
+    """Format the loss that a run is known by, and the tokens it is of."""
     assert measured.val_loss is not None
     number = exact(measured.val_loss, measured.val_standard_error)
-    return " ".join(filter(None, (number, read_on(measured.val_tokens, measured.val_of))))
+    return f"{number} {read_on(measured.val_tokens, measured.val_of)}".rstrip()
 
 
 def entropies(run: RunHistory, event: Validated | None) -> dict[str, float]:
-    """Of the tokens that a validation read; of all of the split where an earlier version did not
-    tell."""
+    """Return those of the tokens that a validation read; of all of the split where an earlier
+    version recorded none."""
     if event is None or event.unigram_nats is None or event.bigram_nats is None:
         return {"unigram": run.corpus.unigram_nats, "bigram": run.corpus.bigram_nats}
     return {"unigram": event.unigram_nats, "bigram": event.bigram_nats}
@@ -76,20 +75,18 @@ def last(run: RunHistory) -> Validated | None:
 
 
 def notes(run: RunHistory, measured: Measurement) -> list[str]:
-    """Which weights were kept, where they are not the last ones, and that a model has learned too
-    little."""
+    """Note which weights were kept, where they are not the last ones, and that a model has learned
+    too little."""
     lines = []
-    validations = run.history.validations
     end = last(run)
-    best = next((event for event in reversed(validations) if event.best), None)
-    if best is not None and end is not None and best.step < end.step:
-        (least, tokens, of) = compared(best)
-        (final, _, _) = compared(end)
+    bests = [event for event in run.history.validations if event.best]
+    if bests and end is not None and bests[-1].step < end.step:
+        best_loss, tokens, of = compared(bests[-1])
+        last_loss, _, _ = compared(end)
+        best = f"{bests[-1].step:,}: {best_loss:.3f} {read_on(tokens, of)}".rstrip()
         lines.append(
             f"that is of the last step, {end.step:,}; embed, generate and export load the best "
-            "weights, of step "
-            + " ".join(filter(None, (f"{best.step:,}: {least:.3f}", read_on(tokens, of))))
-            + f", where the last have {final:.3f}"
+            f"weights, of step {best}, where the last have {last_loss:.3f}"
         )
     if short := shortfall(run, measured):
         lines.append(short)
@@ -104,7 +101,7 @@ def shortfall(run: RunHistory, measured: Measurement) -> str | None:
         return None
     epochs = measured.tokens / max(1, run.corpus.train.tokens)
     overfitted = measured.train_loss < min(unigram, loss - OVERFITTED_NATS)
-    if _rose(run):
+    if _loss_rose(run):
         helps = LOWER_RATE
     elif overfitted and epochs >= OVERFITTED_EPOCHS:
         helps = REPEAT_LESS
@@ -119,13 +116,14 @@ def shortfall(run: RunHistory, measured: Measurement) -> str | None:
     )
 
 
-def _rose(run: RunHistory) -> bool:
-    """Whether the training loss ended clearly above its lowest mean of as many steps (a quarter of
-    the run, LAST_STEPS at most), or of a short run above its first."""
-    losses_of_steps = [timed.step.loss for timed in run.history.steps]
-    window = min(LAST_STEPS, max(1, len(losses_of_steps) // 4))
-    sums = [0.0, *accumulate(losses_of_steps)]
-    means = [(sums[at + window] - sums[at]) / window for at in range(len(sums) - window)]
+def _loss_rose(run: RunHistory) -> bool:
+    """Return whether the training loss ended clearly above its lowest mean of the same number of
+    steps (a quarter of the run, LAST_STEPS at most), or of a short run above its first."""
+    sums = [0.0, *accumulate(timed.step.loss for timed in run.history.steps)]
+    window = min(LAST_STEPS, max(1, len(run.history.steps) // 4))
+    means = []
+    for first, end in zip(sums, sums[window:], strict=False):
+        means.append((end - first) / window)
     if not means:
         return False
     before = min(means) if window >= FEWEST_MEAN_STEPS else means[0]

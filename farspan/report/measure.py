@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from statistics import fmean, median
 
+from msgspec.structs import replace
+
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.results import Measurement
 from farspan.report import losses
@@ -21,37 +23,65 @@ def measure(run: RunHistory) -> Measurement | None:
     history = run.history
     if not history.steps:
         return None
+
+    # Medians over the steps that count.
     warm = history.timed
-    rates = [timed.step.tokens / timed.step.step_s for timed in warm]
     flops_per_token = train_flops_per_token(run.plan.model, run.plan.train.seq_len)
-    flops = [(flops_per_token * rate, timed.start) for rate, timed in zip(rates, warm, strict=True)]
-    used = [rate / start.peak_flops for rate, start in flops if start.peak_flops]
-    last = losses.last(run)
-    best = min(history.validations, key=lambda event: losses.compared(event)[0], default=None)
-    entropies = losses.entropies(run, last)
-    return Measurement(
-        step_s=median(timed.step.step_s for timed in warm),
+    step_seconds = []
+    rates = []
+    tflops = []
+    mfus = []
+    for timed in warm:
+        rate = timed.step.tokens / timed.step.step_s
+        flops = flops_per_token * rate
+        step_seconds.append(timed.step.step_s)
+        rates.append(rate)
+        tflops.append(flops / timed.start.world / 1e12)
+        if timed.start.peak_flops:
+            mfus.append(flops / timed.start.peak_flops)
+    mfu = median(mfus) if len(mfus) == len(warm) else None
+    memory_bytes = max(each.memory_bytes for each in run.histories.values())
+    last_losses = [timed.step.loss for timed in history.steps[-losses.LAST_STEPS :]]
+    tokens = history.steps[-1].tokens
+    measured = Measurement(
+        step_s=median(step_seconds),
         run_s=history.run_s,
         tokens_per_s=median(rates),
-        memory_bytes=max(rank_history.memory_bytes for rank_history in run.histories.values()),
+        memory_bytes=memory_bytes,
         usd=history.usd,
         steps=len(history.steps),
-        tokens=history.steps[-1].tokens,
-        train_loss=fmean(timed.step.loss for timed in history.steps[-losses.LAST_STEPS :]),
-        val_loss=last.loss if last else None,
-        best_val_loss=losses.compared(best)[0] if best else None,
-        perplexity=math.exp(last.loss) if last and last.loss < 700 else None,
-        bits_per_byte=last.bits_per_byte if last else None,
-        mfu=median(used) if len(used) == len(warm) else None,
-        tflops_per_device=median(rate / start.world / 1e12 for rate, start in flops),
+        tokens=tokens,
+        train_loss=fmean(last_losses),
+        val_loss=None,
+        best_val_loss=None,
+        perplexity=None,
+        bits_per_byte=None,
+        mfu=mfu,
+        tflops_per_device=median(tflops),
         reason=history.reason,
-        val_step=last.step if last else None,
-        val_tokens=last.tokens if last else None,
-        val_of=last.of if last else None,
-        val_read=last.read if last else None,
-        val_standard_error=last.standard_error if last else None,
-        unigram_nats=entropies["unigram"] if last else None,
-        bigram_nats=entropies["bigram"] if last else None,
-        best_val_step=best.step if best else None,
-        best_val_tokens=losses.compared(best)[1] if best else None,
+    )
+
+    # The last validation, and the best one.
+    last = losses.last(run)
+    if last is None:
+        return measured
+    unigram_nats, bigram_nats = losses.entropies(run, last).values()
+    perplexity = math.exp(last.loss) if last.loss < 700 else None
+    best = min(history.validations, key=lambda event: losses.compared(event)[0])
+    best_val_loss, best_val_tokens, _ = losses.compared(best)
+    return replace(
+        measured,
+        val_loss=last.loss,
+        best_val_loss=best_val_loss,
+        perplexity=perplexity,
+        bits_per_byte=last.bits_per_byte,
+        val_step=last.step,
+        val_tokens=last.tokens,
+        val_of=last.of,
+        val_read=last.read,
+        val_standard_error=last.standard_error,
+        unigram_nats=unigram_nats,
+        bigram_nats=bigram_nats,
+        best_val_step=best.step,
+        best_val_tokens=best_val_tokens,
     )

@@ -3,7 +3,6 @@ loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import PurePath
 
 from farspan._version import __version__
@@ -75,68 +74,57 @@ should not get it.
 def model_card(run: RunHistory, step: int) -> str:
     """Write the card of a run's model after a step. It names only the text's folder: paths are
     private."""
-    head = _head(run, step, library="transformers", task="text-generation", kind=_KIND)
-    return head + _USE
+    card = _fill_head(run, step, library="transformers", task="text-generation", kind=_KIND)
+    return card + _USE
 
 
 def embedder_card(run: RunHistory, step: int, dim: int) -> str:
     """Write the same of a folder for sentence-transformers, whose vectors have `dim` numbers."""
-    head = _head(
+    card = _fill_head(
         run,
         step,
         library="sentence-transformers",
         task="sentence-similarity",
         kind=_EMBEDDER_KIND,
-        more=[("vectors", f"{counted(dim, 'number')} each, of length 1, to be compared by cosine")],
+        vectors=f"{counted(dim, 'number')} each, of length 1, to be compared by cosine",
     )
-    return head + _EMBEDDER_USE.format(tokens=run.plan.model.context - 1)
+    return card + _EMBEDDER_USE.format(tokens=run.plan.model.context - 1)
 
 
-def _head(
-    run: RunHistory,
-    step: int,
-    *,
-    library: str,
-    task: str,
-    kind: str,
-    more: Sequence[tuple[str, str]] = (),
+def _fill_head(
+    run: RunHistory, step: int, *, library: str, task: str, kind: str, **more: str
 ) -> str:
     """Fill in the part of a card above how the folder is loaded."""
-    plan = run.plan
     corpus = run.corpus
-    train = plan.train
-    source = corpus.source
+    model = run.plan.model
+    train = run.plan.train
+    source = PurePath(corpus.source).name or corpus.source
+    documents = counted(corpus.train.documents, "document")
+    steps = f"{counted(step, 'step')} of {train.tokens_per_step:,} tokens"
     read = step * train.tokens_per_step
-    rows = [
-        (
-            "text",
-            f"{PurePath(source).name or source}: {counted(corpus.train.documents, 'document')}, "
-            f"{format_count(corpus.train.tokens)} tokens",
-        ),
-        (
-            "trained",
-            f"{counted(step, 'step')} of {train.tokens_per_step:,} tokens, {format_count(read)} in "
-            "all "
-            f"({read / corpus.train.tokens:.2g} passes over the text), in {train.precision}",
-        ),
-        ("vocabulary", counted(corpus.vocab_size, "token")),
-    ]
-    if (measured := measure(run)) is not None and measured.val_loss is not None:
+    passes = f"{read / corpus.train.tokens:.2g} passes over the text"
+    facts = {
+        "text": f"{source}: {documents}, {format_count(corpus.train.tokens)} tokens",
+        "trained": f"{steps}, {format_count(read)} in all ({passes}), in {train.precision}",
+        "vocabulary": counted(corpus.vocab_size, "token"),
+    }
+    measured = measure(run)
+    if measured is not None and measured.val_loss is not None:
         loss = losses.exact(measured.val_loss, measured.val_standard_error)
-        rows.append(
-            ("validation loss", f"{loss} nats a token, {measured.bits_per_byte:.3f} bits a byte")
-        )
-    rows += more
+        facts["validation loss"] = f"{loss} nats a token, {measured.bits_per_byte:.3f} bits a byte"
+    rows = [f"| {name} | {fact} |" for name, fact in (facts | more).items()]
+    family = "Llama" if model.family == "llama" else "GPT-2"
+    name = run.folder.resolve().name
     return _HEAD.format(
         library=library,
         task=task,
         kind=kind,
-        name=run.folder.resolve().name,
-        family={"gpt2": "GPT-2", "llama": "Llama"}.get(plan.model.family, "GPT-2"),
-        layers=counted(plan.model.layers, "layer"),
-        width=plan.model.d_model,
-        context=plan.model.context,
-        parameters=format_count(parameters(plan.model)),
+        name=name,
+        family=family,
+        layers=counted(model.layers, "layer"),
+        width=model.d_model,
+        context=model.context,
+        parameters=format_count(parameters(model)),
         version=__version__,
-        rows="\n".join(f"| {name} | {value} |" for name, value in rows),
+        rows="\n".join(rows),
     )

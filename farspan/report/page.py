@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,26 +42,25 @@ def page(run: RunHistory, comparison: Comparison | None = None) -> str:
     The same events give the same bytes.
     """
     measured = measure(run)
-    return (
-        environment()
-        .get_template("page.html")
-        .render(
-            run=run,
-            history=run.history,
-            measured=measured,
-            found=comparison,
-            figures=figures(run),
-            name=run.folder.resolve().name,
-            chart_style=chart_style(),
-            loss_notes=losses.notes(run, measured) if measured else [],
-            compared=compare_text.tables(run, measured, comparison),
-            references=text.references(run, measured),
-            timeline=timeline(run),
-            environments=_environments(run),
-            config_hash=content_hash(run.config),
-            gloss=text.UNIGRAM_GLOSS,
-        )
-    )
+    template = environment().get_template("page.html")
+    loss_notes = losses.notes(run, measured) if measured else []
+    values = {
+        "run": run,
+        "history": run.history,
+        "measured": measured,
+        "found": comparison,
+        "figures": figures(run),
+        "name": run.folder.resolve().name,
+        "chart_style": chart_style(),
+        "loss_notes": loss_notes,
+        "compared": compare_text.tables(run, measured, comparison),
+        "references": text.references(run, measured),
+        "timeline": timeline(run),
+        "environments": _environment_rows(run),
+        "config_hash": content_hash(run.config),
+        "gloss": text.UNIGRAM_GLOSS,
+    }
+    return template.render(values)
 
 
 def chart_svg(chart: Chart) -> str:
@@ -88,10 +88,10 @@ def environment(*more: Path) -> jinja2.Environment:
         "count": format_count,
         "seconds": format_seconds,
         "thousands": "{:,}".format,
-        "collapsed": lambda words: re.sub(r"\n\s*\n", "\n\n", words),
+        "collapsed": partial(re.sub, r"\n\s*\n", "\n\n"),
         "capitalised": lambda words: words[:1].upper() + words[1:],
     }
-    shown = (
+    functions = (
         compare_text.traced_line,
         ending,
         charts.scales,
@@ -112,12 +112,8 @@ def environment(*more: Path) -> jinja2.Environment:
         short_time,
         zip,
     )
-    jinja.globals |= {function.__name__: function for function in shown}
-    jinja.globals |= {
-        "width": charts.WIDTH,
-        "height": charts.HEIGHT,
-        "left": charts.LEFT,
-    }
+    jinja.globals |= {function.__name__: function for function in functions}
+    jinja.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT}
     jinja.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}
     return jinja
 
@@ -131,13 +127,16 @@ def chart_style(*more: Path) -> str:
 
 
 def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
-    """(when, what, more) of starts, saves and ends, oldest first."""
+    """Return (when, what, more) of starts, saves and ends, oldest first."""
     history = run.history
     rows = list[tuple[float, str, str]]()
     for started, before_s in history.starts:
-        after = f" · after step {started.step:,}, {format_seconds(before_s)} of work"
-        facts = counted(started.world, "worker") + (after if before_s else "")
-        rows.append((started.at, "resumed" if before_s else "started", facts))
+        what = "started"
+        facts = counted(started.world, "worker")
+        if before_s:
+            what = "resumed"
+            facts += f" · after step {started.step:,}, {format_seconds(before_s)} of work"
+        rows.append((started.at, what, facts))
     for again in history.recoveries:
         lost = f"{counted(again.lost, 'step')} and {format_seconds(again.down_s)} lost"
         plan = ", by another plan" if again.replanned else ""
@@ -146,26 +145,27 @@ def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
         size = f"{format_bytes(saved.size_bytes)} in {format_seconds(saved.seconds)}"
         rows.append((saved.at, "saved", f"step {saved.step:,} · {size} · {saved.path}"))
     for end in history.ends:
-        rows.append((end.at, "ended", f"step {end.step:,} · {ending(end.reason, end.step)}"))
+        how = ending(end.reason, end.step)
+        rows.append((end.at, "ended", f"step {end.step:,} · {how}"))
     for change in history.rescheduled:
         rows.append((change.at, "rescheduled", f"step {change.step:,} · {change}"))
-    rows += [(warning.at, "warned", warning.message) for warning in history.warnings]
+    for warning in history.warnings:
+        rows.append((warning.at, "warned", warning.message))
     rows.sort(key=lambda row: row[0])
-    return [
-        (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}", what, more)
-        for at, what, more in rows
-    ]
+    dated = []
+    for at, what, more in rows:
+        when = datetime.fromtimestamp(at, UTC)
+        dated.append((f"{when:%Y-%m-%d %H:%M:%S}", what, more))
+    return dated
 
 
-def _environments(run: RunHistory) -> list[tuple[str, list[str]]]:
-    """Rows (name, value in each unlike environment that the run had)."""
-    unlike = list(dict.fromkeys(started.environment for started, _ in run.history.starts))
-    show = {"memory_bytes": format_bytes}
-    return [
-        (
-            name.removesuffix("_bytes"),
-            [show.get(name, str)(getattr(variant, name)) for variant in unlike],
-        )
-        for name in Environment.__struct_fields__
-        if any(getattr(variant, name) is not None for variant in unlike)
-    ]
+def _environment_rows(run: RunHistory) -> list[tuple[str, list[str]]]:
+    """Return rows (name, value in each different environment that the run had)."""
+    environments = dict.fromkeys(started.environment for started, _ in run.history.starts)
+    rows = []
+    for name in Environment.__struct_fields__:
+        values = [getattr(each, name) for each in environments]
+        if any(value is not None for value in values):
+            show = format_bytes if name == "memory_bytes" else str
+            rows.append((name.removesuffix("_bytes"), list(map(show, values))))
+    return rows

@@ -1,5 +1,4 @@
-"""How far a run is: what its events so far say of steps, loss, speed, checkpoints and the time to
-go."""
+"""How far a run is, from its events so far: steps, loss, speed, checkpoints and the time to go."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from statistics import median
 from farspan.domain.results import Event, Finished, Recovered, Saved, Started, Step, Validated
 from farspan.domain.train import TrainSpec
 
-#: Speeds and times to go are medians over so many last steps.
+#: Speeds and times to go are medians over these last steps.
 RECENT_STEPS = 50
 
 
 class SoFar:
-    """Takes events one at a time, oldest first. A start after a checkpoint goes on from there, at a
+    """Takes events one at a time, oldest first. A start after a checkpoint resumes there, at a
     speed of its own.
 
     One thread takes events. Others may look meanwhile: they copy the recent steps before they go
@@ -74,7 +73,7 @@ class SoFar:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over the recent steps, of which there must be one."""
+        """The median of the recent steps; there must be one."""
         return median(step.tokens / step.step_s for step in tuple(self.recent))
 
     @property
@@ -110,7 +109,8 @@ class SoFar:
         """Seconds until the last step: each takes the median of recent ones and its share of
         validations. A time budget ends the run earlier."""
         recent = tuple(self.recent)
-        each_s = median(step.step_s for step in recent) + self._pauses_s / self._made
+        each_s = median(step.step_s for step in recent)
+        each_s += self._pauses_s / self._made
         left_s = (self.train.step_limit - recent[-1].step) * each_s
         if self.train.deadline_s is not None:
             left_s = min(left_s, self.train.deadline_s - self.elapsed_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 from farspan.domain.escapes import escape_controls
 
@@ -36,12 +37,9 @@ def table_lines(
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for place, head in enumerate(heads):
         fixed = wrap is not None and place not in wrap
-        table.add_column(
-            Text(escape_controls(head)),
-            justify="right" if place in right else "left",
-            overflow="fold",
-            no_wrap=fixed,
-        )
+        justify: Literal["left", "right"] = "right" if place in right else "left"
+        title = Text(escape_controls(head))
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=fixed)
     for number, row in enumerate(rows):
         # Text, not markup: cells may hold square brackets.
         cells = [Text(escape_controls(cell)) for cell in row]

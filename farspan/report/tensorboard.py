@@ -1,4 +1,4 @@
-"""TensorBoard event files, written from a run's events while it goes on.
+"""TensorBoard event files, written from a run's events while it trains.
 
 A file is TFRecords (length, masked CRC-32C of it, data, masked CRC-32C of that) of
 `tensorboard.Event` messages in protobuf's wire format; field numbers are those of
@@ -37,59 +37,60 @@ class TensorBoard:
             self._file = self._folder / f"events.out.tfevents.{event.at:017.6f}.farspan"
             # A session that starts at a step tells TensorBoard to forget what it read of that step
             # and later ones.
-            version = _bytes(3, b"brain.Event:2")
-            session = _bytes(7, _number(1, 1))
+            version = _bytes_field(3, b"brain.Event:2")
+            session = _bytes_field(7, _int_field(1, 1))
             with open_own(self._file, "wb") as file:
-                file.write(
-                    _message(event.at, 0, version) + _message(event.at, event.step + 1, session)
-                )
+                file.write(_event_record(event.at, 0, version))
+                file.write(_event_record(event.at, event.step + 1, session))
         elif isinstance(event, Step | Validated | Sampled) and self._file is not None:
+            summary = _bytes_field(5, b"".join(_event_values(event)))
             with open_own(self._file, "ab") as file:
-                file.write(_message(event.at, event.step, _bytes(5, b"".join(_values(event)))))
+                file.write(_event_record(event.at, event.step, summary))
 
 
-def _values(event: Step | Validated | Sampled) -> Iterator[bytes]:
+def _event_values(event: Step | Validated | Sampled) -> Iterator[bytes]:
     match event:
         case Step():
-            yield _scalar("train/loss", event.loss)
-            yield _scalar("train/lr", event.lr)
+            yield _scalar_value("train/loss", event.loss)
+            yield _scalar_value("train/lr", event.lr)
             if event.grad_norm is not None:
-                yield _scalar("train/grad_norm", event.grad_norm)
-            yield _scalar("train/tokens_per_s", event.tokens / event.step_s)
-            yield _scalar("memory/bytes", event.memory_bytes)
+                yield _scalar_value("train/grad_norm", event.grad_norm)
+            yield _scalar_value("train/tokens_per_s", event.tokens / event.step_s)
+            yield _scalar_value("memory/bytes", event.memory_bytes)
         case Validated():
-            yield _scalar("val/loss", event.loss)
-            yield _scalar("val/bits_per_byte", event.bits_per_byte)
+            yield _scalar_value("val/loss", event.loss)
+            yield _scalar_value("val/bits_per_byte", event.bits_per_byte)
         case Sampled():
             # TensorBoard shows Markdown; indented lines are shown as they are.
-            lines = f"{event.prompt}{event.text}".splitlines()
-            yield _text(
-                f"samples/{event.prompt or 'no prompt'}", "\n".join(f"    {line}" for line in lines)
-            )
+            lines = [f"    {line}" for line in f"{event.prompt}{event.text}".splitlines()]
+            yield _text_value(f"samples/{event.prompt or 'no prompt'}", "\n".join(lines))
 
 
-def _scalar(tag: str, value: float) -> bytes:
-    value = value if abs(value) <= _LARGEST else math.copysign(math.inf, value)
-    return _bytes(1, _bytes(1, tag.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", value))
+def _scalar_value(tag: str, value: float) -> bytes:
+    if not abs(value) <= _LARGEST:
+        value = math.copysign(math.inf, value)
+    simple_value = _varint(2 << 3 | 5) + struct.pack("<f", value)
+    return _bytes_field(1, _bytes_field(1, tag.encode()) + simple_value)
 
 
-def _text(tag: str, text: str) -> bytes:
-    metadata = _bytes(9, _bytes(1, _bytes(1, b"text")))
-    dtype_string = _number(1, 7)
-    one_value = _bytes(2, _bytes(2, _number(1, 1)))
-    tensor = dtype_string + one_value + _bytes(8, text.encode())
-    return _bytes(1, _bytes(1, tag.encode()) + metadata + _bytes(8, tensor))
+def _text_value(tag: str, text: str) -> bytes:
+    metadata = _bytes_field(9, _bytes_field(1, _bytes_field(1, b"text")))
+    dtype_string = _int_field(1, 7)
+    shape = _bytes_field(2, _bytes_field(2, _int_field(1, 1)))
+    tensor = dtype_string + shape + _bytes_field(8, text.encode())
+    return _bytes_field(1, _bytes_field(1, tag.encode()) + metadata + _bytes_field(8, tensor))
 
 
-def _message(at: float, step: int, content: bytes) -> bytes:
-    return record(_varint(1 << 3 | 1) + struct.pack("<d", at) + _number(2, step) + content)
+def _event_record(at: float, step: int, content: bytes) -> bytes:
+    wall_time = _varint(1 << 3 | 1) + struct.pack("<d", at)
+    return record(wall_time + _int_field(2, step) + content)
 
 
-def _number(field: int, value: int) -> bytes:
+def _int_field(field: int, value: int) -> bytes:
     return _varint(field << 3) + _varint(value)
 
 
-def _bytes(field: int, value: bytes) -> bytes:
+def _bytes_field(field: int, value: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 
@@ -102,14 +103,15 @@ def _varint(number: int) -> bytes:
 
 
 def record(data: bytes) -> bytes:
-    """One TFRecord."""
+    """Return one TFRecord."""
     length = struct.pack("<Q", len(data))
-    return length + _masked(length) + data + _masked(data)
+    return length + _masked_crc(length) + data + _masked_crc(data)
 
 
-def _masked(data: bytes) -> bytes:
+def _masked_crc(data: bytes) -> bytes:
     crc = crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    rotated = crc >> 15 | crc << 17
+    return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _crc_of(byte: int) -> int:
@@ -122,7 +124,7 @@ _TABLE = tuple(map(_crc_of, range(256)))
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli), as in RFC 3720."""
+    """Return the CRC-32C (Castagnoli), as in RFC 3720."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8

@@ -26,7 +26,7 @@ from farspan.report.history import COMPLETE, RunHistory
 from farspan.report.measure import measure
 from farspan.report.tables import table_lines
 
-#: So many of a run's recoveries the summary names, the last ones.
+#: The summary names the last of a run's recoveries, at most this number.
 RECOVERIES_SHOWN = 5
 #: What a nat below the unigram entropy means.
 UNIGRAM_GLOSS = "the loss of token frequencies alone; 1 nat is 1.44 bits"
@@ -47,21 +47,19 @@ def plan_line(
     train = plan.train
     epochs = train.steps * train.tokens_per_step / corpus.train.tokens
     times = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
-    cost = f", {money(estimate.usd)}" if estimate.usd is not None else ""
-    devices = f" on {len(plan.devices)} devices" if len(plan.devices) > 1 else ""
-    loss = ""
+    reads = f"{format_count(corpus.train.tokens)} tokens x {times} epoch"
+    if times != "1":
+        reads += "s"
+    steps = f"{counted(train.steps, 'step')} of {train.tokens_per_step:,} tokens"
+    takes = f"{format_seconds(estimate.run_s)}, {format_bytes(estimate.memory_bytes)}"
+    if estimate.usd is not None:
+        takes += f", {money(estimate.usd)}"
+    if len(plan.devices) > 1:
+        takes += f" on {len(plan.devices)} devices"
     if forecast is not None:
-        loss = (
-            f", validation loss {forecast.loss:.2f} ({forecast.interval[0]:.2f} to "
-            f"{forecast.interval[1]:.2f})"
-        )
-    return (
-        f"{model_line(plan)} · {format_count(corpus.train.tokens)} tokens x {times} "
-        f"epoch{'s' * (times != '1')} = "
-        f"{counted(train.steps, 'step')} of {train.tokens_per_step:,} tokens · "
-        f"predicted {format_seconds(estimate.run_s)}, "
-        f"{format_bytes(estimate.memory_bytes)}{cost}{devices}{loss}"
-    )
+        low, high = forecast.interval
+        takes += f", validation loss {forecast.loss:.2f} ({low:.2f} to {high:.2f})"
+    return f"{model_line(plan)} · {reads} = {steps} · predicted {takes}"
 
 
 def summary(run: RunHistory, compared: Comparison | None = None) -> str:
@@ -71,24 +69,29 @@ def summary(run: RunHistory, compared: Comparison | None = None) -> str:
     """
     history = run.history
     done = history.steps[-1].step.step if history.steps else 0
-    lines = [f"{ended_at(history.reason, done, run.plan.train)}{_resumed(run)}"]
+    ended = ended_at(history.reason, done, run.plan.train)
+    lines = [f"{ended}{_restarts_text(run)}"]
     if (measured := measure(run)) is not None:
         if measured.val_loss is not None:
             assert measured.unigram_nats is not None
-            lines.append(
-                f"validation loss {losses.headline(measured)} · perplexity "
-                f"{maybe(measured.perplexity, ',.1f')} · "
-                f"{maybe(measured.bits_per_byte, '.3f')} bits a byte · "
-                f"{gap(measured.val_loss, measured.unigram_nats)} the unigram entropy "
-                f"({UNIGRAM_GLOSS})"
-            )
+            above = gap(measured.val_loss, measured.unigram_nats)
+            facts = [
+                f"validation loss {losses.headline(measured)}",
+                f"perplexity {maybe(measured.perplexity, ',.1f')}",
+                f"{maybe(measured.bits_per_byte, '.3f')} bits a byte",
+                f"{above} the unigram entropy ({UNIGRAM_GLOSS})",
+            ]
+            lines.append(" · ".join(facts))
             lines += losses.notes(run, measured)
-        lines.append(
-            f"{tokens_line(measured)} · {measured.tokens_per_s:,.0f} tokens/s within steps · "
-            f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {maybe(measured.mfu, '.1%')} "
-            "· "
-            f"{format_bytes(measured.memory_bytes)} · {money(measured.usd)}"
-        )
+        facts = [
+            tokens_line(measured),
+            f"{measured.tokens_per_s:,.0f} tokens/s within steps",
+            f"{measured.tflops_per_device:.3g} TFLOP/s a device",
+            f"MFU {maybe(measured.mfu, '.1%')}",
+            format_bytes(measured.memory_bytes),
+            money(measured.usd),
+        ]
+        lines.append(" · ".join(facts))
     lines += step_lines(compared) if compared else []
     shown = history.recoveries[-RECOVERIES_SHOWN:]
     lines += [f"recovered after {recovery_words(again)}" for again in shown]
@@ -106,54 +109,61 @@ def recovery_words(again: Recovered) -> str:
 
 
 def tokens_line(measured: Measurement) -> str:
-    """`270 k tokens in 2 min 41 s, 1,677 tokens/s with all else`: steps, validations, saves and the
-    start together."""
+    """Format `270 k tokens in 2 min 41 s, 1,677 tokens/s with all else`: steps, validations, saves
+    and the start together."""
     text = f"{format_count(measured.tokens)} tokens in {format_seconds(measured.run_s)}"
     if not measured.run_s:
         return text
     return f"{text}, {measured.tokens / measured.run_s:,.0f} tokens/s with all else"
 
 
-def _resumed(run: RunHistory) -> str:
-    history = run.history
-    times = len(run.history.starts) - 1
-    if times < 1:
+def _restarts_text(run: RunHistory) -> str:
+    restarts = len(run.history.starts) - 1
+    if restarts < 1:
         return ""
-    alone = len(history.recoveries)
-    ways = [f"resumed {counted(times - alone, 'time')}"] if times > alone else []
-    ways += [f"recovered {counted(alone, 'time')} by itself"] if alone else []
-    return f" · {' and '.join(ways)}, {counted(history.lost_steps, 'step')} done twice or lost"
+    recovered = len(run.history.recoveries)
+    parts = []
+    if restarts > recovered:
+        parts.append(f"resumed {counted(restarts - recovered, 'time')}")
+    if recovered:
+        parts.append(f"recovered {counted(recovered, 'time')} by itself")
+    lost = counted(run.history.lost_steps, "step")
+    return f" · {' and '.join(parts)}, {lost} done twice or lost"
 
 
 def report(run: RunHistory, compared: Comparison | None = None) -> str:
     """`farspan report` as plain text: the summary, then predicted against measured, of several
     devices also by part and by device, then loss against entropies."""
     measured = measure(run)
-    lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run, compared)]
+    name = run.folder.resolve().name
+    lines = [f"{name}: {model_line(run.plan)}", summary(run, compared)]
     if duplicates := run.corpus.duplicates_line:
         lines.append(duplicates)
     for rows in tables(run, measured, compared):
         lines += ["", *table(rows)]
     if rows := references(run, measured):
-        lines += ["", *table([("nats a token", "entropy", "validation loss", "difference"), *rows])]
+        heads = ("nats a token", "entropy", "validation loss", "difference")
+        lines += ["", *table([heads, *rows])]
         assert measured is not None
         if where := losses.read_on(measured.val_tokens, measured.val_of):
             lines.append(f"loss and entropies {where}")
-    if run.history.samples and (known := run.history.samples[-1].verbatim) is not None:
-        lines.append(f"{known:.0%} of the last sample stands in the text word for word")
+    if run.history.samples:
+        verbatim = run.history.samples[-1].verbatim
+        if verbatim is not None:
+            lines.append(f"{verbatim:.0%} of the last sample stands in the text word for word")
     return "\n".join(lines)
 
 
 def references(run: RunHistory, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
-    """Rows (reference, its entropy, validation loss, loss minus entropy), in nats a token."""
+    """Return rows (reference, its entropy, validation loss, loss minus entropy), in nats a
+    token."""
     if measured is None or measured.val_loss is None:
         return []
     loss = measured.val_loss
-    entropies = losses.entropies(run, losses.last(run))
-    return [
-        (name, f"{nats:.3f}", f"{loss:.3f}", f"{loss - nats:+.3f}")
-        for name, nats in entropies.items()
-    ]
+    rows = []
+    for name, nats in losses.entropies(run, losses.last(run)).items():
+        rows.append((name, f"{nats:.3f}", f"{loss:.3f}", f"{loss - nats:+.3f}"))
+    return rows
 
 
 def gap(loss: float, entropy: float) -> str:
@@ -171,7 +181,8 @@ def maybe(number: float | None, how: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows, the first a heading, as lines of aligned columns: the first to the left, the others to
-    the right."""
-    lines = table_lines(rows[0], rows[1:], right=range(1, len(rows[0])))
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+    """Align rows, the first a heading, in columns: the first to the left, the others to the
+    right."""
+    heads, *body = rows
+    head, *lines = table_lines(heads, body, right=range(1, len(heads)))
+    return [head, "-" * len(head), *lines]

@@ -13,46 +13,41 @@ from farspan.report.plan_picture import Mark
 #: What a span of a kind is counted as: the three parts of an Estimate's step.
 PARTS = {**dict.fromkeys(COMPUTE, "compute"), "collective": "communication", "receive": "waiting"}
 #: `down` brings activations from the stage before, `up` gradients from the next one.
-Way = Literal["down", "up"]
+Direction = Literal["down", "up"]
 
 
 class Traces:
-    """The spans of a run. `steps` are those that every rank has which has any, oldest first."""
+    """The spans of a run. `steps` are those that every traced rank has, oldest first."""
 
     def __init__(self, run: RunHistory) -> None:
-        self._spans = {
-            rank: {traced.step: traced for traced in history.traced}
-            for rank, history in run.histories.items()
-        }
-        self._told = {
-            rank: {
-                timed.step.step: timed.step
-                for timed in history.steps
-                if timed.start.plan == run.history.plan
-            }
-            for rank, history in run.histories.items()
-        }
-        self.ranks = [rank for rank, traced in self._spans.items() if traced]
-        shared = [set(self._spans[rank]) & set(self._told[rank]) for rank in self.ranks]
+        self._spans: dict[int, dict[int, Traced]] = {}
+        self._steps: dict[int, dict[int, Step]] = {}
+        plan = run.history.plan
+        for rank, history in run.histories.items():
+            if history.traced:
+                steps = [timed.step for timed in history.steps if timed.start.plan == plan]
+                self._spans[rank] = {traced.step: traced for traced in history.traced}
+                self._steps[rank] = {step.step: step for step in steps}
+        self.ranks = list(self._spans)
+        shared = [set(self._spans[rank]) & set(self._steps[rank]) for rank in self.ranks]
         self.steps: list[int] = sorted(set.intersection(*shared)) if shared else []
 
     def of(self, rank: int, step: int) -> tuple[Traced, Step]:
         """Return what a rank recorded of a step."""
-        return self._spans[rank][step], self._told[rank][step]
+        return self._spans[rank][step], self._steps[rank][step]
 
     def marks(self, rank: int, step: int) -> tuple[Mark, ...]:
         """Return a rank's step in seconds from its own beginning of it."""
         traced, timing = self.of(rank, step)
         began = timing.at - timing.step_s
-        return tuple(
-            Mark(
-                kind="sums" if span.kind == "collective" else span.kind,
-                number=0 if span.microbatch is None else span.microbatch + 1,
-                start=max(0.0, span.start - began),
-                end=max(0.0, span.end - began),
-            )
-            for span in sorted(traced.spans, key=lambda span: span.start)
-        )
+        marks = []
+        for span in sorted(traced.spans, key=lambda span: span.start):
+            kind = "sums" if span.kind == "collective" else span.kind
+            number = 0 if span.microbatch is None else span.microbatch + 1
+            start = max(0.0, span.start - began)
+            end = max(0.0, span.end - began)
+            marks.append(Mark(kind=kind, number=number, start=start, end=end))
+        return tuple(marks)
 
     def parts(self, rank: int, step: int) -> dict[str, float]:
         """Seconds of a rank's step by part; `rest` is what no span covers."""
@@ -60,31 +55,40 @@ class Traces:
         seconds = dict.fromkeys(("compute", "communication", "waiting"), 0.0)
         for span in traced.spans:
             seconds[PARTS[span.kind]] += span.end - span.start
-        return {**seconds, "rest": max(0.0, timing.step_s - sum(seconds.values()))}
+        seconds["rest"] = max(0.0, timing.step_s - sum(seconds.values()))
+        return seconds
 
     def passes(self, ranks: Sequence[int], step: int, kind: str) -> dict[int, float]:
-        """When the last of these ranks, which share a clock, ended the pass of each microbatch."""
+        """Return when the last of these ranks, which share a clock, ended the pass of each
+        microbatch."""
         ends: dict[int, float] = {}
         for rank in ranks:
-            for span in self.of(rank, step)[0].spans:
+            traced, _ = self.of(rank, step)
+            for span in traced.spans:
                 if span.kind == kind and span.microbatch is not None:
-                    ends[span.microbatch] = max(ends.get(span.microbatch, 0.0), span.end)
+                    end = ends.get(span.microbatch, 0.0)
+                    ends[span.microbatch] = max(end, span.end)
         return ends
 
-    def receives(self, ranks: Sequence[int], step: int, way: Way, first: bool) -> dict[int, Span]:
+    def receives(
+        self, ranks: Sequence[int], step: int, direction: Direction, first: bool
+    ) -> dict[int, Span]:
         """Return the last to end of these ranks' receives of each microbatch; `first` is a
         pipeline's first stage, which gets none from before."""
         received: dict[int, Span] = {}
         for rank in ranks:
-            came: set[int] = set()
-            for span in sorted(self.of(rank, step)[0].spans, key=lambda span: span.start):
-                if span.kind != "receive" or span.microbatch is None:
+            seen: set[int] = set()
+            traced, _ = self.of(rank, step)
+            for span in sorted(traced.spans, key=lambda span: span.start):
+                microbatch = span.microbatch
+                if span.kind != "receive" or microbatch is None:
                     continue
                 # Of two messages of one microbatch the first comes down and the second up.
-                this: Way = "up" if first or span.microbatch in came else "down"
-                came.add(span.microbatch)
-                if this == way and (
-                    span.microbatch not in received or span.end > received[span.microbatch].end
-                ):
-                    received[span.microbatch] = span
+                is_up = first or microbatch in seen
+                seen.add(microbatch)
+                if is_up != (direction == "up"):
+                    continue
+                latest = received.setdefault(microbatch, span)
+                if span.end > latest.end:
+                    received[microbatch] = span
         return received

@@ -130,7 +130,7 @@ class Overtaken:
 
 def test_steps_may_arrive_while_the_display_is_drawn():
     progress = TrainingDisplay(make_plan(100), piped(), Clock())
-    for look in (progress._facts, progress._so_far.left_s):
+    for look in (progress._line_facts, progress._so_far.left_s):
         progress._so_far.recent.clear()
         progress.show(one_step(START, 1))
         progress._so_far.recent.appendleft(Overtaken(one_step(START, 2), progress))
@@ -344,7 +344,7 @@ def test_display_of_a_validation_includes_its_number_of_tokens():
         "step 5 · validation loss 4.500 ± 0.031 (standard error) on 17,408 of 83,210 tokens · "
         "1.500 bits a byte"
     )
-    assert "val 4.500 on 17.4 k of 83.2 k tokens" in progress._facts()
+    assert "val 4.500 on 17.4 k of 83.2 k tokens" in progress._line_facts()
 
 
 #: Shows a run with a time budget as `farspan train` does, on the terminal that it is given.

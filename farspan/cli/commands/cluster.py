@@ -31,50 +31,48 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     if given.action == "list":
-        return _list(console)
+        return _list_known(console)
     cluster = find(given.cluster)
     if given.action == "show":
         say_cluster(cluster, console)
         return console.answer(as_json(cluster))
-    unknown = _unknown(cluster)
+    unknown = _list_unknown(cluster)
     console.say(f"{given.cluster}: {cluster.summary}; the file can be used")
     for line in unknown:
         console.say(f"unknown: {line}")
     if unknown:
         probe = command("probe", "--cluster", given.cluster, "-o", "measured.yaml")
         console.say(f"{probe} measures what is unknown")
-    return console.answer(
-        {"cluster": given.cluster, "devices": len(cluster.devices), "unknown": unknown}
-    )
+    devices = len(cluster.devices)
+    return console.answer({"cluster": given.cluster, "devices": devices, "unknown": unknown})
 
 
-def _list(console: Console) -> None:
+def _list_known(console: Console) -> None:
     from farspan.domain import catalog
     from farspan.launch import clusters
 
-    names = clusters.named()
+    known = clusters.named()
     kinds = catalog.devices()
     console.say("clusters")
-    for name in names:
-        console.say(f"  {name:20} {clusters.find(name).summary}")
+    for name in known:
+        summary = clusters.find(name).summary
+        console.say(f"  {name:20} {summary}")
     console.say("devices")
     for kind, device in kinds.items():
-        rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items())
-        price = (
-            f"${device.price.usd_per_hour:g}/h ({device.price.checked})"
-            if device.price
-            else "no list price"
-        )
-        console.say(
-            f"  {kind:12} {device.memory or 'any size':>8}  {rates}; {price}; {device.source}"
-        )
-    console.answer({"clusters": list(names), "devices": kinds})
+        rates = [f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items()]
+        price = "no list price"
+        if device.price:
+            price = f"${device.price.usd_per_hour:g}/h ({device.price.checked})"
+        memory = device.memory or "any size"
+        console.say(f"  {kind:12} {memory:>8}  {', '.join(rates)}; {price}; {device.source}")
+    console.answer({"clusters": list(known), "devices": kinds})
 
 
-def _unknown(cluster: Cluster) -> list[str]:
+def _list_unknown(cluster: Cluster) -> list[str]:
     """Return what the planner needs and the cluster file does not give."""
     unknown = []
-    for a, b in combinations([host.name for host in cluster.hosts], 2):
+    hosts = [host.name for host in cluster.hosts]
+    for a, b in combinations(hosts, 2):
         assumed = cluster.assumed_network(a, b)
         if cluster.link(a, b) is None:
             unknown.append(f"the link {a} - {b}")
@@ -85,6 +83,7 @@ def _unknown(cluster: Cluster) -> list[str]:
             unknown.append(f"the bandwidth {which}: {format_rate(assumed.rate)} is assumed")
     unknown = list(dict.fromkeys(unknown))
     for host in cluster.hosts:
-        kinds = {device.kind for device in host.devices if not device.sheet.flops}
-        unknown += [f"the speed of {kind} in {host.name}" for kind in sorted(kinds)]
+        unrated = [device for device in host.devices if not device.sheet.flops]
+        for kind in sorted({device.kind for device in unrated}):
+            unknown.append(f"the speed of {kind} in {host.name}")
     return unknown

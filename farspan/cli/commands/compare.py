@@ -36,7 +36,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
 
 def say(comparison: Versus, console: Console) -> None:
-    """Both tables, the best of a line marked, and what has to be known."""
+    """Print both tables, the best of a line marked, and the notes."""
     if comparison.configuration:
         console.say(f"configured differently ({comparison.same} settings are the same):")
         _say_lines(comparison, comparison.configuration, console)
@@ -49,17 +49,13 @@ def say(comparison: Versus, console: Console) -> None:
 
 
 def _say_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> None:
-    rows = [
-        (
-            line.what,
-            *(
-                f"{cell} *" if place == line.best else cell
-                for place, cell in enumerate(line.values)
-            ),
-        )
-        for line in lines
-    ]
-    for text in table_lines(
-        ("", *comparison.names), rows, width=width(), colours=painter(json=console.json)
-    ):
+    heads = ["", *comparison.names]
+    rows = []
+    for line in lines:
+        cells = [line.what, *line.values]
+        if line.best is not None:
+            cells[line.best + 1] += " *"
+        rows.append(cells)
+    colours = painter(json=console.json)
+    for text in table_lines(heads, rows, width=width(), colours=colours):
         console.say(text, painted=True)

@@ -42,7 +42,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     positive(parse_duration, given.time, "--time", "2m")
     config = RunConfig(data="pydocs", name="demo", size=SIZE, budget=BudgetConfig(time=given.time))
-    path = _free(Path(given.run))
+    # `path`, or `path-2`, `path-3` ... where a demo was run before.
+    path = first = Path(given.run)
+    number = 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
     console.say("== text, tokens, plan")
     with Show(console) as show:
         folder = training.start(path, config, show, table=True)
@@ -61,12 +66,5 @@ def run(given: argparse.Namespace, console: Console) -> None:
             answers.append(search(index, query, 3))
             say_answer(answers[-1], console)
     console.say(f"\nyours now: {command('search', '...', path)}   report: {folder.report}")
-    console.answer(
-        {"run": str(path), "measurement": report.measurement, "index": manifest, "answers": answers}
-    )
-
-
-def _free(path: Path) -> Path:
-    """`path`, or `path-2`, `path-3` ... where a demo was run before."""
-    candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000)))
-    return next(candidate for candidate in candidates if not candidate.exists())
+    answer = {"run": str(path), "measurement": report.measurement}
+    console.answer({**answer, "index": manifest, "answers": answers})

@@ -40,34 +40,34 @@ def run(given: argparse.Namespace, console: Console) -> int:
     from farspan.app.machines import diagnose
 
     if given.cluster:
-        return _cluster(given.cluster, console)
+        return _diagnose_cluster(given.cluster, console)
     diagnosis = diagnose(given.device)
-    for name, found in diagnosis.rows:
-        console.say(f"{name:12} {found}")
+    for name, fact in diagnosis.rows:
+        console.say(f"{name:12} {fact}")
     _say_findings(diagnosis.findings, console)
     console.answer(diagnosis)
     return exit_code_of(diagnosis.findings)
 
 
-def _cluster(name: str, console: Console) -> int:
+def _diagnose_cluster(name: str, console: Console) -> int:
     from farspan.app.clusters import find
     from farspan.app.machines import STREAMS, examine
 
     cluster = find(name)
-    links = " and the links between them" if len(cluster.hosts) > 1 else ""
-    console.say(f"looking at {counted(len(cluster.hosts), 'host')}{links}")
+    hosts = len(cluster.hosts)
+    links = " and the links between them" if hosts > 1 else ""
+    console.say(f"looking at {counted(hosts, 'host')}{links}")
     examined, problems = examine(cluster)
     _say_hosts(cluster, examined, console)
     if examined.ways:
-        console.say(f"\n{_table(cluster, examined)}\n")
+        console.say(f"\n{_path_table(cluster, examined)}\n")
         console.say(
             f"from row to column: round trip, bandwidth with {STREAMS[0]} and {STREAMS[1]} "
             "streams, interface"
         )
     _say_findings(problems, console)
-    console.answer(
-        {**msgspec.to_builtins(examined, str_keys=True), "findings": msgspec.to_builtins(problems)}
-    )
+    answer = msgspec.to_builtins(examined, str_keys=True)
+    console.answer({**answer, "findings": msgspec.to_builtins(problems)})
     return exit_code_of(problems)
 
 
@@ -77,35 +77,37 @@ def _say_hosts(cluster: Cluster, examination: Examination, console: Console) -> 
             console.say(f"{host.name:12} cannot be reached")
             continue
         facts = examination.hosts[host.name]
-        packages = ", ".join(
-            f"{name} {version}" for name, version in facts.packages.items() if version
-        )
+        packages = [f"{name} {version}" for name, version in facts.packages.items() if version]
+        software = f"Python {facts.python}, {', '.join(packages) or 'no packages'}"
         devices = ", ".join(device.kind for device in host.devices)
-        console.say(
-            f"{host.name:12} Python {facts.python}, {packages or 'no packages'}; {devices}; "
-            f"{counted(facts.cpus, 'core')}, {format_bytes(facts.memory)}, "
-            f"{format_bytes(facts.disk_free)} free on disk"
-        )
-        for note in judge(facts.nvidia, facts.wheel, host.name).notes if facts.wheel else ():
-            console.say(f"{'note':12} {note}")
+        machine = f"{counted(facts.cpus, 'core')}, {format_bytes(facts.memory)}"
+        disk = f"{format_bytes(facts.disk_free)} free on disk"
+        console.say(f"{host.name:12} {software}; {devices}; {machine}, {disk}")
+        if facts.wheel:
+            for note in judge(facts.nvidia, facts.wheel, host.name).notes:
+                console.say(f"{'note':12} {note}")
 
 
-def _table(cluster: Cluster, examination: Examination) -> str:
+def _path_table(cluster: Cluster, examination: Examination) -> str:
     """Hosts by hosts. A cell that could not be measured names what failed."""
-    names = [host.name for host in cluster.hosts if host.name in examination.hosts]
-    ways = {(way.a, way.b): way for way in examination.ways}
-    cells = [[_cell(ways[a, b]) if a != b else "-" for b in names] for a in names]
-    rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
-    return "\n".join(table_lines(("", *names), rows, right=range(1, len(names) + 1), width=width()))
+    hosts = [host.name for host in cluster.hosts if host.name in examination.hosts]
+    rows = {host: [host, *("-" for _ in hosts)] for host in hosts}
+    for path in examination.ways:
+        place = hosts.index(path.b) + 1
+        rows[path.a][place] = _path_text(path)
+    heads = ["", *hosts]
+    lines = table_lines(heads, list(rows.values()), right=range(1, len(heads)), width=width())
+    return "\n".join(lines)
 
 
-def _cell(way: HostPath) -> str:
-    if way.failed:
-        return f"fails: {way.failed}"
-    if not way.bandwidth:
-        return format_seconds(way.rtt_s or 0.0)
-    rates = " / ".join(format_rate(rate) for rate in way.bandwidth.values())
-    return f"{format_seconds(way.rtt_s or 0.0)}, {rates}, {way.interface}"
+def _path_text(path: HostPath) -> str:
+    if path.failed:
+        return f"fails: {path.failed}"
+    rtt = format_seconds(path.rtt_s or 0.0)
+    if not path.bandwidth:
+        return rtt
+    rates = " / ".join(map(format_rate, path.bandwidth.values()))
+    return f"{rtt}, {rates}, {path.interface}"
 
 
 def _say_findings(problems: Sequence[Finding], console: Console) -> None:

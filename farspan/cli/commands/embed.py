@@ -1,4 +1,4 @@
-"""Embed a run's documents with its model into a vector database beside it, and measure how well
+"""Embed a run's documents with its model into a vector database in its folder, and measure how well
 that finds them."""
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if indexed.fitted and indexed.manifest.evaluation is not None:
         console.say(table(indexed.manifest.evaluation))
     if given.to is not None:
-        console.say(
-            f"vectors: {given.to}; commands that load them: {write_vectors(folder, given.to)}"
-        )
-    console.say(f"index: {folder.index}; next: {command('search', '...', folder.path)}")
-    console.answer(
-        {
-            "run": str(folder.path),
-            "index": str(folder.index),
-            "manifest": indexed.manifest,
-            "embedded": indexed.embedded,
-            "kept": indexed.kept,
-        }
-    )
+        commands = write_vectors(folder, given.to)
+        console.say(f"vectors: {given.to}; commands that load them: {commands}")
+    search = command("search", "...", folder.path)
+    console.say(f"index: {folder.index}; next: {search}")
+    answer = {
+        "run": str(folder.path),
+        "index": str(folder.index),
+        "manifest": indexed.manifest,
+        "embedded": indexed.embedded,
+        "kept": indexed.kept,
+    }
+    console.answer(answer)

@@ -45,8 +45,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     from farspan.app.using import export
 
-    out, step = export(
-        folder, Path(given.out) if given.out else None, dtype=given.dtype, format=given.format
-    )
-    console.say(f"wrote {out}; load it with {_LOADS[given.format].format(str(out))}")
-    console.answer({"run": str(folder.path), "folder": str(out), "step": step})
+    target = Path(given.out) if given.out else None
+    out, step = export(folder, target, dtype=given.dtype, format=given.format)
+    load = _LOADS[given.format].format(str(out))
+    console.say(f"wrote {out}; load it with {load}")
+    answer = {"run": str(folder.path), "folder": str(out), "step": step}
+    console.answer(answer)

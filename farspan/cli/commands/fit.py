@@ -1,4 +1,4 @@
-"""Say what fits a cluster: the largest model, the largest batch computed at once, or the least
+"""Find what fits a cluster: the largest model, the largest batch computed at once, or the least
 memory that each device needs."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def say_fit(fit: Fit, cluster: str, console: Console) -> None:
     best = fit.best
     model = fit.best.plan.model
     shape = f"{model.family}, {model.layers} layers x {model.d_model}"
-    amount = _amount(fit, best.amount)
+    amount = _format_amount(fit, best.amount)
     if fit.asked == "model":
         console.say(f"largest model that fits: {shape}, {amount}")
     elif fit.asked == "batch":
@@ -75,7 +75,7 @@ def say_fit(fit: Fit, cluster: str, console: Console) -> None:
     console.say(f"  by {best.technique} on {best.where}{again}")
     console.say(f"  fullest: {best.binds}")
     if fit.next_amount is not None:
-        following = _amount(fit, fit.next_amount)
+        following = _format_amount(fit, fit.next_amount)
         console.say(f"  next: {following}, which nothing fits; by {best.technique} then")
         console.say(f"        {fit.next_lacks}")
     console.say()
@@ -83,17 +83,13 @@ def say_fit(fit: Fit, cluster: str, console: Console) -> None:
     # Each technique's limit.
     extreme = "most" if fit.asked != "memory" else "least"
     heads = ("technique", "where", extreme, "at once", "recompute", "fullest")
-    rows = [
-        (
-            limit.technique,
-            limit.where,
-            _amount(fit, limit.amount),
-            str(limit.micro_rows),
-            "yes" if limit.recompute else "no",
-            str(limit.binds).split(" usable")[0],
-        )
-        for limit in fit.limits
-    ]
+    rows = []
+    for limit in fit.limits:
+        amount = _format_amount(fit, limit.amount)
+        recompute = "yes" if limit.recompute else "no"
+        fullest = str(limit.binds).split(" usable")[0]
+        micro_rows = str(limit.micro_rows)
+        rows.append((limit.technique, limit.where, amount, micro_rows, recompute, fullest))
     for line in table_lines(heads, rows, right={2, 3}, width=width()):
         console.say(line)
     if fit.asked == "model" and reproduced(best):
@@ -101,7 +97,7 @@ def say_fit(fit: Fit, cluster: str, console: Console) -> None:
         console.say(f"\nprice it: {words}")
 
 
-def _amount(fit: Fit, amount: int) -> str:
+def _format_amount(fit: Fit, amount: int) -> str:
     if fit.asked == "model":
         return f"{format_count(amount)} parameters"
     return format_bytes(amount) if fit.asked == "memory" else counted(amount, "sequence")

@@ -59,12 +59,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
         raise missing_path(out.absolute().parent)
     source = open_source(given.source)
     source.fingerprint()
-    name = (
-        given.source
-        if given.source.startswith(("hf:", "pydocs"))
-        else str(Path(given.source).expanduser())
-    )
+    name = given.source
+    if not name.startswith(("hf:", "pydocs")):
+        name = str(Path(name).expanduser())
     quoted = yaml.safe_dump(name, width=float("inf")).splitlines()[0]
-    write_atomically(out, TEMPLATE.format(source=quoted, time=given.time).encode())
+    text = TEMPLATE.format(source=quoted, time=given.time)
+    write_atomically(out, text.encode())
     console.say(f"wrote {out}; next: {command('train', out)}")
     console.answer({"path": str(out), "source": name})

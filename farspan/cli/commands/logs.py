@@ -1,4 +1,4 @@
-"""What a run's job has said so far, in the words of `farspan train`; with -f also what it says
+"""What a run's job has printed so far, as `farspan train` prints it; with -f also what follows
 until it ends."""
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.jobs import status
 
     if given.rank is not None:
-        _worker(folder, given.rank, console, follow=given.follow)
+        _print_worker_log(folder, given.rank, console, follow=given.follow)
     else:
-        _events(folder, console, follow=given.follow)
+        _print_events(folder, console, follow=given.follow)
     standing = status(folder)
     if standing.heard_s is None:
         console.say("no worker has started yet")
@@ -38,7 +38,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.answer(standing)
 
 
-def _events(folder: RunFolder, console: Console, *, follow: bool) -> None:
+def _print_events(folder: RunFolder, console: Console, *, follow: bool) -> None:
     """Print the plain lines of training, at the pace of the run's own time."""
     from farspan.app.jobs import events
     from farspan.cli.display import DisplayConsole
@@ -53,7 +53,7 @@ def _events(folder: RunFolder, console: Console, *, follow: bool) -> None:
             display.show(event)
 
 
-def _worker(folder: RunFolder, rank: int, console: Console, *, follow: bool) -> None:
+def _print_worker_log(folder: RunFolder, rank: int, console: Console, *, follow: bool) -> None:
     from farspan.app.jobs import goes_on, lines
 
     log = folder.logs / f"rank-{rank}.log"

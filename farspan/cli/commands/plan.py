@@ -30,14 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resolved", action="store_true", help="show each value of run.yaml and where it came from"
     )
-    _what_to_show(parser)
+    _add_views(parser)
     takes_export(parser)
     parser.add_argument(
         "-o", "--out", metavar="PLAN.JSON", help="write the chosen plan to this file"
     )
 
 
-def _what_to_show(parser: argparse.ArgumentParser) -> None:
+def _add_views(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `planviews` reads."""
     shown = parser.add_argument_group("what to show")
     shown.add_argument(
@@ -99,7 +99,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             for key, (value, origin) in resolved.values.items():
                 console.say(f"  {key:22} {value!s:20} {origin}")
     answer: dict[str, Any] = say_views(given, ranking, console)
-    answer["candidates"] = [pricing.as_json(listed, ranking.cluster) for listed in ranking.listed]
+    cluster = ranking.cluster
+    answer["candidates"] = [pricing.as_json(listed, cluster) for listed in ranking.listed]
     answer["chosen"] = ranking.chosen
     if given.model is not None:
         pricing.demand_a_fit(query, ranking)
@@ -107,8 +108,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         plan = pricing.exporter(given.export).exportable(ranking)
         answer["export"] = {} if plan is None else write_export(plan, given, console)
     if resolved is not None:
-        values = resolved.values.items()
-        answer["resolved"] = {
-            key: {"value": value, "origin": origin} for key, (value, origin) in values
-        }
+        answer["resolved"] = {}
+        for key, (value, origin) in resolved.values.items():
+            answer["resolved"][key] = {"value": value, "origin": origin}
     console.answer(answer)

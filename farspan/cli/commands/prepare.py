@@ -26,12 +26,10 @@ def run(given: argparse.Namespace, console: Console) -> None:
     with Show(console) as show:
         folder, manifest = prepare(load_config(given), show, verified=True)
     refuse_other_text(Path(given.config), manifest)
-    for name, split in (("train", manifest.train), ("val", manifest.val)):
-        size = format_bytes(split.text_bytes)
-        console.say(
-            f"{name}: {format_count(split.tokens)} tokens, {counted(split.documents, 'document')}, "
-            f"{size}"
-        )
+    for name, split in {"train": manifest.train, "val": manifest.val}.items():
+        tokens = format_count(split.tokens)
+        documents = counted(split.documents, "document")
+        console.say(f"{name}: {tokens} tokens, {documents}, {format_bytes(split.text_bytes)}")
     console.say(f"in {folder}")
     readable = manifest.without_checksums()
     console.answer({"folder": str(folder), "manifest": msgspec.to_builtins(readable)})

@@ -31,23 +31,27 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.show import Show
 
     # An export of a whole plan needs neither prices nor the cluster.
-    if given.export and given.cluster is None and given.plan.suffix == ".json":
+    is_whole = given.cluster is None and given.plan.suffix == ".json"
+    if given.export and is_whole:
         from farspan.app.plans import read_plan
 
-        console.answer({"export": write_export(read_plan(given.plan), given, console)})
+        exported = write_export(read_plan(given.plan), given, console)
+        console.answer({"export": exported})
         return
     # Without run.yaml nothing names a cluster: it is this machine.
-    asked = given.set or given.config.exists() or given.config.name != "run.yaml"
-    config = load_config(given) if asked and given.cluster is None else None
+    has_config = given.config.exists() or given.config.name != "run.yaml"
+    config = None
+    if given.cluster is None and (given.set or has_config):
+        config = load_config(given)
     with Show(console) as progress:
-        found = price_given(given.plan, given.cluster, given.engine, progress, config)
-    given_plan.say(found, console, pictures=given.show)
+        priced = price_given(given.plan, given.cluster, given.engine, progress, config)
+    given_plan.say(priced, console, pictures=given.show)
     if given.out:
         from farspan.app.plans import write_plan
 
-        write_plan(found.plan, found.cluster, Path(given.out))
+        write_plan(priced.plan, priced.cluster, Path(given.out))
         console.say(f"\nthe plan is in {given.out}")
-    answer = found.as_json()
+    answer = priced.as_json()
     if given.export:
-        answer["export"] = write_export(found.plan, given, console)
+        answer["export"] = write_export(priced.plan, given, console)
     console.answer(answer)

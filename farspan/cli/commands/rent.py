@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
@@ -10,10 +11,10 @@ from farspan.cli.plan_flags import plan_query, takes_question
 from farspan.domain.units import format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from farspan.planning.rent import Offer, Rent
+    from farspan.planning.rent import Rent
 
 HELP = "say which devices to rent, by time and dollars"
-#: Offers beside the frontier that are shown; `--json` has all.
+#: Offers off the frontier that are shown; `--json` has all.
 SHOWN = 12
 
 
@@ -42,8 +43,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
         network=given.network,
     )
     say_rent(rented, given, console)
-    candidates = [
-        {
+    candidates = []
+    for offer in rented.offers:
+        candidate = {
             **pricing.as_json(offer.best, offer.cluster),
             "kind": offer.kind,
             "count": offer.count,
@@ -52,8 +54,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             "meets_budget": offer.meets,
             "pipelines_searched": offer.searched,
         }
-        for offer in rented.offers
-    ]
+        candidates.append(candidate)
     console.answer({"candidates": candidates, "chosen": rented.chosen, "frontier": rented.frontier})
 
 
@@ -62,63 +63,66 @@ def say_rent(rented: Rent, given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.paint import width
     from farspan.domain.model import parameters
     from farspan.domain.words import joined
+    from farspan.planning.candidate import Candidate
     from farspan.planning.question import model_of
     from farspan.report.tables import table_lines
 
     model = model_of(given.model)
     limited = given.hours is not None or given.usd is not None
+    size = format_count(parameters(model))
     console.say(
-        f"{model.family} of {format_count(parameters(model))} parameters; * is the choice, + the "
+        f"{model.family} of {size} parameters; * is the choice, + the "
         "frontier of time against dollars\n"
     )
 
     # The frontier, then those that meet the budget, then the others.
-    fitting = [i for i, offer in enumerate(rented.offers) if offer.time_s < float("inf")]
+    offers = rented.offers
+    fitting = [i for i, offer in enumerate(offers) if offer.time_s < math.inf]
     others = [i for i in fitting if i not in rented.frontier]
-    others.sort(key=lambda i: not rented.offers[i].meets)
+    others.sort(key=lambda i: not offers[i].meets)
     heads = ("", "devices", "technique", "time", "cost", "an hour", "GB/device", "budget")
     rows = []
     for place in (*rented.frontier, *others[:SHOWN]):
-        chosen = "*" if place == rented.chosen else ""
-        mark = chosen + ("+" if place in rented.frontier else "")
-        rows.append(_offer_row(mark, rented.offers[place], limited=limited))
+        mark = "*" if place == rented.chosen else ""
+        if place in rented.frontier:
+            mark += "+"
+        offer = offers[place]
+        candidate = offer.best
+        assert isinstance(candidate, Candidate)
+        meets = "meets" if offer.meets else "beyond"
+        gigabytes = candidate.estimate.memory_bytes / 1e9
+        row = (
+            mark,
+            candidate.where,
+            candidate.technique,
+            format_seconds(candidate.time_s),
+            f"${offer.usd:,.2f}",
+            f"${offer.usd_per_hour:,.2f}",
+            f"{gigabytes:.1f}",
+            meets if limited else "",
+            offer.checked,
+        )
+        rows.append(row)
     for line in table_lines((*heads, "price of"), rows, right={3, 4, 5, 6}, width=width()):
         console.say(line)
 
     # What is left out, and what is assumed.
-    misfits = len(rented.offers) - len(fitting)
-    counts = f"{len(rented.offers)} offers; {misfits} have too little memory"
+    misfits = len(offers) - len(fitting)
+    counts = f"{len(offers)} offers; {misfits} have too little memory"
     if limited:
-        counts += f"; {sum(offer.meets for offer in rented.offers)} meet the budget"
+        counts += f"; {sum(offer.meets for offer in offers)} meet the budget"
     console.say(f"\n{counts}")
-    dates = sorted(offer.checked for offer in rented.offers)
+    dates = sorted(offer.checked for offer in offers)
+    bandwidth = format_rate(rented.bandwidth)
+    rtt = format_seconds(rented.rtt_s)
     console.say(
         f"Assumes list prices of {dates[0]} to {dates[-1]} (catalog/devices.yaml names each "
-        f"source), hosts of up to 8 devices,\n{format_rate(rented.bandwidth)} and a round trip of "
-        f"{format_seconds(rented.rtt_s)} between hosts."
+        f"source), hosts of up to 8 devices,\n{bandwidth} and a round trip of {rtt} between hosts."
     )
     for machine in dict.fromkeys(rented.known.values()):
         kinds = [kind for kind, network in rented.known.items() if network == machine]
+        rate = format_rate(machine.rate)
         console.say(
-            f"{format_rate(machine.rate)} between hosts of 8 x {joined(kinds)}, as of a "
-            f"{machine.machine}; --network RATE asks about another."
+            f"{rate} between hosts of 8 x {joined(kinds)}, as of a {machine.machine}; "
+            "--network RATE asks about another."
         )
-
-
-def _offer_row(mark: str, offer: Offer, *, limited: bool) -> tuple[str, ...]:
-    from farspan.planning.candidate import Candidate
-
-    candidate = offer.best
-    assert isinstance(candidate, Candidate)
-    meets = "meets" if offer.meets else "beyond"
-    return (
-        mark,
-        candidate.where,
-        candidate.technique,
-        format_seconds(candidate.time_s),
-        f"${offer.usd:,.2f}",
-        f"${offer.usd_per_hour:,.2f}",
-        f"{candidate.estimate.memory_bytes / 1e9:.1f}",
-        meets if limited else "",
-        offer.checked,
-    )

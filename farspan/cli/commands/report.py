@@ -1,5 +1,5 @@
-"""What a run did: predicted beside measured, the losses, and a page that opens offline; or the
-results of a bench."""
+"""What a run did: predicted and measured, the losses, and a page that opens offline; or the results
+of a bench."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from farspan.app.extensions import extensions
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
-from farspan.cli.paint import paint, painter, width
+from farspan.cli.paint import width
 
 HELP = "show what a run did, or what a bench measured"
 
@@ -29,26 +29,19 @@ def run(given: argparse.Namespace, console: Console) -> None:
             if point.load()(given.run, console, predicted=given.predicted):
                 return
     from farspan.app.reporting import write_report
+    from farspan.cli.plan_table import say_drawing
     from farspan.report.compare_text import timeline
 
     report = write_report(find_run(given, console).path)
     console.say(f"{report}\n")
+    answer: dict[str, object] = {
+        "run": str(report.run.folder),
+        "page": str(report.page),
+        "measurement": report.measurement,
+    }
     if report.compared is not None:
-        for line in timeline(report.compared, width()):
-            console.say(
-                "".join(
-                    paint(text, tint, painter(json=console.json)) for text, tint in line
-                ).rstrip(),
-                painted=True,
-            )
+        say_drawing(timeline(report.compared, width()), console)
         console.say()
+        answer["compared"] = report.compared
     console.say(f"page: {report.page}")
-    compared = {"compared": report.compared} if report.compared is not None else {}
-    console.answer(
-        {
-            "run": str(report.run.folder),
-            "page": str(report.page),
-            "measurement": report.measurement,
-            **compared,
-        }
-    )
+    console.answer(answer)

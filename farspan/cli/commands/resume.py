@@ -1,4 +1,4 @@
-"""Go on with a run that was stopped, from its newest whole checkpoint."""
+"""Resume a run that was stopped, from its newest whole checkpoint."""
 
 from __future__ import annotations
 
@@ -34,17 +34,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     if given.detach:
-        options = [
-            word
-            for name in ("cluster", "technique")
-            if (value := getattr(given, name))
-            for word in (f"--{name}", value)
-        ]
-        detached(
-            ["resume", folder.path, *(["--trust"] if given.trust else []), *options],
-            folder,
-            console,
-        )
+        words = ["resume", folder.path]
+        if given.trust:
+            words.append("--trust")
+        for name in ("cluster", "technique"):
+            value = getattr(given, name)
+            if value:
+                words += [f"--{name}", value]
+        detached(words, folder, console)
         return
     from farspan.app.training import resume
     from farspan.cli.report_text import say_result

@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--where",
         metavar="FIELD=VALUE",
-        type=_equation,
+        type=_parse_filter,
         action="append",
         default=[],
         help="only documents with this value in this field, such as title or a column of the text",
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _equation(text: str) -> tuple[str, str]:
+def _parse_filter(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError("it is FIELD=VALUE, such as title=Introduction")
@@ -44,7 +44,7 @@ def _equation(text: str) -> tuple[str, str]:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.indexing import refuse_query, search
-    from farspan.cli.answers import say_answer
+    from farspan.cli.answers import evaluation_text, say_answer
 
     if given.eval:
         # It takes no query: the only word is the run.
@@ -55,24 +55,15 @@ def run(given: argparse.Namespace, console: Console) -> None:
         refuse_query(given.query or "")
     folder = find_run(given, console)
     if given.eval:
-        from farspan.retrieval.evaluate import table
         from farspan.retrieval.index import read_manifest
-        from farspan.retrieval.search import not_evaluated
 
         manifest = read_manifest(folder.index, command("embed", folder.path))
-        evaluation = manifest.evaluation
-        console.say(
-            table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}"
-        )
-        console.answer({"run": str(folder.path), "evaluation": evaluation})
+        console.say(evaluation_text(manifest))
+        console.answer({"run": str(folder.path), "evaluation": manifest.evaluation})
         return
+    where = dict(given.where)
     answer = search(
-        folder,
-        given.query,
-        given.k,
-        given.system,
-        dict(given.where),
-        lambda update: console.say(str(update)),
+        folder, given.query, given.k, given.system, where, lambda update: console.say(str(update))
     )
     say_answer(answer, console)
     console.answer({"run": str(folder.path), "answer": answer})

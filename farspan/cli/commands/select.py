@@ -77,16 +77,17 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     config = load_config(given)
     out = given.out or Path("plan.json")
-    refuse_file(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
+    free = out.with_stem(f"{out.stem}-2")
+    refuse_file(out, command("select", *words_again(given), "-o", free))
     other = None if given.algorithm == OWN else algorithm(given.algorithm)
-    if other is not None or (given.epsilon, given.delta) != (None, None):
-        (other or algorithm("paper")).check(
-            given
-        )  # Wrong values are refused also where nothing reads them.
+    if other is not None:
+        other.check(given)
+    elif given.epsilon is not None or given.delta is not None:
+        algorithm("paper").check(given)  # Wrong values are refused also where nothing reads them.
     check_tolerance(given.tolerance)
-    budget_s = (
-        None if given.budget is None else positive(parse_duration, given.budget, "--budget", "2m")
-    )
+    budget_s = None
+    if given.budget is not None:
+        budget_s = positive(parse_duration, given.budget, "--budget", "2m")
     parallel = config.parallel
     if given.objective:
         parallel = msgspec.structs.replace(parallel, objective=given.objective)
@@ -94,7 +95,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         resolved = resolve(config, show, trial=True)
     if other is not None:
         plan, answer = other.select(given, resolved, parallel, console)
-        return console.answer({**answer, **_write(plan, resolved, given, out, console)})
+        written = _write_plan(plan, resolved, given, out, console)
+        return console.answer({**answer, "plan": written})
     with Show(console) as show:
         selection = choosing.choose(
             resolved,
@@ -107,20 +109,22 @@ def run(given: argparse.Namespace, console: Console) -> None:
         )
     ranking = selection.ranking
     console.say()
-    say_ranking(ranking, console, more="farspan plan --all")
+    say_ranking(ranking, console)
     console.say()
     console.say(paragraph(why(selection)))
     if ranking.chosen is None:
         question = choosing.question_of(resolved, parallel, given.tolerance, choosing.PARTS)
         raise nothing_runs(ranking, selection.tried, question)
     plan = ranking.candidates[ranking.chosen].plan
-    return console.answer({**as_json(selection), **_write(plan, resolved, given, out, console)})
+    answer = as_json(selection)
+    answer["plan"] = _write_plan(plan, resolved, given, out, console)
+    return console.answer(answer)
 
 
 def algorithm(name: str) -> ModuleType:
-    """Another package's way to choose: a module with `check(given)`, which refuses wrong arguments,
-    and `select(given, resolved, asked, console)`, which returns the plan and what `--json` has of
-    it."""
+    """Load another package's way to choose: a module with `check(given)`, which refuses wrong
+    arguments, and `select(given, resolved, asked, console)`, which returns the plan and what
+    `--json` has of it."""
     what = f"there is no algorithm {name!r}"
     module: ModuleType = load_extension(
         "algorithms", name, what, option="--algorithm", code="usage", own=(OWN,)
@@ -134,24 +138,24 @@ def as_json(selection: Selection) -> dict[str, Any]:
     from farspan.planning.outcome import why
 
     ranking = selection.ranking
+    candidates = []
+    for listed in ranking.listed:
+        priced = pricing.as_json(listed, ranking.cluster)
+        trial = None if isinstance(listed, Refused) else listed.trial
+        candidates.append({**priced, "trial": trial})
+    tried = []
+    for candidate, trial in selection.tried:
+        facts = {
+            "technique": candidate.technique,
+            "where": candidate.where,
+            "predicted_s": candidate.estimate.step_s,
+            "trial": trial,
+        }
+        tried.append(facts)
     return {
-        "candidates": [
-            {
-                **pricing.as_json(listed, ranking.cluster),
-                "trial": None if isinstance(listed, Refused) else listed.trial,
-            }
-            for listed in ranking.listed
-        ],
+        "candidates": candidates,
         "chosen": ranking.chosen,
-        "tried": [
-            {
-                "technique": candidate.technique,
-                "where": candidate.where,
-                "predicted_s": candidate.estimate.step_s,
-                "trial": trial,
-            }
-            for candidate, trial in selection.tried
-        ],
+        "tried": tried,
         "spent_s": selection.spent_s,
         "budget_s": selection.budget_s,
         "ended": selection.ended,
@@ -159,11 +163,12 @@ def as_json(selection: Selection) -> dict[str, Any]:
     }
 
 
-def _write(
+def _write_plan(
     plan: Plan, resolved: Resolved, given: argparse.Namespace, out: Path, console: Console
-) -> dict[str, Any]:
+) -> str:
     from farspan.app.plans import write_plan
 
     write_plan(plan, resolved.cluster, out)
-    console.say(f"written: {out}; run it: {command('train', *words_again(given), '--plan', out)}")
-    return {"plan": str(out)}
+    train = command("train", *words_again(given), "--plan", out)
+    console.say(f"written: {out}; run it: {train}")
+    return str(out)

@@ -19,14 +19,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="address to listen at (default: 127.0.0.1, this machine)",
     )
     parser.add_argument(
-        "--port", type=_port, default=8000, help="port to listen on, 0 for any (default: 8000)"
+        "--port",
+        type=_parse_port,
+        default=8000,
+        help="port to listen on, 0 for any (default: 8000)",
     )
     parser.add_argument(
         "--token", help="who asks must know it; others on the network need one (or $FARSPAN_TOKEN)"
     )
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not 0 <= (value := int(text)) <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
     return value

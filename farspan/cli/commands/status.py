@@ -1,5 +1,5 @@
-"""Whether runs go on or how they ended, and how far they are: a line each, or all of one that is
-named."""
+"""Whether runs are running or how they ended, and how far they are: a line each, or all of one that
+is named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             try:
                 statuses.append(status(folder))
             except Refusal as refusal:  # One that is damaged hides no other.
-                problems.append(f"{folder.path}: {refusal.problem.what} ({refusal.problem.where})")
+                problem = refusal.problem
+                problems.append(f"{folder.path}: {problem.what} ({problem.where})")
         for line in listed(statuses, json=console.json):
             console.say(line, painted=True)
         for line in problems:

@@ -29,12 +29,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     config = load_config(given)
-    path = Path(given.run) if given.run else Path("runs") / default_name(config)
+    path = Path(given.run or Path("runs", default_name(config)))
     remedy = command("train", given.config, "--run", f"{path}-2")
     refuse_existing(path, f"{remedy}, or to go on: {command('resume', path)}")
     if given.detach:
-        plan = () if given.plan is None else ("--plan", given.plan)
-        detached(["train", *words_again(given), "--run", path, *plan], RunFolder(path), console)
+        words = ["train", *words_again(given), "--run", path]
+        if given.plan is not None:
+            words += ["--plan", given.plan]
+        detached(words, RunFolder(path), console)
         return
     from farspan.app import training
     from farspan.app.plans import planned_before
@@ -45,9 +47,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         if given.plan is None:
             folder = training.start(path, config, show)
         else:
-            folder = training.make(
-                path, config, planned_before(given.plan, config, given.config, show), show
-            )
+            planned = planned_before(given.plan, config, given.config, show)
+            folder = training.make(path, config, planned, show)
         report = training.train_new(folder, show)
     say_result(report, console)
     console.answer({"run": str(path), "measurement": report.measurement})

@@ -34,9 +34,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     check_store(given)
     from farspan.app.indexing import embed
+    from farspan.cli.answers import evaluation_text
     from farspan.cli.show import Show
-    from farspan.retrieval.evaluate import table
-    from farspan.retrieval.search import not_evaluated
 
     with Show(console) as show:
         indexed = embed(
@@ -49,10 +48,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             queries=given.queries,
             qrels=given.qrels,
         )
-    manifest = indexed.manifest
-    evaluation = manifest.evaluation
-    console.say(
-        table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}"
-    )
-    console.say(f"index: {folder.index}; next: {command('search', '...', folder.path)}")
-    console.answer({"run": str(folder.path), "index": str(folder.index), "manifest": manifest})
+    console.say(evaluation_text(indexed.manifest))
+    search = command("search", "...", folder.path)
+    console.say(f"index: {folder.index}; next: {search}")
+    answer = {"run": str(folder.path), "index": str(folder.index), "manifest": indexed.manifest}
+    console.answer(answer)
