@@ -213,7 +213,7 @@ class TrainingDisplay:
 
 
 class ProgressLine:
-    """One line of any width: the place, a bar, and as many facts as there is room for, whole."""
+    """One line of any width: the place, a bar, and the whole facts that there is room for."""
 
     def __init__(self, head: str, share: float, facts: Sequence[str]) -> None:
         self._head = head

@@ -60,14 +60,18 @@ def _state_text(status: Status) -> str:
 
 
 def detailed(status: Status, now: float) -> Iterator[str]:
-    """Lines on one run: how it stands, how far it is, and what to do next."""
+    """Yield lines on one run: how it stands, how far it is, and what to do next."""
     yield f"{status.run}: {_state_sentence(status, now)}"
     for name, fact in _status_facts(status):
         yield f"  {name:<11} {fact}"
     if status.problem is not None:
         yield str(status.problem)
-    elif (next_words := _next_command(status)) is not None:
-        yield f"next: {command(*next_words, status.run)}"
+    elif status.state == "running":
+        yield f"next: {command('logs', '-f', status.run)}"
+    elif status.state == "finished":
+        yield f"next: {command('report', status.run)}"
+    elif not status.saving:  # Else workers of a lost job still hold the run.
+        yield f"next: {command('resume', status.run)}"
 
 
 def _state_sentence(status: Status, now: float) -> str:
@@ -114,15 +118,6 @@ def step_of(status: Status) -> str:
 
 def _format_ago(seconds: float) -> str:
     return f"{format_seconds(seconds)} ago" if seconds >= 1 else "just now"
-
-
-def _next_command(status: Status) -> tuple[str, ...] | None:
-    """Return the usual next command; None while workers of a lost job still hold the run."""
-    if status.state == "running":
-        return "logs", "-f"
-    if status.state == "finished":
-        return ("report",)
-    return None if status.saving else ("resume",)
 
 
 def roughly(seconds: float) -> str:

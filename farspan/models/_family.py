@@ -87,16 +87,16 @@ def decoder_tensors(
     """
     d = spec.d_model
     kv = spec.kv_heads * spec.head_dim
-    qkv_rows = (d, kv, kv)
+    qkv_rows: tuple[int, ...] = (d, kv, kv)
     if len(modules["attn.qkv"]) == 1:  # GPT-2 stores them as one matrix.
         qkv_rows = (sum(qkv_rows),)
     matrix_rows = {"attn.qkv": qkv_rows, "attn.out": (d,), "mlp.down": (d,)}
     matrix_rows["mlp.up"] = (spec.d_ff,) * len(modules["mlp.up"])
     maps = list(embeddings)
     for i in range(spec.layers):
-        for part, parts_of in modules.items():
+        for part, parts_theirs in modules.items():
             ours = f"blocks.{i}.{part}"
-            theirs = tuple(f"{layers}.{i}.{module}" for module in parts_of)
+            theirs = tuple(f"{layers}.{i}.{module}" for module in parts_theirs)
             if part in matrix_rows:
                 maps += linear(spec, ours, theirs, matrix_rows[part], transpose=transpose)
             else:

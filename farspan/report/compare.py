@@ -131,7 +131,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_spread(run: RunHistory) -> tuple[float, float, float]:
-    """Return the median and the quartiles of the seconds of a run's steps, of which it has some."""
+    """Return the median and the quartiles of the seconds of a run's steps; it has some."""
     seconds = [timed.step.step_s for timed in run.history.timed]
     quartiles = seconds * 3
     if len(seconds) > 1:
@@ -279,14 +279,31 @@ def compare_runs(runs: Sequence[RunHistory]) -> Versus:
     settings = dict.fromkeys(chain.from_iterable(configured))
     differing = []
     for name in settings:
-        values = tuple(each.get(name, "none") for each in configured)
+        values = tuple(settings_of.get(name, "none") for settings_of in configured)
         if len(set(values)) > 1:
             differing.append(Line(what=name, values=values))
     folders = [run.folder.resolve().name for run in runs]
     if len(set(folders)) < len(folders):
         folders = [str(run.folder) for run in runs]
-    results, notes = _compare_results(runs)
-    known = [line for line in results if set(line.values) != {"?"}]
+
+    # The results, with the best where they can be put in order.
+    measured = [measure(run) for run in runs]
+    orders, notes = _rankable_orders(runs, measured)
+    lines = [Line(what="ended", values=tuple(run.history.reason for run in runs))]
+    lines += _step_lines(runs, ranked="step" in orders)
+    for figure in FIGURES:
+        figures: list[Any] = [getattr(each, figure.field, None) for each in measured]
+        shown = ["?" if value is None else figure.show(value) for value in figures]
+        best = None
+        if figure.order in orders and None not in figures and len(set(figures)) > 1:
+            best = figures.index(min(figures))
+        lines.append(Line(what=figure.what, values=tuple(shown), best=best))
+    read = []
+    for each in measured:
+        tokens = losses.read_on(each.val_tokens, each.val_of) if each else ""
+        read.append(tokens or "?")
+    lines.append(Line(what="validation loss is", values=tuple(read)))
+    known = [line for line in lines if set(line.values) != {"?"}]
     return Versus(
         names=tuple(folders),
         configuration=tuple(differing),
@@ -335,26 +352,6 @@ def _flatten_settings(prefix: str, value: object) -> dict[str, str]:
 def tokenizer(run: RunHistory) -> str:
     """Return the hash of a run's tokenizer."""
     return content_hash(read_bytes(RunFolder(run.folder).tokenizer).decode())
-
-
-def _compare_results(runs: Sequence[RunHistory]) -> tuple[list[Line], list[str]]:
-    measured = [measure(run) for run in runs]
-    orders, notes = _rankable_orders(runs, measured)
-    lines = [Line(what="ended", values=tuple(run.history.reason for run in runs))]
-    lines += _step_lines(runs, ranked="step" in orders)
-    for figure in FIGURES:
-        values: list[Any] = [getattr(each, figure.field, None) for each in measured]
-        shown = ["?" if value is None else figure.show(value) for value in values]
-        best = None
-        if figure.order in orders and None not in values and len(set(values)) > 1:
-            best = values.index(min(values))
-        lines.append(Line(what=figure.what, values=tuple(shown), best=best))
-    read = []
-    for each in measured:
-        tokens = losses.read_on(each.val_tokens, each.val_of) if each else ""
-        read.append(tokens or "?")
-    lines.append(Line(what="validation loss is", values=tuple(read)))
-    return lines, notes
 
 
 def _rankable_orders(

@@ -73,8 +73,8 @@ def _validation_series(run: RunHistory) -> tuple[Series, ...]:
 
 
 def _token_and_time_axes(run: RunHistory) -> tuple[Axis, Axis]:
-    """Return tokens, and time in a unit of which the run has at least three; resumptions are
-    marked."""
+    """Return the axes: tokens, and time in the largest unit that the run has three of; resumptions
+    are marked."""
     steps = run.history.steps
     run_s = run.history.run_s
     size_s, unit = next((unit for unit in TIME_UNITS if run_s >= 3 * unit[0]), (1.0, "s"))

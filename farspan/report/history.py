@@ -120,7 +120,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
     """All that reports are made from. `config` is run.yaml as written, `warnings` are those of
     the run that still hold, each once; `history` is rank 0's, `others` holds those of the other
-    ranks whose logs lie here."""
+    ranks with logs in this folder."""
 
     folder: Path
     plan: Plan
@@ -204,23 +204,33 @@ def trace(events: Iterable[Event]) -> History:
         starts.append((started, run_s))
         ended_at = max(event.at for event in part)
         run_s += ended_at - started.at
-    last = recorded[-1] if recorded else None
-    memory = [step.memory_bytes for step in _events_of(Step, recorded)]
+    validations = _events_of(Validated, lasting)
+    samples = _events_of(Sampled, lasting)
+    traced = _events_of(Traced, lasting)
+    saves = _events_of(Saved, recorded)
+    warnings = _events_of(Warned, recorded)
+    rescheduled = _events_of(Rescheduled, recorded)
+    ends = _events_of(Finished, recorded)
+    recoveries = _events_of(Recovered, recorded)
+    finished = None
+    if recorded and isinstance(recorded[-1], Finished):
+        finished = recorded[-1]
+    memory_bytes = max((step.memory_bytes for step in _events_of(Step, recorded)), default=0)
     return History(
         steps=tuple(steps.values()),
-        validations=_events_of(Validated, lasting),
-        samples=_events_of(Sampled, lasting),
-        traced=_events_of(Traced, lasting),
-        saves=_events_of(Saved, recorded),
-        warnings=_events_of(Warned, recorded),
-        rescheduled=_events_of(Rescheduled, recorded),
+        validations=validations,
+        samples=samples,
+        traced=traced,
+        saves=saves,
+        warnings=warnings,
+        rescheduled=rescheduled,
         starts=tuple(starts),
-        ends=_events_of(Finished, recorded),
-        recoveries=_events_of(Recovered, recorded),
-        finished=last if isinstance(last, Finished) else None,
+        ends=ends,
+        recoveries=recoveries,
+        finished=finished,
         run_s=run_s,
         lost_steps=lost_steps,
-        memory_bytes=max(memory, default=0),
+        memory_bytes=memory_bytes,
     )
 
 

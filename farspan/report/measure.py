@@ -41,17 +41,20 @@ def measure(run: RunHistory) -> Measurement | None:
             mfus.append(flops / timed.start.peak_flops)
     mfu = median(mfus) if len(mfus) == len(warm) else None
     memory_bytes = max(each.memory_bytes for each in run.histories.values())
-    last_losses = [timed.step.loss for timed in history.steps[-losses.LAST_STEPS :]]
+    train_loss = fmean(timed.step.loss for timed in history.steps[-losses.LAST_STEPS :])
+    step_s = median(step_seconds)
+    tokens_per_s = median(rates)
+    steps = len(history.steps)
     tokens = history.steps[-1].tokens
     measured = Measurement(
-        step_s=median(step_seconds),
+        step_s=step_s,
         run_s=history.run_s,
-        tokens_per_s=median(rates),
+        tokens_per_s=tokens_per_s,
         memory_bytes=memory_bytes,
         usd=history.usd,
-        steps=len(history.steps),
+        steps=steps,
         tokens=tokens,
-        train_loss=fmean(last_losses),
+        train_loss=train_loss,
         val_loss=None,
         best_val_loss=None,
         perplexity=None,
@@ -69,6 +72,7 @@ def measure(run: RunHistory) -> Measurement | None:
     perplexity = math.exp(last.loss) if last.loss < 700 else None
     best = min(history.validations, key=lambda event: losses.compared(event)[0])
     best_val_loss, best_val_tokens, _ = losses.compared(best)
+    best_step = best.step
     return replace(
         measured,
         val_loss=last.loss,
@@ -82,6 +86,6 @@ def measure(run: RunHistory) -> Measurement | None:
         val_standard_error=last.standard_error,
         unigram_nats=unigram_nats,
         bigram_nats=bigram_nats,
-        best_val_step=best.step,
+        best_val_step=best_step,
         best_val_tokens=best_val_tokens,
     )

@@ -39,16 +39,16 @@ def say(comparison: Versus, console: Console) -> None:
     """Print both tables, the best of a line marked, and the notes."""
     if comparison.configuration:
         console.say(f"configured differently ({comparison.same} settings are the same):")
-        _say_lines(comparison, comparison.configuration, console)
+        _print_lines(comparison, comparison.configuration, console)
     else:
         console.say(f"configured alike in all {comparison.same} settings")
     console.say("\nresults:")
-    _say_lines(comparison, comparison.results, console)
+    _print_lines(comparison, comparison.results, console)
     for note in comparison.notes:
         console.say(textwrap.fill(note, width()))
 
 
-def _say_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> None:
+def _print_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> None:
     heads = ["", *comparison.names]
     rows = []
     for line in lines:

@@ -44,7 +44,7 @@ def run(given: argparse.Namespace, console: Console) -> int:
     diagnosis = diagnose(given.device)
     for name, fact in diagnosis.rows:
         console.say(f"{name:12} {fact}")
-    _say_findings(diagnosis.findings, console)
+    _print_findings(diagnosis.findings, console)
     console.answer(diagnosis)
     return exit_code_of(diagnosis.findings)
 
@@ -58,20 +58,28 @@ def _diagnose_cluster(name: str, console: Console) -> int:
     links = " and the links between them" if hosts > 1 else ""
     console.say(f"looking at {counted(hosts, 'host')}{links}")
     examined, problems = examine(cluster)
-    _say_hosts(cluster, examined, console)
+    _print_hosts(cluster, examined, console)
     if examined.ways:
-        console.say(f"\n{_path_table(cluster, examined)}\n")
+        # Hosts by hosts. A cell that could not be measured names what failed.
+        reached = [host.name for host in cluster.hosts if host.name in examined.hosts]
+        rows = {host: [host, *("-" for _ in reached)] for host in reached}
+        heads = ["", *reached]
+        for path in examined.ways:
+            rows[path.a][heads.index(path.b)] = _path_text(path)
+        right = range(1, len(heads))
+        table = table_lines(heads, list(rows.values()), right=right, width=width())
+        console.say("\n".join(["", *table, ""]))
         console.say(
             f"from row to column: round trip, bandwidth with {STREAMS[0]} and {STREAMS[1]} "
             "streams, interface"
         )
-    _say_findings(problems, console)
+    _print_findings(problems, console)
     answer = msgspec.to_builtins(examined, str_keys=True)
     console.answer({**answer, "findings": msgspec.to_builtins(problems)})
     return exit_code_of(problems)
 
 
-def _say_hosts(cluster: Cluster, examination: Examination, console: Console) -> None:
+def _print_hosts(cluster: Cluster, examination: Examination, console: Console) -> None:
     for host in cluster.hosts:
         if host.name in examination.unreachable:
             console.say(f"{host.name:12} cannot be reached")
@@ -88,18 +96,6 @@ def _say_hosts(cluster: Cluster, examination: Examination, console: Console) -> 
                 console.say(f"{'note':12} {note}")
 
 
-def _path_table(cluster: Cluster, examination: Examination) -> str:
-    """Hosts by hosts. A cell that could not be measured names what failed."""
-    hosts = [host.name for host in cluster.hosts if host.name in examination.hosts]
-    rows = {host: [host, *("-" for _ in hosts)] for host in hosts}
-    for path in examination.ways:
-        place = hosts.index(path.b) + 1
-        rows[path.a][place] = _path_text(path)
-    heads = ["", *hosts]
-    lines = table_lines(heads, list(rows.values()), right=range(1, len(heads)), width=width())
-    return "\n".join(lines)
-
-
 def _path_text(path: HostPath) -> str:
     if path.failed:
         return f"fails: {path.failed}"
@@ -110,7 +106,7 @@ def _path_text(path: HostPath) -> str:
     return f"{rtt}, {rates}, {path.interface}"
 
 
-def _say_findings(problems: Sequence[Finding], console: Console) -> None:
+def _print_findings(problems: Sequence[Finding], console: Console) -> None:
     for problem in problems:
         console.say(f"\n{problem}")
     console.say(f"\n{counted(len(problems), 'finding') if problems else 'no findings'}")
