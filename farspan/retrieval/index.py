@@ -262,7 +262,8 @@ class Index:
         """Documents by their titles in lower case."""
         named: dict[str, list[int]] = {}
         for number, document in enumerate(self.documents):
-            titles = {place.title.lower() for place in (document, *document.places)}
+            titles = {document.title.lower()}
+            titles.update(place.title.lower() for place in document.places)
             for title in titles:
                 named.setdefault(title, []).append(number)
         return named

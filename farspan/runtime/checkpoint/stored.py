@@ -69,8 +69,7 @@ def put_slices(
     for part in slices:
         begin = end
         end += part.values.nbytes
-        shape = list(part.values.shape)
-        entry = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        entry = {"dtype": "F32", "shape": list(part.values.shape), "data_offsets": [begin, end]}
         header[key_of(part.name, part.at)] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % LENGTH)

@@ -13,6 +13,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SECRET, STORE_PORT
@@ -74,19 +75,19 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
     return notices
 
 
-def _connect_store(notices: Notices) -> dist.Store:
+def _connect_store(notices: Notices) -> Store:
     """Return the store through which gloo and NCCL connect. Rank 0 listens where the others have
     met it, and nowhere else."""
     address = os.environ["MASTER_ADDR"]
     start = timedelta(seconds=START_S)
     if notices.rank != 0:
         port = int(notices.wait([STORE])[0])
-        return dist.TCPStore(address, port, None, False, start, wait_for_workers=False)
+        return TCPStore(address, port, None, False, start, wait_for_workers=False)
     own = tcp.listening(address)
     server = socket.create_server((own, 0))
     _, port = server.getsockname()
     fd = server.detach()
-    store = dist.TCPStore(own, port, None, True, start, wait_for_workers=False, master_listen_fd=fd)
+    store = TCPStore(own, port, None, True, start, wait_for_workers=False, master_listen_fd=fd)
     notices.say(STORE, str(port))
     return store
 

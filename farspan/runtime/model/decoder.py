@@ -77,7 +77,7 @@ class Summand(Linear):
         self.layouts = layouts
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if bias is not None:
             bias = self.layouts.once(bias)
         return F.linear(x, self.weight, bias)

@@ -86,7 +86,7 @@ def export(
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
 
     # Rows of the model's vocabulary that stand for no token are never generated.
-    generation = ends | {"pad_token_id": end_of_text}
+    generation: dict[str, Any] = ends | {"pad_token_id": end_of_text}
     unused = list(range(tokenizers.load(tokenizer).vocab_size, spec.vocab_size))
     if unused:
         generation |= {"suppress_tokens": unused}

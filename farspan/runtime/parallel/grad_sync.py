@@ -269,7 +269,9 @@ class GradReducer:
                 leaving += self._messenger.send(parts[k], rank, number)
                 parts[k] = arriving[-1].buffer
         # What leaves may neither change nor stay in memory: it is waited for, too.
-        yield [self._scatter_waiter.submit(message.wait) for message in (*arriving, *leaving)]
+        arrivals = [self._scatter_waiter.submit(message.wait) for message in arriving]
+        departures = [self._scatter_waiter.submit(message.wait) for message in leaving]
+        yield [*arrivals, *departures]
         total = parts[0].to(full.device, copy=True)
         for part in parts[1:]:
             total += part.to(full.device)

@@ -132,9 +132,9 @@ class TrainState:
             self._hooks.append(replacement.register_post_accumulate_grad_hook(collect))
             new[parameter] = replacement
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = new[parameter]
+            for name, old_parameter in module._parameters.items():
+                if old_parameter is not None:
+                    module._parameters[name] = new[old_parameter]
         return list(new.values())
 
     def _collect_lasting(self, index: int) -> Callable[[Tensor], None]:
@@ -295,19 +295,26 @@ class TrainState:
         # What is decayed, and is not Muon's, are the tables of the embedding and the head.
         decayed_lr = lr * (optimizer.muon.embedding if optimizer.muon else 1.0)
         for decay, decayed, rate in ((optimizer.weight_decay, True, decayed_lr), (0.0, False, lr)):
-            tensors: list[list[Tensor]] = [[], [], [], []]
+            masters: list[Tensor] = []
+            grads: list[Tensor] = []
+            averages: list[Tensor] = []
+            squares: list[Tensor] = []
             for b, bucket in enumerate(self.buckets):
                 part = segment(bucket, decayed)
                 if part is not None and not bucket.matrices:
-                    state = (self.master, self.grad, self.exp_avg, self.exp_avg_sq)
-                    for parts, flats in zip(tensors, state, strict=True):
-                        parts.append(flats[b][part])
-            if not tensors[0]:
+                    masters.append(self.master[b][part])
+                    grads.append(self.grad[b][part])
+                    averages.append(self.exp_avg[b][part])
+                    squares.append(self.exp_avg_sq[b][part])
+            if not masters:
                 continue
             torch._fused_adamw_(
-                *tensors,
+                masters,
+                grads,
+                averages,
+                squares,
                 [],
-                [count] * len(tensors[0]),
+                [count] * len(masters),
                 amsgrad=False,
                 lr=rate,
                 beta1=optimizer.beta1,

@@ -178,7 +178,7 @@ def mask(
     the vocabulary."""
     seq_len = inputs.shape[1]
     first_places = sample[:, None].astype(np.uint64) * np.uint64(seq_len)
-    places = first_places + np.arange(seq_len, dtype=np.uint64)
+    places = (first_places + np.arange(seq_len, dtype=np.uint64)).astype(np.uint64, copy=False)
     # 53 random bits for each place.
     draws = _mix_bits(places, seed + MASKED) >> np.uint64(11)
     others = _mix_bits(places, seed + REPLACED) % np.uint64(vocabulary)

@@ -47,7 +47,14 @@ class LossSums(NamedTuple):
     tt: float = 0.0
 
     def plus(self, other: LossSums) -> LossSums:
-        return LossSums(*(a + b for a, b in zip(self, other, strict=True)))
+        return LossSums(
+            windows=self.windows + other.windows,
+            tokens=self.tokens + other.tokens,
+            loss=self.loss + other.loss,
+            ll=self.ll + other.ll,
+            lt=self.lt + other.lt,
+            tt=self.tt + other.tt,
+        )
 
     @property
     def mean(self) -> float:
@@ -149,10 +156,10 @@ class Validation:
             targets = np.concatenate([val.valid(windows) for windows in own]).tolist()
             lt = sum(loss * count for loss, count in zip(losses, targets, strict=True))
         ll = sum(loss * loss for loss in losses)
-        sums = self._worker.group.sum(sum(losses), ll, lt)
+        loss, ll, lt = self._worker.group.sum(sum(losses), ll, lt)
         valid = val.valid(chosen)
         tt = float((valid * valid).sum())
-        return LossSums(len(chosen), int(valid.sum()), *sums, tt)
+        return LossSums(len(chosen), int(valid.sum()), loss, ll, lt, tt)
 
     def _own_windows(self, chosen: Indices) -> Iterator[Indices]:
         """Yield the windows of each microbatch that this worker reads: the same number on every
