@@ -20,7 +20,8 @@ from farspan.domain.problems import Problem
 
 
 class Console:
-    """`say` for people, `answer` for programs. With `--json` all text goes to standard error."""
+    """Output of a command: `print_text` for people, `answer` for programs. With `--json` all text
+    goes to standard error."""
 
     def __init__(self, json: bool) -> None:
         self.json = json

@@ -31,7 +31,7 @@ def load_cluster_json(path: Path) -> Cluster:
 
 
 def parse_cluster_json(text: bytes, where: object) -> Cluster:
-    """The cluster that such JSON says. Raises Refusal."""
+    """Parse such JSON as a cluster. Raises Refusal."""
     content = parse_json(text, dict[str, Any], where)
     for device in _devices(content):
         for name in device.keys() & PART_OF.keys():
@@ -40,8 +40,7 @@ def parse_cluster_json(text: bytes, where: object) -> Cluster:
 
 
 def _devices(content: Any) -> list[dict[str, Any]]:
-    """The tables of devices in the file's content; what has another shape is left for the reader to
-    refuse."""
+    """Return the tables of devices in the file's content; the reader refuses other shapes."""
 
     def inside(tables: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
         lists = (table.get(key) for table in tables)

@@ -25,7 +25,7 @@ def assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
 
 
 def _assumed_networks(plan: Plan, costs: Costs) -> list[str]:
-    """Networks between hosts of one site of which neither the file nor a probe says the rate."""
+    """Return the networks inside sites whose rate neither the file nor a probe gives."""
     network, sites_by_text = costs.network, dict[str, list[str]]()
     hosts = [device.host for device in plan.devices]
     for (a, b), assumed in network.assumed(hosts).items():
@@ -35,9 +35,9 @@ def _assumed_networks(plan: Plan, costs: Costs) -> list[str]:
         if link.bandwidth is None and costs.engine.host_rate is not None:
             continue
         like = f", as of a {assumed.machine}" if assumed.machine else ""
-        found = f"such hosts have {format_rate(assumed.least)} to {format_rate(assumed.most)}"
+        bounds = f"such hosts have {format_rate(assumed.least)} to {format_rate(assumed.most)}"
         text = (
-            f"{format_rate(assumed.rate)} is assumed between hosts{like} ({found}); measure it: "
+            f"{format_rate(assumed.rate)} is assumed between hosts{like} ({bounds}); measure it: "
             "farspan probe --cluster CLUSTER -o measured.yaml"
         )
         sites = sites_by_text.setdefault(text, [])
@@ -134,7 +134,7 @@ def _rings(rates: dict[int, float]) -> str:
 
 
 def _links(plan: Plan, costs: Costs) -> list[str]:
-    """Those that say the same of many pairs of sites are one sentence."""
+    """Return one sentence for all pairs of sites with the same link."""
     used = list(dict.fromkeys(device.host for device in plan.devices))
     network, seen, pairs_by_text = costs.network, set[str](), dict[str, list[str]]()
     for i, a in enumerate(used):
@@ -163,16 +163,18 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
     return [f"{_some(pairs, 'pairs')}: {text}" for text, pairs in pairs_by_text.items()]
 
 
-def _some(names: list[str], what: str) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} other {what}" if len(names) > 2 else "")
+def _some(host_names: list[str], what: str) -> str:
+    return ", ".join(host_names[:2]) + (
+        f" and {len(host_names) - 2} other {what}" if len(host_names) > 2 else ""
+    )
 
 
 def _run(plan: Plan, costs: Costs) -> list[str]:
     sentences = ["10 % of the run goes to validation, checkpoints and noise"]
     if any(device.sheet.watts for device in costs.network.devices):
         sentences.append("every device draws its board's power throughout")
-    if (crowd := max(kind[1] for kind in costs.signature)) > 1:
-        sentences.append(f"{crowd:.3g} threads share each core, and its speed")
+    if (workers_per_core := max(kind[1] for kind in costs.signature)) > 1:
+        sentences.append(f"{workers_per_core:.3g} threads share each core, and its speed")
     if plan.train.deadline_s is not None:
         sentences.append("the deadline ends the run if the steps do not")
     return sentences

@@ -34,8 +34,8 @@ def edges(replica: Replica, costs: Costs) -> Ways:
 
 
 def _hop(costs: Costs, sends: Sends, streams: int) -> Hop:
-    """Wires are busy with what goes across; what then goes inside a site comes later, beside the
-    next message."""
+    """Return the hop of a message: the wire is busy with it, and its part inside a site overlaps
+    the next message."""
     network, key = costs.network, (id(sends), streams)  # Costs keep what was sent.
     if key not in costs.hops:
         across = network.flows_s(sends.across, max(costs.engine.streams, streams))

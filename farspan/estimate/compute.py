@@ -46,7 +46,7 @@ class OperatorWork(NamedTuple):
     n: int
     #: Bytes that other kernels move, before or after: no arithmetic hides them; and those that
     #: composed ones do.
-    apart: float = 0.0
+    unhidden: float = 0.0
     composed: float = 0.0
     #: Kernels that are launched.
     launches: int = 1
@@ -114,16 +114,16 @@ class DeviceSpeed:
     def kernels(self, work: OperatorWork) -> Kernels:
         """Return what a pass over an operator takes."""
         arithmetic = work.flops / self.flops(work.m, work.k, work.n) if work.flops else 0.0
-        computing = max(arithmetic, work.bytes / self._bandwidth) + work.apart / self._bandwidth
+        computing = max(arithmetic, work.bytes / self._bandwidth) + work.unhidden / self._bandwidth
         computing += work.composed / self._composed
         return Kernels(self.slowdown * computing, self.slowdown * work.launches * self._launch_s)
 
     def together(self, computing: float, launching: float) -> float:
-        """Seconds of both: the longer one where launches go on beside what was launched."""
+        """Return the seconds of both: the longer one where launches overlap with kernels."""
         return max(computing, launching) if self.ahead else computing + launching
 
     def stream_s(self, size: float) -> float:
-        """Seconds to stream so many bytes through memory."""
+        """Seconds to stream bytes through memory."""
         return self.slowdown * size / self._bandwidth
 
 
@@ -140,8 +140,8 @@ def best_product(device: Device, dtype: DType) -> float:
 
 
 def product_dtype(device: Device, dtype: DType, engine: Engine) -> DType:
-    """Return the dtype whose rate decides matrix products: TF32 for fp32 where plan or engine say
-    so and the device has it."""
+    """Return the dtype whose rate decides matrix products: TF32 for fp32 where plan or engine ask
+    for it and the device has it."""
     if dtype == "tf32" or (dtype == "fp32" and engine.tf32):
         return "tf32" if "tf32" in device.sheet.flops else "fp32"
     return dtype
@@ -157,12 +157,13 @@ def work(
     engine: Engine,
     part: Division = WHOLE,
 ) -> tuple[OperatorWork, OperatorWork]:
-    """Return the forward and the backward pass of one operator over `rows` sequences, of which a
-    device of a tensor axis does its `part`: a product's arithmetic and its operands, which the
+    """Return the forward and the backward pass of one operator over `rows` sequences.
+
+    A device of a tensor axis does its `part`: a product's arithmetic and its operands, which the
     backward pass reads and writes twice; and what other kernels move (`Engine.kernels`). `width` is
     a number's bytes, `keys` is `semantics.kernel_choice.scored_keys`.
 
-    Devices of an axis launch as many kernels as one device alone.
+    Each device of an axis launches all the kernels that one device alone would.
     """
     size, product = {"b": rows, "s": seq_len}, op.kind in ("matmul", "attention")
     moved = 0.0
@@ -173,7 +174,7 @@ def work(
         moved += sum(graph.size(weight.dims) for weight in op.weights) * part.weights
     m, k, n = _product_shape(graph, op, rows * seq_len, part)
     done = activities(graph, op, rows, seq_len, keys)
-    found = []
+    works = []
     for backward, flops in enumerate((forward_flops, backward_flops)):
         streamed = composed = 0.0
         launches = engine.launches[backward] if product else 0
@@ -187,8 +188,8 @@ def work(
                 launches += moves.launches[backward]
         arithmetic = flops(graph, op, rows, seq_len, keys) * part.arithmetic
         operands = width * moved * (1 + backward)
-        found.append(OperatorWork(arithmetic, operands, m, k, n, streamed, composed, launches))
-    return found[0], found[1]
+        works.append(OperatorWork(arithmetic, operands, m, k, n, streamed, composed, launches))
+    return works[0], works[1]
 
 
 def _product_shape(

@@ -5,7 +5,7 @@ what it has reached.
     r = 1 + R (1 - exp(-(D / U - 1) / R)), at least 1
 
 C2, C2' and C6' are cross-entropies of counts over min(D, U) tokens (`domain.forecast.Counted`),
-which know how hard the text is: of two tokens in a row, of these and what the same piece has said
+which know how hard the text is: of two tokens in a row, of these and the same piece's text
 before, of six in a row and the same. D are the tokens read in S steps, U those that there are, N
 parameters. r are the epochs as far as they help: what is read again teaches less each time
 (Muennighoff et al. 2023, arXiv 2305.16264, equation 5). On the way, a loss v after a share x of the
@@ -48,11 +48,10 @@ def forecast(
     steps: float,
     bigram_nats: float,
 ) -> Forecast | None:
-    """Of a run that reads so many tokens in so many steps; None where the text is too short to be
-    counted."""
+    """Forecast the loss of a run; None where the text is too short to be counted."""
     if not counted:
         return None
-    told = Forecast(
+    counted_forecast = Forecast(
         loss=0.0,
         interval=(0.0, 0.0),
         parameters=parameters,
@@ -62,8 +61,10 @@ def forecast(
         counted=counted,
         bigram_nats=bigram_nats,
     )
-    loss = expected(told)
-    return msgspec.structs.replace(told, loss=loss, interval=(loss - BEFORE, loss + BEFORE))
+    loss = expected(counted_forecast)
+    return msgspec.structs.replace(
+        counted_forecast, loss=loss, interval=(loss - BEFORE, loss + BEFORE)
+    )
 
 
 def revised(

@@ -24,7 +24,7 @@ def fitted_loss(parameters: float, tokens: float) -> float | None:
 
 
 def loss(parameters: float, tokens: float) -> float:
-    """Nats a token of a model of so many parameters after so many tokens."""
+    """Return the loss in nats a token of a model with `parameters` after `tokens`."""
     return E + A / math.pow(parameters, ALPHA) + B / math.pow(tokens, BETA)
 
 
@@ -32,5 +32,5 @@ def tokens_for(excess: float, parameters: float, tokens: float) -> float:
     """Factor on `tokens` that makes up for a loss that is higher by a share `excess`; infinite
     where none does."""
     asked = loss(parameters, tokens)
-    left = asked / (1 + excess) - E - A / parameters**ALPHA
-    return math.inf if left <= 0 else math.pow(B / left, 1 / BETA) / tokens
+    remaining = asked / (1 + excess) - E - A / parameters**ALPHA
+    return math.inf if remaining <= 0 else math.pow(B / remaining, 1 / BETA) / tokens

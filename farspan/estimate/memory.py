@@ -15,9 +15,8 @@ from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.matrices import NO_MATRICES, OwnedMatrices, by_shape
 from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 
-#: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer
-#: momentum (arXiv
-#: 2311.08105); while an exchange goes on, what it left from too.
+#: Bytes a parameter of replicas that synchronize: the parameters of their last meeting, and the
+#: outer momentum (arXiv 2311.08105); while an exchange goes on, what it left from too.
 MEETING, OVERLAPPING = 8, 12
 #: Channels of an NCCL communicator by what joins the devices of a host: two for each link of an
 #: A100's twelve, and what rings over PCIe get (src/graph/search.cc, ncclTopoDupChannels and its
@@ -114,15 +113,15 @@ def logits_bytes(
     micro_rows: int,
     engine: Engine,
     share: float = 1.0,
-    held: float = 1.0,
+    head_share: float = 1.0,
 ) -> float:
-    """Return the loss: logits of one chunk with their fp32 softmax, of which a device has a share;
-    and the head's gradient beside its running sum, of what it holds of the head."""
+    """Return the loss: logits of one chunk with their fp32 softmax, a device having a share;
+    and the head's gradient with its running sum, for its part of the head."""
     width = BYTES[train.precision]
     whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
     chunk = whole if engine.logits_chunk is None else min(whole, engine.logits_chunk)
     return chunk * (1 + 4 // width) + (
-        2 * 4 * graph.size("vd") * held if engine.logits_chunk is not None else 0.0
+        2 * 4 * graph.size("vd") * head_share if engine.logits_chunk is not None else 0.0
     )
 
 
@@ -134,9 +133,8 @@ def communicators(mesh: Mesh, piped: bool, devices: int) -> int:
 
 
 def snapshot_bytes(parameters: float, copies: int, outer: float) -> float:
-    """Return what a worker copies for a checkpoint: fp32 master and two moments of its part of the
-    parameters that it shares with so many others, and `outer` bytes a parameter of replicas that
-    meet."""
+    """Return the bytes that a worker copies for a checkpoint: fp32 master and two moments of its
+    part of the parameters, and `outer` bytes a parameter of replicas that synchronize."""
     return parameters / copies * (12 + outer)
 
 

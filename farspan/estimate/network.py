@@ -40,7 +40,7 @@ SEGMENT = 1448
 
 
 class NoLink(Exception):
-    """Two hosts that cannot reach each other, as far as the cluster says."""
+    """Two hosts that cannot reach each other, by the cluster's file."""
 
     def __init__(self, a: str, b: str) -> None:
         super().__init__(f"no link between {a} and {b}")
@@ -59,14 +59,14 @@ class Network:
             by_name[device.host].devices[device.index] for device in devices
         ]
         self.sites = [sites[host].name for host in self.hosts]
-        self.crowd = threads_per_core(cluster, self.devices, self.hosts)
+        self.core_load = threads_per_core(cluster, self.devices, self.hosts)
         self._by_name = by_name
         self._ring_rates: dict[tuple[int, ...], float] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         #: Bytes a second of a ring over all devices of a host that are here.
         self.local_rate = {
             name: self.ring_rate([rank for rank, host in enumerate(self.hosts) if host == name])
-            for name in self.crowd
+            for name in self.core_load
         }
         self._site_of = {name: site.name for name, site in sites.items()}
         self._own = {frozenset((link.a, link.b)) for link in cluster.links}
@@ -83,7 +83,7 @@ class Network:
 
     def ring_rate(self, ranks: Sequence[int]) -> float:
         """Bytes a second of a ring over these devices of one host, or of a message between two:
-        what was measured, or what the catalogue knows of rings of so many on their slowest
+        measured, or the catalogue's for a ring of their number on their slowest
         interconnect, or the engine's."""
         key = tuple(ranks)
         if key not in self._ring_rates:
@@ -102,7 +102,9 @@ class Network:
             return known
         # A processor that is shared or held back does its part of the engine's.
         parts = [
-            device.slot.share / self.crowd[host.name] for device in used if device.backend == "cpu"
+            device.slot.share / self.core_load[host.name]
+            for device in used
+            if device.backend == "cpu"
         ]
         return self.engine.local_rate * min(parts, default=1.0)
 
@@ -164,19 +166,20 @@ class Network:
         return {pair: assumed for pair, assumed in pairs.items() if assumed is not None}
 
     def assumed_range(self, hosts: frozenset[str]) -> tuple[float, float] | None:
-        """Factors on the time of collectives between these hosts, by what hosts like those of which
-        nothing is known are found to have, as far as the line decides; None where all is known, or
-        the software's own rate is."""
+        """Factors on the time of collectives between these hosts, by the range of unknown networks.
+
+        None where all networks are known, or the software's own rate decides.
+        """
         if hosts not in self._ranges:
-            found = self.assumed(sorted(hosts)) if self.engine.host_rate is None else {}
+            assumed_networks = self.assumed(sorted(hosts)) if self.engine.host_rate is None else {}
             low = high = 1.0
-            for (a, b), network in found.items():
+            for (a, b), network in assumed_networks.items():
                 rate, least, most = (
                     self._make(a, b, True, self.engine.streams, carries).rate
                     for carries in (network.rate, network.least, network.most)
                 )
                 low, high = min(low, rate / most), max(high, rate / least)
-            self._ranges[hosts] = (low, high) if found else None
+            self._ranges[hosts] = (low, high) if assumed_networks else None
         return self._ranges[hosts]
 
     def site(self, host: str) -> str:
@@ -203,7 +206,7 @@ class Network:
         cores = {host: 0.0 for host in self.hosts if self._site_of[host] == site}
         for device, host in self._used():
             if host in cores:
-                cores[host] += device.slot.threads * device.slot.share / self.crowd[host]
+                cores[host] += device.slot.threads * device.slot.share / self.core_load[host]
         return self.engine.socket_s / min(cores.values())
 
     def rtt_s(self, a: int, b: int) -> float:
@@ -213,7 +216,7 @@ class Network:
 
     def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> NetworkPath:
         """Return the wire from rank `a` to rank `b` for a collective's messages, or for sends over
-        so many streams."""
+        `streams`."""
         if self.hosts[a] == self.hosts[b]:
             return self._inside(self.hosts[a], self.ring_rate((a, b) if a != b else (a,)))
         return self.between(
@@ -221,7 +224,7 @@ class Network:
         )
 
     def _inside(self, host: str, rate: float) -> NetworkPath:
-        """Return the way between devices of one host that exchange so many bytes a second."""
+        """Return the way between devices of one host that exchange bytes a second."""
         site = self._site_of[host]
         return NetworkPath(LOCAL_DELAY_S, rate, rate, (host, host), (site, site))
 
@@ -244,10 +247,10 @@ class Network:
             line = UNKNOWN_BANDWIDTH if assumed is None else assumed.rate
         if engine.host_rate is not None:
             line = engine.host_rate if link.bandwidth is None else min(line, engine.host_rate)
-        trip = link.rtt_s + engine.message_s
+        round_trip_s = link.rtt_s + engine.message_s
         most = engine.collective_bytes if collective else engine.send_bytes
         under_way = bytes_under_way(link, streams, engine.window)
-        rate = min(line, (under_way if most is None else min(most, under_way)) / trip)
+        rate = min(line, (under_way if most is None else min(most, under_way)) / round_trip_s)
         if link.loss and not link.in_flight:
             rate = min(rate, streams * SEGMENT / link.rtt_s * math.sqrt(1.5 / link.loss))
         timed = () if collective or streams > 1 else tuple(sorted(link.transfer_s.items()))
@@ -297,21 +300,21 @@ class Network:
                 sent[site] = sent.get(site, 0.0) + size
         return sent
 
-    def seconds(self, one: Communication) -> float:
+    def seconds(self, exchange: Communication) -> float:
         """Seconds that a communication takes each time: those of its slowest group."""
-        return max(self._group_s(one, group) for group in one.groups)
+        return max(self._group_s(exchange, group) for group in exchange.groups)
 
-    def _group_s(self, one: Communication, group: Sequence[int]) -> float:
-        size, messages, concurrent = one.size, one.messages, one.concurrent
-        if one.way == "sites" and len({self.sites[rank] for rank in group}) > 1:
-            return self._hierarchical_s(group, size, messages, concurrent, one.inside)
-        if one.way == "straight":
-            part = size / len(group) if one.kind == "reduce_scatter" else size
+    def _group_s(self, exchange: Communication, group: Sequence[int]) -> float:
+        size, messages, concurrent = exchange.size, exchange.messages, exchange.concurrent
+        if exchange.way == "sites" and len({self.sites[rank] for rank in group}) > 1:
+            return self._hierarchical_s(group, size, messages, concurrent, exchange.inside)
+        if exchange.way == "straight":
+            part = size / len(group) if exchange.kind == "reduce_scatter" else size
             return self.direct_s(
-                group, part, messages=messages, concurrent=concurrent, ahead=one.ahead
+                group, part, messages=messages, concurrent=concurrent, ahead=exchange.ahead
             )
-        steps = ring_steps(one.kind, len(group))
-        return self._ring_s(group, size, steps, messages, concurrent, one.at_once)
+        steps = ring_steps(exchange.kind, len(group))
+        return self._ring_s(group, size, steps, messages, concurrent, exchange.at_once)
 
     # -- collectives over a group of ranks, `size` bytes being the whole tensor
     #   --------------------------------------
@@ -325,8 +328,8 @@ class Network:
         concurrent: int = 1,
         at_once: int | None = None,
     ) -> float:
-        """Return a ring: n - 1 steps of a part each. No more than `at_once` messages are under way,
-        where that is said."""
+        """Return the seconds of a ring: n - 1 steps of a part each, with at most `at_once` messages
+        under way."""
         return self._ring_s(group, size, len(group) - 1, messages, concurrent, at_once)
 
     def reduce_scatter_s(
@@ -352,10 +355,10 @@ class Network:
     ) -> float:
         """Every rank sends `part` bytes to each other one, all at once: messages of one series
         share the round trip that they begin with, or half of one where receives are posted `ahead`,
-        and the line between two sites; each pair has so many connections."""
+        and the line between two sites; each pair has its own connections."""
         if len(group) < 2:
             return 0.0
-        trip = busy = 0.0
+        round_trip_s = busy = 0.0
         inside = dict(self._group(group).rates)
         pairs = Counter((self.hosts[a], self.hosts[b]) for a in group for b in group if a != b)
         lines: Counter[tuple[str, ...]] = Counter()
@@ -370,12 +373,12 @@ class Network:
             rate = wire.rate if wire.local else min(wire.line / sharing, wire.rate * connections)
             # Else a message waits until its receiver has said that it is ready for it.
             trips = 1 if ahead and self.engine.receives_ahead else 2
-            trip = max(
-                trip,
+            round_trip_s = max(
+                round_trip_s,
                 trips * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s),
             )
             busy = max(busy, part * (max(1, len(group) - 1) if wire.local else 1) / rate)
-        return trip + busy
+        return round_trip_s + busy
 
     def _line(self, a: str, b: str) -> tuple[str, ...]:
         """Return what messages between two ranks' hosts share: the host, a link of their own, the
@@ -395,9 +398,9 @@ class Network:
         topology: str = "flat",
         bits: int = 32,
     ) -> float:
-        """Return a ring of 2 (n - 1) steps; or inside each site first, then once between the sites,
-        and back. `size` is of numbers of so many bits; an engine that sends straight rounds between
-        sites only, and to everyone at once."""
+        """Return the seconds of a ring of 2 (n - 1) steps; or inside each site first, then once
+        between the sites, and back. `size` is of numbers of `bits`; an engine that sends straight
+        rounds between sites only, and to everyone at once."""
         if topology == "hierarchical" and len({self.sites[rank] for rank in group}) > 1:
             inside = size * 32 / bits if self.engine.direct else size
             return self._hierarchical_s(group, size, messages, concurrent, inside)
@@ -406,8 +409,8 @@ class Network:
         return self._ring_s(group, size, 2 * (len(group) - 1), messages, concurrent)
 
     def inside_s(self, group: Sequence[int], size: float, steps: int) -> float:
-        """Return what of a ring of so many steps goes between devices of one host; 0 where no two
-        of the group share one."""
+        """Return the seconds of a ring's `steps` between devices of one host; 0 where no two of the
+        group share one."""
         rates = (rate for _, rate in self._group(group).rates)
         return max((steps * size / len(group) / rate for rate in rates), default=0.0)
 
@@ -447,17 +450,19 @@ class Network:
         concurrent: int,
         at_once: float,
     ) -> float:
-        """Return a ring whose every step waits for an answer, of messages that are `part` bytes a
-        step together. A step takes a round trip, or as many as its bytes take where only some may
-        be under way."""
+        """Return the seconds of a ring whose every step waits for an answer, of messages that are
+        `part` bytes a step together. A step takes one round trip, or several where only some bytes
+        may be under way."""
         wires = self._ring_wires(group)
         crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
         at_once = max(1.0, min(at_once, messages))
         each, slowest = part / max(1.0, messages), 0.0
         for wire in wires:
             line = wire.line / (1 if wire.local else concurrent * max(1, crossing[wire.sites]))
-            trip = 2 * wire.delay_s + (0.0 if wire.local else self.engine.message_s)
-            slowest = max(slowest, trip + each / line, each / wire.rate, at_once * each / line)
+            round_trip_s = 2 * wire.delay_s + (0.0 if wire.local else self.engine.message_s)
+            slowest = max(
+                slowest, round_trip_s + each / line, each / wire.rate, at_once * each / line
+            )
         return max(1.0, messages) / at_once * steps * slowest
 
     def _ring_wires(self, group: Group) -> list[NetworkPath]:
@@ -469,8 +474,8 @@ class Network:
         ]
 
     def _ring(self, group: Group, steps: int, concurrent: int) -> tuple[float, float]:
-        """Latency of the longest way that a part goes in so many steps, and seconds a byte on the
-        slowest wire."""
+        """Return the latency of the longest path of a part in `steps`, and the seconds a byte on
+        the slowest wire."""
         key = (group, steps, concurrent)
         if key not in self._rings:
             n, wires = len(group.hosts), self._ring_wires(group)

@@ -35,7 +35,7 @@ class NetworkPath(msgspec.Struct, frozen=True):
         return self.hosts[0] == self.hosts[1]
 
     def shared(self, concurrent: int) -> float:
-        """Return the rate of one of so many concurrent messages."""
+        """Return the rate of each of `concurrent` messages."""
         return self.rate if concurrent == 1 else min(self.rate, self.line / concurrent)
 
 
@@ -63,7 +63,7 @@ def catalogued_rate(devices: Sequence[Device]) -> float | None:
 def threads_per_core(
     cluster: Cluster, devices: Sequence[Device], hosts: Sequence[str]
 ) -> dict[str, float]:
-    """CPU workers' threads for each core of their host, at least 1: so many share one core's
+    """Return the CPU workers' threads for each core of their host, at least 1: they share its
     speed."""
     cpus, threads = {host.name: host.cpus for host in cluster.hosts}, dict.fromkeys(hosts, 0)
     for device, host in zip(devices, hosts, strict=True):
@@ -89,7 +89,8 @@ def paced(link: Link) -> Link:
 
 
 def bytes_under_way(link: Link, streams: int, window: int) -> float:
-    """Bytes under way over so many streams: measured where they were, else the streams' windows."""
+    """Return the bytes under way over `streams`: measured where they were, else the streams'
+    windows."""
     if streams in link.in_flight:
         return link.in_flight[streams]
     if link.in_flight:

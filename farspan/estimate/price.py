@@ -139,8 +139,8 @@ def sent_by(replica: Replica, costs: Costs) -> dict[str, float]:
 def timed_stage(
     replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None
 ) -> StageTime:
-    """Return a stage's times, with other rows than its own where said; its passes with what each
-    takes of processors to bring a microbatch in and out."""
+    """Return a stage's times, for `rows` (None: its own); its passes include the processor time
+    that brings a microbatch in and out."""
     stage, network = replica.stages[index], costs.network
     time = stage_time(costs, stage, stage.rows if rows is None else rows, replica.microbatches)
     if not (replica.edges and costs.engine.move_cost):
@@ -173,8 +173,8 @@ def _period(
     """Seconds from one step to the next: where receives are posted ahead, a stage begins its next
     step while others still finish theirs, and the longest cycle of waiting for one another decides
     (Baccelli et al. 1992, chapter 3)."""
-    told = _told(replica, costs)
-    starts = _next(times, tied, told, simulated.ends)
+    norm_delays = _norm_delays(replica, costs)
+    starts = _next(times, tied, norm_delays, simulated.ends)
     if not costs.engine.receives_ahead or len(times) == 1:
         return max(starts)
     begins = _begins(simulated, len(times))
@@ -185,7 +185,7 @@ def _period(
         return starts[0]  # Nobody waits longer than the first stage does for itself.
     between = starts
     for _ in times:
-        later = _next(times, tied, told, run(replica, costs, times, ways, starts).ends)
+        later = _next(times, tied, norm_delays, run(replica, costs, times, ways, starts).ends)
         between = [after - before for before, after in zip(starts, later, strict=True)]
         if max(between) - min(between) <= 1e-12 * max(later):
             break  # Steady: each step is the last one, that much later.
@@ -194,22 +194,25 @@ def _period(
 
 
 def _next(
-    times: Sequence[StageTime], tied: Tie, told: Sequence[Sequence[float]], ends: Sequence[float]
+    times: Sequence[StageTime],
+    tied: Tie,
+    norm_delays: Sequence[Sequence[float]],
+    ends: Sequence[float],
 ) -> list[float]:
-    """When each stage can begin its next step: after an update that needs the gradient norm of all
-    stages, which takes them so long to hear."""
+    """Return when each stage can begin its next step: after an update that needs the gradient norm
+    of all stages, which arrives after `norm_delays`."""
     summed = [end + time.exposed for end, time in zip(ends, times, strict=True)]
     known = [end + wait for end, wait in zip(summed, tied.waits(summed, ends), strict=True)]
     starts = [
         max(map(operator.add, known, delays)) + time.update
-        for delays, time in zip(told, times, strict=True)
+        for delays, time in zip(norm_delays, times, strict=True)
     ]
     if tied.across:
         starts[-1] = max(starts[-1], summed[0] + tied.back + times[-1].update)
     return starts
 
 
-def _told(replica: Replica, costs: Costs) -> list[list[float]]:
+def _norm_delays(replica: Replica, costs: Costs) -> list[list[float]]:
     """Of each stage, how long what each stage knows of the gradient norm takes to it."""
     stages = range(len(replica.stages))
     return [
@@ -219,8 +222,8 @@ def _told(replica: Replica, costs: Costs) -> list[list[float]]:
 
 
 def _inside(replica: Replica, costs: Costs, stage: int) -> float:
-    """One way between the farthest devices of a stage that know unlike parts of the gradient norm,
-    and tell each other where receives are posted ahead."""
+    """Return the one-way time between the farthest devices of a stage that know different parts of
+    the gradient norm, and exchange them with receives posted ahead."""
     at = replica.stages[stage]
     alike = at.mesh.size("tensor") == 1 and not (at.zero and at.mesh.size("data") > 1)
     ranks = list({costs.network.hosts[rank]: rank for rank in at.mesh.ranks}.values())
@@ -340,7 +343,7 @@ def _interval(
     engine = network.engine
     factors = [
         _factors(engine, device, plan.train.precision)
-        for device in {id(one): one for one in used}.values()
+        for device in {id(device): device for device in used}.values()
     ]
     low, high = min(low for low, _ in factors), max(high for _, high in factors)
     if all(device.learned.pace != 1.0 for device in used) and len(used) > 1:
@@ -361,8 +364,8 @@ def _interval(
 
 
 def _factors(engine: Engine, device: Device, precision: Precision) -> tuple[float, float]:
-    """By what says how fast a device computes: a trial, a probe, a data sheet, a kind of core, or
-    nothing."""
+    """Return the factors by the source of a device's speed: a trial, a probe, a data sheet, a kind
+    of core, or none."""
     if device.learned.pace != 1.0:
         return TRIED
     dtype = product_dtype(device, precision, engine)

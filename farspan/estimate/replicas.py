@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from farspan.domain.plan import Plan
 from farspan.estimate.loss import tokens_for
 
-#: Evaluation loss by parameters: synchronous, then 2, 4 and 8 replicas that meet every 30 steps, at
-#: 20 tokens a parameter of C4 (Charles et al., arXiv 2503.09799, table 4).
+#: Evaluation loss by parameters: synchronous, then 2, 4 and 8 replicas that synchronize every 30
+#: steps, at 20 tokens a parameter of C4 (Charles et al., arXiv 2503.09799, table 4).
 LOSSES: dict[float, tuple[float, float, float, float]] = {
     35e6: (3.485, 3.508, 3.554, 3.621),
     90e6: (3.167, 3.182, 3.213, 3.265),
@@ -55,8 +55,8 @@ class TokenEfficiency(NamedTuple):
 
 
 def token_efficiency(plan: Plan, parameters: float) -> TokenEfficiency:
-    """Of a plan for a model of so many parameters; outside the published settings bounds are wider
-    by what going there changes."""
+    """Return the token efficiency of a plan; outside the published settings its bounds are
+    wider."""
     if plan.sync is None or len(plan.replicas) < 2:
         return TokenEfficiency(1.0, (1.0, 1.0), True)
     replicas, every = len(plan.replicas), plan.sync.every
@@ -76,8 +76,8 @@ def token_efficiency(plan: Plan, parameters: float) -> TokenEfficiency:
 
 
 def excess(parameters: float, replicas: int, every: int) -> float:
-    """Loss above synchronous training's, as a share, of so many replicas that meet every so many
-    steps."""
+    """Return the loss above synchronous training's, as a share, of replicas that synchronize every
+    `every` steps."""
     by_count = {count: _linear(of_size, parameters) for count, of_size in EXCESS.items()}
     later = max(0.0, math.log(every / USUAL) / math.log(LATE / USUAL))
     return _linear(by_count, replicas) + later * _linear(LATER, replicas)

@@ -1,8 +1,8 @@
 """A pipeline's step by event simulation: one-forward-one-backward order (arXiv 1806.03377) over
 unlike stages.
 
-Each stage runs its own order: as many forward passes as it may have in flight, then a backward and
-a forward pass in turn, then the backward passes that are left. A pass starts when its input is
+Each stage runs its own order: the forward passes that it may have in flight, then a backward and
+a forward pass in turn, then the remaining backward passes. A pass starts when its input is
 there and the stage is free. A wire carries one message at a time each way.
 """
 
@@ -88,13 +88,13 @@ def simulate(
             idle = end = start + took[kind]
             spans.append((stage, kind, index, start, end))
             computed[stage] += took[kind]
-            way = 1 if kind == "forward" else -1
-            if way == 1 and stage == stages - 1:
+            sign = 1 if kind == "forward" else -1
+            if sign == 1 and stage == stages - 1:
                 due["backward"][index] = end
                 continue
-            if way == -1 and stage == 0:
+            if sign == -1 and stage == 0:
                 continue
-            peer, hop, wire = stage + way, down[stage] if way == 1 else up[stage - 1], wires[way]
+            peer, hop, wire = stage + sign, down[stage] if sign == 1 else up[stage - 1], wires[sign]
             sent = wire[stage] if wire[stage] > end else end
             if not receives_ahead:
                 sent = max(sent, free[peer]) + hop.delay

@@ -66,17 +66,17 @@ class Pass(NamedTuple):
 
 
 class Costs:
-    """Seconds and bytes of stages of one model on one network; results are kept, as searches ask
-    again and again."""
+    """Seconds and bytes of stages of one model on one network; results are cached, since searches
+    ask repeatedly."""
 
     def __init__(self, graph: OpGraph, train: TrainSpec, network: Network, outer: int = 0) -> None:
-        """`outer`: bytes a parameter that every plan here keeps beside its own, as the replica that
-        it is to become."""
+        """`outer`: bytes a parameter that every plan here keeps in addition, for the replica that
+        it will become."""
         self.graph, self.train, self.engine, self.network = graph, train, network.engine, network
         self._outer = outer
         self.width = BYTES[train.precision]
         self.signature = [
-            (device, network.crowd[host])
+            (device, network.core_load[host])
             for device, host in zip(network.devices, network.hosts, strict=True)
         ]
         #: Ranks whose devices are alike have the same number.
@@ -86,12 +86,12 @@ class Costs:
             Counter(network.hosts),
         )
         self.figures = [
-            (keys[id(device)], crowd, together[host] if device.times.units else 1)
-            for (device, crowd), host in zip(self.signature, network.hosts, strict=True)
+            (keys[id(device)], core_load, together[host] if device.times.units else 1)
+            for (device, core_load), host in zip(self.signature, network.hosts, strict=True)
         ]
         self._turns = [
-            max(device.slot.turn_s, self.engine.turn_s * (crowd - 1))
-            for device, crowd in self.signature
+            max(device.slot.turn_s, self.engine.turn_s * (core_load - 1))
+            for device, core_load in self.signature
         ]
         self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
@@ -101,11 +101,11 @@ class Costs:
             for rank, kind in reversed(list(enumerate(self.alike)))
         }
         self._devices = {kind: self.signature[rank][0] for rank, kind in enumerate(self.alike)}
-        crowds = {
+        core_loads = {
             kind: (self.figures[rank][2], self.signature[rank][1])
             for rank, kind in enumerate(self.alike)
         }
-        self._timed = TimedUnits(graph, train, self._devices, crowds, self._unpaced)
+        self._timed = TimedUnits(graph, train, self._devices, core_loads, self._unpaced)
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -237,7 +237,8 @@ class Costs:
         size = self.graph.size(dims, b=rows, s=self.train.seq_len) * self.width
         both = between(writes, reads, gradient)
         first, second = (
-            sum(self.waited_s(name, group, size, concurrent) for name in names) for names in both
+            sum(self.waited_s(name, group, size, concurrent) for name in pass_collectives)
+            for pass_collectives in both
         )
         return first, second
 
@@ -262,10 +263,10 @@ class Costs:
         parameters = self.parameters(stage) + matrices.padding * (
             stage.mesh.size("data") if stage.zero else 1
         )
-        found = batch_axes(
+        exchanges = batch_axes(
             self.graph, stage, self.engine, self.train.precision, parameters, microbatches, at
         )
-        return (*found, *matrix_parts(stage, matrices.shared))
+        return (*exchanges, *matrix_parts(stage, matrices.shared))
 
     def stage_sends(self, replica: Replica, edge: int, backward: bool) -> Sends:
         """Return a microbatch's activations on their way over an edge, or their gradients back."""
@@ -317,7 +318,7 @@ class Costs:
         return lambda rank: rank in first
 
     def stream_s(self, rank: int, size: float) -> float:
-        """Seconds of a device to stream so many bytes through its memory."""
+        """Return the seconds of a device to stream bytes through its memory."""
         return self.rates[self.alike[rank]].stream_s(size)
 
     # -- a stage
@@ -364,7 +365,7 @@ class Costs:
         return passes
 
     def _pass(self, group: Sequence[int], rows: int, stage: Stage) -> Pass:
-        """Return the passes of a batch coordinate over so many sequences."""
+        """Return the passes of a batch coordinate over `rows` sequences."""
         forward = backward = forward_wait = backward_wait = 0.0
         for unit, count in self.graph.kinds(*stage.units):
             f, b, fw, bw = self._unit_pass(group, unit, rows, stage, len(stage.mesh.batch))
@@ -407,8 +408,8 @@ class Costs:
         return self._sizes[key]
 
     def owned(self, stage: Stage) -> float:
-        """Parameters of which each device of a stage has the optimizer state, and that it updates;
-        with what fills up the parts of those who own smaller matrices than others."""
+        """Return the parameters that each device of a stage updates and has the optimizer state
+        for; with the padding of devices that own smaller matrices than others."""
         own = self.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1)
         return own + self.matrices(stage).padding
 
@@ -480,8 +481,8 @@ class Costs:
         piped: bool = True,
         outer: int = 0,
     ) -> Memory:
-        """As `memory`, of a stage with `depth` microbatches of so many rows in flight; `piped` if
-        it has neighbours. Kept, as searches ask for stages among others again."""
+        """As `memory`, of a stage with `depth` microbatches of `rows` in flight; `piped` if it has
+        neighbours. Cached, since searches ask for the same stages."""
         rank, outer = stage.mesh.batch[coordinate][0], max(outer, self._outer)
         key = (
             stage.units,

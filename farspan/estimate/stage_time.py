@@ -1,5 +1,5 @@
-"""What one stage of a plan takes in a step: its passes, the sums of its gradients beside them, its
-update."""
+"""The time of one stage of a plan in a step: its passes, the gradient sums that overlap with them,
+its update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StageTime(NamedTuple):
 
 
 def stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: int) -> StageTime:
-    """All of a stage's times for so many rows of each batch coordinate, with ZeRO's gathers and
+    """Return all of a stage's times for `rows` of each batch coordinate, with ZeRO's gathers and
     sums where its level has them; kept, as searches ask for the same stages among others again."""
     key = (
         stage.units,
@@ -91,7 +91,7 @@ def _exposed(engine: Engine, seconds: float, cover: float, last: float) -> float
 def _contended(
     engine: Engine, stage: Stage, passes: Pass, sync: SyncTimes, microbatches: int
 ) -> tuple[float, float]:
-    """Return the passes, longer where collectives of the batch axes run beside them: sums during
+    """Return the passes, longer where collectives of the batch axes overlap with them: sums during
     the backward pass (the last microbatch's, unless they are scattered each time), gathers the
     forward pass too."""
     slower = engine.contention

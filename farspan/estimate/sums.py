@@ -2,7 +2,7 @@
 All are folds over its communications (`semantics.communications`).
 
 On CPUs messages take turns with arithmetic on the same cores: what goes through a host's memory or
-its sockets is time in which nothing is computed, while the line itself works beside the backward
+its sockets is time in which nothing is computed, while the line itself overlaps with the backward
 pass.
 """
 
@@ -28,24 +28,32 @@ class SyncTimes(NamedTuple):
     rest: float
     each: float
     last: float
-    trip: float
+    round_trip_s: float
     busy: float
     sent: dict[str, float]
 
     def exposed(self, seconds: float, cover: float) -> float:
-        """Return what of a series of sums does not hide behind so many seconds of arithmetic: at
+        """Return the part of a series of sums that `seconds` of arithmetic do not hide: at
         least what is sent last."""
         return (
-            max(self.trip + (seconds - self.trip) * self.last, seconds - cover) if seconds else 0.0
+            max(self.round_trip_s + (seconds - self.round_trip_s) * self.last, seconds - cover)
+            if seconds
+            else 0.0
         )
 
 
 def sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
     """All that a stage's batch axes exchange in a step; nothing overlaps yet."""
-    network, found = costs.network, costs.batch_axes(stage, microbatches)
-    sums, *others = found
-    gathers = next((one for one in others if one.purpose == "weights"), None)
-    rest = sum(network.seconds(one) for one in others if one.purpose == "gradients")
+    network, exchanges = costs.network, costs.batch_axes(stage, microbatches)
+    sums, *others = exchanges
+    gathers = next(
+        (communication for communication in others if communication.purpose == "weights"), None
+    )
+    rest = sum(
+        network.seconds(communication)
+        for communication in others
+        if communication.purpose == "gradients"
+    )
     each = 1 / max(1.0, sums.messages)
     return SyncTimes(
         network.seconds(sums),
@@ -53,18 +61,23 @@ def sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
         rest,
         each,
         max(each, _tables(costs, stage)),
-        _trip(network, found),
-        _busy(costs, stage, found) if costs.engine.move_cost else 0.0,
-        leaving(network, found),
+        _direct_round_trip_s(network, exchanges),
+        _busy(costs, stage, exchanges) if costs.engine.move_cost else 0.0,
+        leaving(network, exchanges),
     )
 
 
-def _trip(network: Network, found: Iterable[Communication]) -> float:
+def _direct_round_trip_s(network: Network, exchanges: Iterable[Communication]) -> float:
     """Return the way, there and back where nothing is posted ahead, of sums that go straight
     between sites; those of a ring take theirs message by message."""
     if not network.engine.direct:
         return 0.0
-    groups = (group for one in found if one.ahead and one.way != "ring" for group in one.groups)
+    groups = (
+        group
+        for communication in exchanges
+        if communication.ahead and communication.way != "ring"
+        for group in communication.groups
+    )
     ends = ({network.hosts[rank]: rank for rank in group}.values() for group in groups)
     share = 0.5 if network.engine.receives_ahead else 1.0
     return share * max(
@@ -83,18 +96,19 @@ def _tables(costs: Costs, stage: Stage) -> float:
 #   ------------------------------------------------------------------------------------------------
 
 
-def _busy(costs: Costs, stage: Stage, found: Sequence[Communication]) -> float:
+def _busy(costs: Costs, stage: Stage, exchanges: Sequence[Communication]) -> float:
     """Seconds of the busiest site: what goes between its devices, through its sockets, and through
     its codecs. Where weights are gathered after the update nobody has anything else to do."""
     mesh, network = stage.mesh, costs.network
-    beside = [one for one in found if one.beside != "nothing"]
+    beside = [communication for communication in exchanges if communication.beside != "nothing"]
     turns = [
-        one
-        for one in beside
-        if one.groups == (mesh.groups("data") if stage.zero else mesh.transposed)
+        communication
+        for communication in beside
+        if communication.groups == (mesh.groups("data") if stage.zero else mesh.transposed)
     ]
     inside = sum(
-        one.times * _inside_s(network, one, 4.0 * costs.parameters(stage)) for one in turns
+        communication.times * _inside_s(network, communication, 4.0 * costs.parameters(stage))
+        for communication in turns
     )
     sockets = max(
         (
@@ -104,25 +118,31 @@ def _busy(costs: Costs, stage: Stage, found: Sequence[Communication]) -> float:
         default=0.0,
     )
     in_memory = (
-        inside + _coding(costs, stage, found[0].messages) + _scattered(costs, stage, found[0].times)
+        inside
+        + _coding(costs, stage, exchanges[0].messages)
+        + _scattered(costs, stage, exchanges[0].times)
     )
-    woken = sum(one.times for one in turns) * found[0].messages if len(mesh.batch) > 1 else 0
+    woken = (
+        sum(communication.times for communication in turns) * exchanges[0].messages
+        if len(mesh.batch) > 1
+        else 0
+    )
     return costs.engine.move_cost * in_memory + sockets + costs.engine.message_busy_s * woken
 
 
-def _inside_s(network: Network, one: Communication, size: float) -> float:
-    """Seconds of what of a sum or a gather of so many bytes goes between devices of one host."""
-    kind = "all_reduce" if one.kind == "exchange" else one.kind
+def _inside_s(network: Network, communication: Communication, size: float) -> float:
+    """Return the seconds of a sum or a gather between devices of one host."""
+    kind = "all_reduce" if communication.kind == "exchange" else communication.kind
     parts = [
         ranks
-        for group in one.groups
-        for ranks in (network.by_site(group).values() if one.way == "sites" else (group,))
+        for group in communication.groups
+        for ranks in (network.by_site(group).values() if communication.way == "sites" else (group,))
     ]
     return max(network.inside_s(ranks, size, ring_steps(kind, len(ranks))) for ranks in parts)
 
 
 def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) -> float:
-    """Seconds that so many bytes through the sockets of a site, in and out, keep its hosts among
+    """Return the seconds that bytes through the sockets of a site, in and out, keep its hosts among
     `ranks` from computing; 0 where others than processors compute."""
     hosts = {network.hosts[rank] for rank in ranks if network.sites[rank] == site}
     return network.engine.move_cost * network.byte_s(site) * size / max(1, len(hosts))
@@ -160,6 +180,10 @@ def _coding(costs: Costs, stage: Stage, messages: float) -> float:
 #   ------------------------------------------------------------------------------------------------
 
 
-def leaving(network: Network, found: Iterable[Communication]) -> dict[str, float]:
+def leaving(network: Network, exchanges: Iterable[Communication]) -> dict[str, float]:
     """Bytes of a step that leave each site."""
-    return network.leaving(flow for one in found for flow in flows(one, network.sites.__getitem__))
+    return network.leaving(
+        flow
+        for communication in exchanges
+        for flow in flows(communication, network.sites.__getitem__)
+    )

@@ -60,20 +60,22 @@ class _Ledger:
             hosts = self._found.setdefault(purpose, ({}, [0.0, 0.0]))[0]
             hosts[pair] = hosts.get(pair, 0.0) + size
 
-    def communication(self, one: Communication, *, timed: bool = True) -> None:
-        """Its bytes between hosts and, unless others of its kind go on at the same time, its
+    def communication(self, series: Communication, *, timed: bool = True) -> None:
+        """Add its bytes between hosts and, unless others of its kind run at the same time, its
         seconds."""
         network = self._network
-        for source, target, size in flows(one, network.sites.__getitem__):
-            self.bytes(one.purpose, network.hosts[source], network.hosts[target], size)
+        for source, target, size in flows(series, network.sites.__getitem__):
+            self.bytes(series.purpose, network.hosts[source], network.hosts[target], size)
         if timed:
-            empty = one._replace(size=0.0, inside=0.0)
+            empty = series._replace(size=0.0, inside=0.0)
             self.add(
-                one.purpose, one.times * network.seconds(one), one.times * network.seconds(empty)
+                series.purpose,
+                series.times * network.seconds(series),
+                series.times * network.seconds(empty),
             )
 
     def sends(self, purpose: Purpose, sends: Sends, times: int) -> None:
-        """Return the bytes between hosts of messages that are sent so many times."""
+        """Add the bytes between hosts of messages that are sent `times` times."""
         for source, target, size in (*sends.across, *sends.inside):
             self.bytes(
                 purpose, self._network.hosts[source], self._network.hosts[target], times * size
@@ -122,8 +124,8 @@ def between_sites(
 
 def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -> None:
     """Return sums of gradients and gathers of weights."""
-    for one in costs.batch_axes(stage, replica.microbatches):
-        ledger.communication(one)
+    for series in costs.batch_axes(stage, replica.microbatches):
+        ledger.communication(series)
 
 
 def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) -> None:
@@ -142,7 +144,7 @@ def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) ->
             for kind, size, _ in layout_changes(
                 graph, unit, stage.splits, rows, costs.train.seq_len, costs.width
             ):
-                one = Communication(
+                series = Communication(
                     "operators",
                     kind,
                     "ring",
@@ -151,7 +153,7 @@ def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) ->
                     count * parts,
                     concurrent=len(stage.mesh.batch),
                 )
-                ledger.communication(one, timed=coordinate == 0)
+                ledger.communication(series, timed=coordinate == 0)
 
 
 def _edges(replica: Replica, costs: Costs, ledger: _Ledger) -> None:

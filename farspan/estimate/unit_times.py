@@ -18,12 +18,12 @@ Factors = tuple[float, float]
 
 
 class TimedUnits:
-    """What kinds of devices took for the units of one model, at one precision and length of
+    """The times of kinds of devices for the units of one model, at one precision and length of
     sequences.
 
     `predicted` gives seconds of the forward and the backward pass of an operator on a kind of
-    device, for so many rows, at its share of the host that `crowds` says: how many devices there
-    are at work, and how much slower that makes one by the number of threads.
+    device, for `rows`, at its share of the host: `core_loads` has the number of busy devices there,
+    and the slowdown of one by the number of threads.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class TimedUnits:
         graph: OpGraph,
         train: TrainSpec,
         devices: Mapping[int, Device],
-        crowds: Mapping[int, tuple[int, float]],
+        core_loads: Mapping[int, tuple[int, float]],
         predicted: Callable[[int, Operator, int], tuple[Kernels, Kernels]],
     ) -> None:
         self._predicted, self._devices = predicted, devices
@@ -42,10 +42,10 @@ class TimedUnits:
         self._asked = model, train.precision, train.seq_len
         for kind, device in devices.items():
             fitting = [unit_time for unit_time in device.times.units if self.fits(unit_time)]
-            count, crowd = crowds[kind]
+            count, load = core_loads[kind]
             crowded = [unit_time for unit_time in fitting if unit_time.together == count]
             for unit_time in crowded or [
-                _slowed(unit_time, crowd) for unit_time in fitting if unit_time.together == 1
+                _slowed(unit_time, load) for unit_time in fitting if unit_time.together == 1
             ]:
                 self._times.setdefault((kind, unit_time.unit), []).append(unit_time)
         self._found: dict[tuple[int, str, int], tuple[Factors, Factors]] = {}
@@ -58,9 +58,9 @@ class TimedUnits:
         """Forward and backward, what the kernels of the operator's unit took over what they were
         predicted to take, and the same of their launches; 1 where it was not timed.
 
-        Launches take what they were predicted to, but no longer than the unit did; kernels take
-        what is left, or all of it where launches go on beside them. So a part of a unit, on a
-        tensor axis, launches as many kernels as all.
+        Launches take their predicted time, but no longer than the unit did; kernels take the rest,
+        or all of it where launches overlap with them. So a part of a unit, on a tensor axis,
+        launches all of its kernels.
         """
         name, unit = self._unit[op.name]
         times = self._times.get((kind, name))
@@ -82,8 +82,8 @@ def _factors(timed: float, predicted: Sequence[Kernels], ahead: bool) -> Factors
     computing = sum(kernels.computing for kernels in predicted)
     launching = sum(kernels.launching for kernels in predicted)
     launched = min(launching, timed)
-    left = timed if ahead else timed - launched
-    return left / computing if computing else 1.0, launched / launching if launching else 1.0
+    kernels_s = timed if ahead else timed - launched
+    return kernels_s / computing if computing else 1.0, launched / launching if launching else 1.0
 
 
 def _slowed(unit_time: UnitTime, times: float) -> UnitTime:

@@ -27,9 +27,9 @@ def update_s(costs: Costs, stage: Stage) -> float:
     parts of matrices."""
     kinds = {costs.alike[rank]: rank for rank in stage.mesh.ranks}
     exchanged = sum(
-        one.times * costs.network.seconds(one)
-        for one in costs.batch_axes(stage, 1)
-        if one.purpose == "matrices"
+        communication.times * costs.network.seconds(communication)
+        for communication in costs.batch_axes(stage, 1)
+        if communication.purpose == "matrices"
     )
     return exchanged + max(
         _elements_s(costs, stage, rank) + _matrices_s(costs, stage, rank) for rank in kinds.values()
@@ -59,8 +59,8 @@ def _matrices_s(costs: Costs, stage: Stage, rank: int) -> float:
     precision = matrix_precision(costs.train.precision, (costs.alike[other] for other in same))
     speed = costs.rates[costs.alike[rank]]
     if precision != costs.train.precision:
-        device, crowd = costs.signature[rank]
-        speed = DeviceSpeed(device, precision, costs.engine, crowd)
+        device, load = costs.signature[rank]
+        speed = DeviceSpeed(device, precision, costs.engine, load)
     made = [
         kernels
         for shape, count in by_shape(matrices.updated).items()
@@ -73,8 +73,8 @@ def _matrices_s(costs: Costs, stage: Stage, rank: int) -> float:
 
 
 def _iteration(speed: DeviceSpeed, n: int, m: int, count: int, width: int) -> Iterator[Kernels]:
-    """One iteration on so many n x m matrices X, n <= m: X by its transpose, that by itself, and
-    that by X; each a kernel for all, and the sums another."""
+    """Yield one iteration on `count` n x m matrices X, n <= m: X by its transpose, that by itself,
+    and that by X; each a kernel for all, and the sums another."""
     for a, b, c in ((n, m, n), (n, n, n), (n, n, m)):
         operands = width * count * (a * b + b * c + a * c)
         yield speed.kernels(OperatorWork(2.0 * count * a * b * c, operands, a, b, c))

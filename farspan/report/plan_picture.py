@@ -72,11 +72,11 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def what(self) -> str:
         """`2.84 GB a step: gradients`."""
-        names = sorted(self.bytes, key=lambda name: -self.bytes[name])
-        if len(names) == 1:
-            return f"{format_bytes(self.total)} a step: {PURPOSE_NAMES[names[0]]}"
+        purposes = sorted(self.bytes, key=lambda name: -self.bytes[name])
+        if len(purposes) == 1:
+            return f"{format_bytes(self.total)} a step: {PURPOSE_NAMES[purposes[0]]}"
         parts = ", ".join(
-            f"{PURPOSE_NAMES[name]} {format_bytes(self.bytes[name])}" for name in names
+            f"{PURPOSE_NAMES[name]} {format_bytes(self.bytes[name])}" for name in purposes
         )
         return f"{format_bytes(self.total)} a step: {parts}"
 
@@ -226,7 +226,7 @@ def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
     for which, replica in enumerate(plan.replicas, start=1):
         timed = step(replica, costs)
         times = [timed_stage(replica, i, costs) for i in range(len(replica.stages))]
-        updates_at = _told(timed, times, costs)
+        updates_at = _norm_delay_s(timed, times, costs)
         for i, stage in enumerate(replica.stages):
             marks = [
                 mark
@@ -256,7 +256,7 @@ def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
             number += 1
 
 
-def _told(timed: ReplicaStep, times: list[StageTime], costs: Costs) -> float:
+def _norm_delay_s(timed: ReplicaStep, times: list[StageTime], costs: Costs) -> float:
     """When every stage knows the norm of all gradients and may update: after the last sum, by the
     step's length."""
     simulated = timed.simulated
@@ -315,8 +315,8 @@ def lane_name(shown: Picture, lane: Lane) -> str:
     """`stage 2`, `replica 1, stage 2`, or `8 replicas, stage 2`."""
     if len(shown.plan.replicas) == 1:
         return lane.name
-    whose = f"{lane.alike} replicas" if lane.alike > 1 else f"replica {lane.replica}"
-    return whose if lane.name == "all devices" else f"{whose}, {lane.name}"
+    replica_label = f"{lane.alike} replicas" if lane.alike > 1 else f"replica {lane.replica}"
+    return replica_label if lane.name == "all devices" else f"{replica_label}, {lane.name}"
 
 
 def paces(shown: Picture) -> str:

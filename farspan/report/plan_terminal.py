@@ -53,7 +53,7 @@ def show(shown: Picture, width: int) -> Iterator[Line]:
 def cluster(shown: Picture, width: int) -> Iterator[Line]:
     """Sites in the plan's order with their devices, and the flows between neighbours in the gaps;
     then the others."""
-    names = [site.name for site in shown.sites]
+    site_names = [site.name for site in shown.sites]
     drawn = set()
     size = max(len(box.name) for box in shown.boxes)
     for place, site in enumerate(shown.sites):
@@ -76,7 +76,7 @@ def cluster(shown: Picture, width: int) -> Iterator[Line]:
                 yield [*line, (memory, "" if box.fits else "bad")]
         for flow in shown.flows:
             inside = not flow.between_sites and flow.a in {host.name for host in site.hosts}
-            if inside or {flow.a, flow.b} == set(names[place : place + 2]):
+            if inside or {flow.a, flow.b} == set(site_names[place : place + 2]):
                 drawn.add(id(flow))
                 yield from _flow(
                     f"{flow.a} - {flow.b}: " if inside else "", flow.what, flow.link, inside, width
@@ -94,7 +94,7 @@ def _flow(ends: str, what: str, link: str, inside: bool, width: int) -> Iterator
 
 
 def wrapped(text: str, width: int) -> Iterator[Line]:
-    """Yield a paragraph beside the pictures."""
+    """Yield the lines of a paragraph under the pictures."""
     yield from ([(line, "soft")] for line in textwrap.wrap(text, width))
 
 
@@ -131,7 +131,8 @@ def legend(marks: Iterable[Mark], nothing: str) -> str:
 
 
 def filled(marks: Sequence[Mark], stage: int, ends: float, count: int) -> Line:
-    """So many cells of a stage's marks up to `ends`; neighbours of one tint are one piece."""
+    """Return `count` cells of a stage's marks up to `ends`; neighbours of one tint are one
+    piece."""
     size = ends / count
     shares: list[dict[tuple[str, int], float]] = [{} for _ in range(count)]
     for mark in marks:

@@ -42,8 +42,10 @@ def pairs_of(
     passages: Sequence[str],
     excluded: Collection[int],
 ) -> Pairs:
-    """Pairs of `documents`, evenly over them, without those in `excluded`. `passages` are what
-    `bodies` say."""
+    """Mine pairs of `documents`, evenly over them, without those in `excluded`.
+
+    `passages` are the texts of `bodies`.
+    """
     rows: dict[int, list[int]] = {}
     for row, chunk in enumerate(bodies):
         rows.setdefault(chunk.document, []).append(row)

@@ -1,4 +1,4 @@
-"""What a plan's workers tell one another in a step, as one list: purpose, kind, groups, bytes,
+"""The communication of a plan's workers in a step, as one list: purpose, kind, groups, bytes,
 count.
 
 Seconds, bytes by site or host, and processors' time are folds over it (`farspan.estimate`). Tests
@@ -83,7 +83,7 @@ class Flow(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A collective between two operators of a unit, over the tensor axis: of so many bytes, in one
+    """A collective between two operators of a unit, over the tensor axis: bytes, in one
     of its passes."""
 
     kind: Collective
@@ -92,7 +92,7 @@ class Change(NamedTuple):
 
 
 def ring_steps(kind: Kind, ranks: int) -> int:
-    """Return steps of a ring of so many ranks."""
+    """Return the steps of a ring of `ranks`."""
     return (ranks - 1) * (2 if kind == "all_reduce" else 1)
 
 
@@ -101,8 +101,8 @@ def ring_steps(kind: Kind, ranks: int) -> int:
 
 
 class Buckets(NamedTuple):
-    """What a stage's buckets hold: bytes, in so many messages; and tensors, which are one message
-    each without them."""
+    """The content of a stage's buckets: bytes and messages; and tensors, which are one message each
+    without buckets."""
 
     filled: float
     messages: int
@@ -132,19 +132,19 @@ def batch_axes(
     at: Place,
 ) -> tuple[Communication, ...]:
     """Return sums of gradients and gathers of weights, as often as ZeRO's level asks for them
-    (arXiv 1910.02054), of a stage whose devices hold so many parameters each; `at(rank)` is a
-    rank's site."""
+    (arXiv 1910.02054), of a stage whose devices hold `parameters` each; `at(rank)` is
+    a rank's site."""
     if stage.zero == 0:
-        found = _summed(graph, stage, engine, parameters, at)
+        summed_gradients = _summed(graph, stage, engine, parameters, at)
     else:
-        found = (
+        summed_gradients = (
             *_divided(graph, stage, engine, precision, parameters, microbatches),
             _between_sites(
                 stage, engine, parameters, buckets(graph, stage, engine, parameters).messages
             ),
         )
     partial = _partial_weights(graph, stage)
-    return (*found, partial) if partial else found
+    return (*summed_gradients, partial) if partial else summed_gradients
 
 
 def _summed(
@@ -238,8 +238,8 @@ def _between_sites(
 
 
 def matrix_parts(stage: Stage, shared: float) -> tuple[Communication, ...]:
-    """Return the parts of so many elements of matrices that the ranks of a tensor axis gather for
-    an update, and what they then give each other of it, in fp32."""
+    """Return the parts of matrices that the ranks of a tensor axis gather for an update, and the
+    parts of the update that they exchange, in fp32."""
     if not shared:
         return ()
     return (
@@ -285,7 +285,7 @@ def layout_changes(
     seq_len: int,
     width: int,
 ) -> Iterator[Change]:
-    """Yield what a tensor axis exchanges in the passes of one unit over so many sequences, of
+    """Yield the exchanges of a tensor axis in the passes of one unit over `rows` sequences, of
     numbers of `width` bytes."""
     residual = splits.get(RESIDUAL, "")
     writes = residual
@@ -294,8 +294,8 @@ def layout_changes(
         if dims == "bs":  # Every device reads the tokens that it needs, and they have no gradient.
             return
         size = graph.size(dims, b=rows, s=seq_len) * width
-        for backward, names in enumerate(between(writes, reads, gradient)):
-            yield from (Change(name, size, bool(backward)) for name in names)
+        for backward, collectives in enumerate(between(writes, reads, gradient)):
+            yield from (Change(name, size, bool(backward)) for name in collectives)
 
     for op in unit:
         plan = strategy(op, splits.get(op.name, ""))
@@ -321,16 +321,16 @@ def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
     """Return the rows of a microbatch that each worker of a stage has: those of its batch
     coordinate, or the tensor axis' share of them where the residual stream is divided over it by
     rows."""
-    held: list[HeldRange] = []
+    owned_ranges: list[HeldRange] = []
     mesh, start = replica.stages[stage].mesh, 0
     for c, ranks in enumerate(mesh.batch):
         rows = replica.part(stage, c, 0)
         ways = len(ranks) if replica.stages[stage].splits.get(RESIDUAL) == "b" else 1
         for t, rank in enumerate(ranks):
             low, high = (t * rows // ways, (t + 1) * rows // ways) if ways > 1 else (0, rows)
-            held.append(HeldRange(rank, start + low, start + high))
+            owned_ranges.append(HeldRange(rank, start + low, start + high))
         start += rows
-    return held
+    return owned_ranges
 
 
 class Sends(NamedTuple):
@@ -347,15 +347,15 @@ def stage_sends(
     """Return a microbatch on its way over an edge: `row` bytes a sequence between the stages,
     `plain` ones inside a site."""
     ends = (edge + 1, edge) if backward else (edge, edge + 1)
-    held, wanted = (rows_held(replica, stage) for stage in ends)
-    return _sends(held, wanted, row, plain, at)
+    owned_ranges, wanted = (rows_held(replica, stage) for stage in ends)
+    return _sends(owned_ranges, wanted, row, plain, at)
 
 
 def table_sends(graph: OpGraph, source: Stage, target: Stage, row: float, at: Place) -> Sends:
     """Return a table that two stages hold on its way from one to the other: `row` bytes each of its
     rows."""
-    held, wanted = (_table_held(graph, stage) for stage in (source, target))
-    return _sends(held, wanted, row, row, at)
+    owned_ranges, wanted = (_table_held(graph, stage) for stage in (source, target))
+    return _sends(owned_ranges, wanted, row, row, at)
 
 
 def _table_held(graph: OpGraph, stage: Stage) -> list[HeldRange]:
@@ -370,9 +370,9 @@ def _table_held(graph: OpGraph, stage: Stage) -> list[HeldRange]:
 
 
 def _sends(
-    held: list[HeldRange], wanted: list[HeldRange], each: float, plain: float, at: Place
+    owned_ranges: list[HeldRange], wanted: list[HeldRange], each: float, plain: float, at: Place
 ) -> Sends:
-    across, inside = transfer(held, wanted, at)
+    across, inside = transfer(owned_ranges, wanted, at)
     return Sends(_sized(across, each), _sized(inside, plain))
 
 
@@ -390,8 +390,8 @@ def _sized(sends: Iterable[Send], each: float) -> tuple[Flow, ...]:
 
 
 def meeting(plan: Plan, parameters: float, engine: Engine) -> Communication | None:
-    """Return what replicas tell one another when they meet, which is once in `sync.every` steps;
-    None where they never do."""
+    """Return the exchange of replicas that synchronize once in `sync.every` steps; None where they
+    never do."""
     if plan.sync is None or len(plan.replicas) < 2:
         return None
     leaders = tuple(replica.stages[0].mesh.ranks[0] for replica in plan.replicas)
@@ -404,24 +404,26 @@ def meeting(plan: Plan, parameters: float, engine: Engine) -> Communication | No
 #   ------------------------------------------------------------------------------------------------
 
 
-def flows(one: Communication, at: Place) -> Iterator[Flow]:
+def flows(series: Communication, at: Place) -> Iterator[Flow]:
     """Every pair of ranks that send each other something, with the bytes of a whole step."""
-    for group in one.groups:
-        if one.way == "straight":
-            part = one.size / len(group) if one.kind == "reduce_scatter" else one.size
-            yield from _straight(group, one.times * part)
-        elif one.way == "sites" and len(sites := by_site(group, at)) > 1:
+    for group in series.groups:
+        if series.way == "straight":
+            part = series.size / len(group) if series.kind == "reduce_scatter" else series.size
+            yield from _straight(group, series.times * part)
+        elif series.way == "sites" and len(sites := by_site(group, at)) > 1:
             for ranks in sites.values():
                 yield from _ring(
-                    ranks, one.times * one.inside * ring_share("all_reduce", len(ranks))
+                    ranks, series.times * series.inside * ring_share("all_reduce", len(ranks))
                 )
-            yield from _straight([ranks[0] for ranks in sites.values()], one.times * one.size)
+            yield from _straight([ranks[0] for ranks in sites.values()], series.times * series.size)
         else:
-            yield from _ring(group, one.times * one.size * ring_share(one.kind, len(group)))
+            yield from _ring(
+                group, series.times * series.size * ring_share(series.kind, len(group))
+            )
 
 
 def ring_share(kind: Kind, ranks: int) -> float:
-    """Return the share of a tensor that goes over each hop of a ring of so many ranks."""
+    """Return the share of a tensor that goes over each hop of a ring of `ranks`."""
     return ring_steps(kind, ranks) / ranks / (ranks if kind == "all_to_all" else 1)
 
 

@@ -37,15 +37,15 @@ def plan_key(plan: Plan) -> str:
 
 
 def training_key(plan: Plan) -> str:
-    """Return what two plans must share so that one goes on from the other's checkpoint: model,
+    """Return what two plans must share so that one resumes from the other's checkpoint: model,
     text, and all that decides the loss of synchronous steps. How the work is divided, and how often
     is saved and validated, may differ."""
     return content_hash(*_training(plan).values())
 
 
-def unlike_training(one: Plan, other: Plan) -> list[str]:
+def unlike_training(plan: Plan, other: Plan) -> list[str]:
     """Return what of the training two plans do not share, as run.yaml calls it."""
-    mine, theirs = _training(one), _training(other)
+    mine, theirs = _training(plan), _training(other)
     return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
 
 

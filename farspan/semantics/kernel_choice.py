@@ -25,21 +25,21 @@ CPU_SCORES, CPU_QUERIES = {2: (1, 1024), 4: (65, 1024), 8: (65, 1024)}, {2: 128,
 
 
 def matrix_precision(precision: Precision, kinds: Iterable[object]) -> Precision:
-    """Of the products that make an update of matrices, on devices of these kinds that all make the
-    same one: the training's, but where rounding of unlike devices would take their copies of the
-    weights apart."""
+    """Return the precision of the products in an update of matrices on devices of these kinds: the
+    training's, but fp32 where different devices' rounding would make their copies of the weights
+    diverge."""
     return precision if len(set(kinds)) == 1 else "fp32"
 
 
 def keeps_scores(length: int, width: int, backend: str) -> bool:
-    """Whether attention other than by the textbook keeps probabilities, of numbers of so many
-    bytes."""
+    """Return whether attention other than by the textbook keeps probabilities, of numbers of
+    `width` bytes."""
     least, most = CPU_SCORES[width]
     return backend == "cpu" and least <= length <= most
 
 
 def query_blocks(length: int, width: int) -> list[slice]:
-    """Return the queries that attention on CPUs takes at a time, of numbers of so many bytes."""
+    """Return the queries that attention on CPUs takes at a time, of numbers of `width` bytes."""
     most = CPU_QUERIES[width]
     return [slice(start, min(start + most, length)) for start in range(0, length, most)]
 
@@ -47,9 +47,11 @@ def query_blocks(length: int, width: int) -> list[slice]:
 def activities(
     graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None
 ) -> dict[Activity, float]:
-    """Return what an operator does beside matrix products, with the number of elements of each
-    activity over so many sequences; `keys`: `scored_keys`, of which whole blocks are left out on
-    CPUs only."""
+    """Return an operator's activities other than matrix products, with the elements of each over
+    `rows` sequences.
+
+    `keys`: `scored_keys`; whole blocks of them are left out on CPUs only.
+    """
 
     def size(dims: str) -> float:
         return graph.size(dims, b=rows, s=seq_len)
@@ -78,7 +80,7 @@ def activities(
 def _attended(
     graph: OpGraph, op: Operator, size: Callable[[str], float], keys: float | None, *, whole: bool
 ) -> dict[Activity, float]:
-    """Return what attention does beside its products; `whole` if no keys are left out."""
+    """Return attention's activities other than its products; `whole` if no keys are left out."""
     done: dict[Activity, float] = {}
     if len(op.keeps) > 1:  # Rotation made new q and k.
         done["rotary"] = size("bsnr") + size("bsne")

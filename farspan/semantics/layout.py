@@ -34,7 +34,7 @@ class Send(NamedTuple):
 
 
 def transfer(
-    held: Sequence[HeldRange], wanted: Sequence[HeldRange], place: Callable[[int], Hashable]
+    sources: Sequence[HeldRange], wanted: Sequence[HeldRange], place: Callable[[int], Hashable]
 ) -> tuple[tuple[Send, ...], tuple[Send, ...]]:
     """Return the sends, in two rounds, after which every rank has the parts that it wants;
     `place(rank)` is a rank's site.
@@ -45,10 +45,10 @@ def transfer(
     same possible gateways. The order of the parts does not matter. Raises ValueError where nobody
     holds a wanted element.
     """
-    site = {part.rank: place(part.rank) for part in (*held, *wanted)}
+    site = {part.rank: place(part.rank) for part in (*sources, *wanted)}
     asked: defaultdict[tuple[Hashable, Ranks], list[tuple[int, int, int]]] = defaultdict(list)
     entering: defaultdict[Ranks, list[tuple[Ranks, int, int]]] = defaultdict(list)
-    for start, stop, holders, wanters in _pieces(held, wanted):
+    for start, stop, holders, wanters in _pieces(sources, wanted):
         near = by_site(holders, site.__getitem__)
         for where, ranks in by_site(
             sorted({*wanters}.difference(holders)), site.__getitem__
@@ -71,13 +71,13 @@ def transfer(
 
 
 def _pieces(
-    held: Sequence[HeldRange], wanted: Sequence[HeldRange]
+    sources: Sequence[HeldRange], wanted: Sequence[HeldRange]
 ) -> Iterator[tuple[int, int, Ranks, Ranks]]:
     """(start, stop, holders, wanters) of every wanted stretch between two neighbouring bounds of
     parts, ascending."""
     changes: defaultdict[int, list[tuple[Counter[int], int, int]]] = defaultdict(list)
     holders, wanters = Counter[int](), Counter[int]()
-    for active, parts in ((holders, held), (wanters, wanted)):
+    for active, parts in ((holders, sources), (wanters, wanted)):
         for rank, start, stop in parts:
             if start < stop:
                 changes[start].append((active, rank, 1))
@@ -97,10 +97,10 @@ def _pieces(
 def by_site(ranks: Iterable[int], place: Callable[[int], Hashable]) -> dict[Hashable, Ranks]:
     """Return the ranks of each site, both in the order given: that of a dict, so that no hash
     decides."""
-    found: dict[Hashable, list[int]] = {}
+    ranks_by_site: dict[Hashable, list[int]] = {}
     for rank in ranks:
-        found.setdefault(place(rank), []).append(rank)
-    return {where: tuple(members) for where, members in found.items()}
+        ranks_by_site.setdefault(place(rank), []).append(rank)
+    return {where: tuple(members) for where, members in ranks_by_site.items()}
 
 
 def _deal(

@@ -22,8 +22,8 @@ def learning_rate(
     total: int | None = None,
 ) -> float:
     """Learning rate of update `step` (from 0) of the plan's `steps`: linear warm-up, then the
-    schedule's shape. It is as far as `share` says of the run where that is further than the steps
-    are of `limit` (None: of `steps`): the run's time is then what ends it, after `total` steps
+    schedule's shape. Its progress is `share` of the run where that is further than the steps
+    of `limit` (None: of `steps`): the run's time then ends it, after `total` steps
     (None: `limit`). Above 0 at any step."""
     limit = limit or steps
     warm = min(1.0, schedule.warmup_steps / steps)

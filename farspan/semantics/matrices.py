@@ -37,19 +37,21 @@ class Matrix(NamedTuple):
 def matrices(graph: OpGraph) -> dict[str, Matrix]:
     """Return the matrices of a block, by the parameter's name inside it: the weights that a
     product's einsum names."""
-    found = {}
+    matrices_by_name = {}
     for op in graph.block:
         dims = op.inputs[-1]
         for weight in op.weights if op.kind == "matmul" else ():
             if weight.dims == dims:
-                left, right = (dims[0], dims[1:]) if dims[0] == "d" else (dims[:-1], dims[-1])
+                output, right = (dims[0], dims[1:]) if dims[0] == "d" else (dims[:-1], dims[-1])
                 shares = (1,) if dims[0] == "d" else sections(graph, dims)
-                found[weight.name] = Matrix(graph.size(left), graph.size(right), shares)
-    return found
+                matrices_by_name[weight.name] = Matrix(
+                    graph.size(output), graph.size(right), shares
+                )
+    return matrices_by_name
 
 
 def by_shape(updated: Iterable[tuple[Matrix, int]]) -> dict[tuple[int, int], int]:
-    """How many matrices of each shape there are in so many parameters."""
+    """Return the number of matrices of each shape, for the given numbers of parameters."""
     counted: dict[tuple[int, int], int] = {}
     for matrix, count in updated:
         for part in matrix.parts:
@@ -76,24 +78,24 @@ def update_flops(matrix: Matrix, iterations: int) -> float:
 def owners(sizes: Sequence[int], ways: int) -> list[int]:
     """Who of `ways` workers owns each matrix whole: the largest first, each to who has the least so
     far (Graham 1969: the most that one has is at most 4/3 of the least possible)."""
-    held, owner = [0] * ways, [0] * len(sizes)
+    owned, owner = [0] * ways, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owner[i] = min(range(ways), key=lambda k: (held[k], k))
-        held[owner[i]] += sizes[i]
+        owner[i] = min(range(ways), key=lambda k: (owned[k], k))
+        owned[owner[i]] += sizes[i]
     return owner
 
 
 def in_buckets(sizes: Sequence[int], bucket_bytes: int | None, least: int = 1) -> list[list[int]]:
-    """Parameters of so many elements, in their order, in buckets of about so many bytes of fp32
-    (None: each alone), of at least so many parameters, where there are as many."""
-    groups, held = list[list[int]](), 0
+    """Divide parameters of these sizes, in their order, into buckets of about `bucket_bytes` of
+    fp32 (None: each alone), of at least `least` parameters."""
+    groups, owned = list[list[int]](), 0
     for i, size in enumerate(sizes):
-        full = not groups or bucket_bytes is None or held + 4 * size > bucket_bytes
+        full = not groups or bucket_bytes is None or owned + 4 * size > bucket_bytes
         if not groups or (full and min(len(groups[-1]), len(sizes) - i) >= least):
             groups.append([])
-            held = 0
+            owned = 0
         groups[-1].append(i)
-        held += 4 * size
+        owned += 4 * size
     return groups
 
 
@@ -126,8 +128,8 @@ def owned_matrices(graph: OpGraph, stage: Stage) -> OwnedMatrices:
         weight.name: stage.splits.get(op.name, "") for op in graph.block for weight in op.weights
     }
     elements = filled = 0.0
-    held: list[Counter[Matrix]] = [Counter() for _ in range(ways)]
-    apart: list[Counter[Matrix]] = [Counter() for _ in range(ways)]
+    owned: list[Counter[Matrix]] = [Counter() for _ in range(ways)]
+    separate: list[Counter[Matrix]] = [Counter() for _ in range(ways)]
     for kind in ("copied", "summed", "divided"):
         mine = [m for name, m in matrices(graph).items() if _kind(splits[name], tensor) == kind]
         size = partial(_size, ways=tensor if kind == "divided" else 1)
@@ -146,21 +148,21 @@ def owned_matrices(graph: OpGraph, stage: Stage) -> OwnedMatrices:
             parts = [0] * ways
             for matrix, elements_of, k in zip(group, each, owners(each, ways), strict=True):
                 parts[k] += elements_of
-                (apart if kind == "divided" else held)[k][matrix] += times
+                (separate if kind == "divided" else owned)[k][matrix] += times
             elements, filled = elements + times * max(parts), filled + times * sum(parts) / ways
-    busiest = max(range(ways), key=lambda k: _flops(held[k]) + _flops(apart[k]) / tensor)
-    every = list(apart[busiest].elements())
+    busiest = max(range(ways), key=lambda k: _flops(owned[k]) + _flops(separate[k]) / tensor)
+    every = list(separate[busiest].elements())
     owner = owners([round(update_flops(matrix, 1)) for matrix in every], tensor)
     taken = [
         Counter(m for m, t in zip(every, owner, strict=True) if t == rank) for rank in range(tensor)
     ]
-    updated = held[busiest] + max(taken, key=_flops)
+    updated = owned[busiest] + max(taken, key=_flops)
     shared = float(sum(matrix.rows * matrix.columns for matrix in every))
     return OwnedMatrices(elements, filled, tuple(updated.items()), shared)
 
 
 def _size(matrix: Matrix, ways: int) -> int:
-    """Elements of each part of a parameter that comes in so many."""
+    """Return the elements of each of `ways` parts of a parameter."""
     return matrix.rows * matrix.columns // ways
 
 
@@ -170,5 +172,5 @@ def _kind(split: str, tensor: int) -> str:
     return "copied" if tensor == 1 or not split else "summed" if split == "b" else "divided"
 
 
-def _flops(held: Counter[Matrix]) -> float:
-    return sum(count * update_flops(matrix, 1) for matrix, count in held.items())
+def _flops(owned: Counter[Matrix]) -> float:
+    return sum(count * update_flops(matrix, 1) for matrix, count in owned.items())

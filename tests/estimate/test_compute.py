@@ -40,7 +40,7 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
     assert shares.kernels(BIG).computing == pytest.approx(8.0)
     assert shares.kernels(STREAM).computing == pytest.approx(20.0)
     assert shares.stream_s(1e11) == pytest.approx(4.0)
-    moved = OperatorWork(0.0, 0.0, 1, 1, 1, apart=1e11, composed=1e11)
+    moved = OperatorWork(0.0, 0.0, 1, 1, 1, unhidden=1e11, composed=1e11)
     assert shares.kernels(moved).computing == pytest.approx(4.0 + 8.0)
 
 
@@ -198,7 +198,7 @@ def test_products_and_attention_of_a_block_by_hand():
     # Scores and their product with v: 2 x 2 s s d a row; q, k, v in, o out.
     attention, back = worked(TIED, "attn")
     assert attention.flops == 4 * rows * s * s * d
-    assert (attention.bytes, attention.apart) == (4 * rows * s * 4 * d, 0)
+    assert (attention.bytes, attention.unhidden) == (4 * rows * s * 4 * d, 0)
     assert back.flops == 2.5 * attention.flops
     # Blocks of queries leave out what is in the future of all of them.
     blocks, back = worked(TIED, "attn", keys=10)
@@ -218,7 +218,9 @@ def test_bytes_moved_by_memory_bound_kernels_equal_those_counted_by_hand(width):
     cast = 0 if width == 4 else 4 + width
 
     def moved(name, spec=TIED, **given):
-        return tuple(one.apart + one.composed for one in worked(spec, name, width=width, **given))
+        return tuple(
+            one.unhidden + one.composed for one in worked(spec, name, width=width, **given)
+        )
 
     weights = d * f + f
     up = (cast * weights, 3 * 4 * weights + cast * weights + width * tokens * f)
@@ -244,7 +246,7 @@ def test_bytes_moved_by_memory_bound_kernels_equal_those_counted_by_hand(width):
     gated = models.graph(UNTIED).sizes["f"]
     assert moved("mlp.act", UNTIED) == (5 * width * tokens * gated, 9 * width * tokens * gated)
     norm = worked(UNTIED, "attn_norm", width=width)
-    assert (norm[0].composed, norm[1].composed, norm[0].apart) == (
+    assert (norm[0].composed, norm[1].composed, norm[0].unhidden) == (
         7 * 4 * tokens * d,
         21 * 4 * tokens * d,
         0,
@@ -289,13 +291,13 @@ def test_residuals_norms_and_launches_are_not_divided_by_a_tensor_axis():
     for spec, name, split in ((TIED, "mlp.down", "f"), (TIED, "attn.out", "n"), (TIED, "tok", "v")):
         alone = worked(spec, name, engine=launched)
         both = worked(spec, name, split=split, ways=4, engine=launched)
-        assert [one.apart for one in both] == [one.apart for one in alone]
+        assert [one.unhidden for one in both] == [one.unhidden for one in alone]
         assert [one.launches for one in both] == [one.launches for one in alone]
     # A residual stream that is divided by rows is summed in parts.
     summed = plain(kernels={"residual": Moves(working=(2, 3))})
     alone = worked(TIED, "mlp.down", engine=summed)
     rows = worked(TIED, "mlp.down", split="f", ways=4, residual="b", engine=summed)
-    assert [one.apart for one in rows] == [one.apart / 4 for one in alone]
+    assert [one.unhidden for one in rows] == [one.unhidden / 4 for one in alone]
 
 
 def test_every_activity_of_every_family_is_counted_by_eager_pytorch():

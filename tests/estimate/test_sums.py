@@ -138,9 +138,9 @@ def test_latency_of_the_last_gradient_bucket_is_always_exposed():
     by = GradSync(topology="hierarchical", bucket_bytes=10**4)
     one = stage(mesh(0, 1, 2, 3), (2, 2, 2, 2), grad_sync=by)
     found = sync(using, one, 1)
-    assert found.trip == LINK.rtt_s / 2
+    assert found.round_trip_s == LINK.rtt_s / 2
     assert found.exposed(found.reduce, 1e9) == pytest.approx(
-        found.trip + (found.reduce - found.trip) * found.last
+        found.round_trip_s + (found.reduce - found.round_trip_s) * found.last
     )
     assert found.exposed(found.reduce, 0.0) == found.reduce
     assert stage_time(using, one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), (

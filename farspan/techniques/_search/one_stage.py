@@ -98,8 +98,8 @@ def plans(
     """Return plans of one stage on this mesh, in the fewest microbatches that fit.
 
     There is one for each division of rows, topology and bucket size, with and without recompute.
-    Splits of rows need a batch that the tensor axis divides, and as many rows a coordinate as it
-    has ranks.
+    Splits of rows need a batch that the tensor axis divides, and at least one row for each of its
+    ranks.
     """
     splits = splits or {}
     num_sites = len({task.costs.network.sites[rank] for rank in mesh.ranks})

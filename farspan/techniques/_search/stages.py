@@ -7,9 +7,9 @@ Over a given order of devices, stages are ranges of neighbours. The objective is
 
 `t_s` is the forward and backward pass of a microbatch; `once_s` comes once a step (exposed gradient
 sync, the update); `latency_s` is the time to the next stage and back; `occupancy_s` is how long a
-message keeps the link, which is shared by as many pairs of hosts as the stage with fewer has.
+message keeps the link, which the pairs of hosts of the smaller stage share.
 
-The place in the order is part of the state (`stage_dp`): it says which devices remain, not only
+The place in the order is part of the state (`stage_dp`): it names the remaining devices, not only
 their number. The outer search lowers the bound on the slowest stage from one Pareto point to the
 next, so it meets every optimum of the objective. It ends where the sum, which only grows, plus the
 lower bound of the slowest stage exceeds the best objective so far.
