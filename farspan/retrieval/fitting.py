@@ -41,7 +41,7 @@ from farspan.runtime.model.decoder import Decoder
 class Task:
     """An index to be built at `path`, and its inputs.
 
-    The first `train` documents are the training split; `report` writes lines for people, and `work`
+    The first `train` documents are the training split; `write_line` writes lines for people, and `work`
     counts progress.
     """
 
